@@ -3,9 +3,9 @@
 Eight ranks serve a small model with latent attention. With caches in 1 to 8 shards (DCP), the bench
 measures the memory that a request takes on each rank, the length of the longest request that is
 served, the time of a decode step, and the step's host time. With prompts that are split over 1 to 4
-ranks (PCP), it measures the time to the first token and the attention work of a rank. It also
-counts the bytes that ranks send to other ranks. The ranks share this machine's cores, so the
-figures say nothing about an NPU.
+ranks (PCP), the bench measures the time to the first token, and the attention work of a rank. The
+bench also counts the bytes that ranks send to other ranks. The ranks share this machine's cores, so
+the figures say nothing about an NPU.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ of the same run.
 The bench answers four questions. How fast is replayed decoding, compared with transformers'
 ``generate`` on the same checkpoint with one thread? How much host time does a step cost when the
 emulator's kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost
-if they are sent ahead of the step, and if they are sent only after the step's replay? How much does
-sampling cost? The figures are of the emulator and say nothing about an NPU.
+if the host sends the updates ahead of the step, and if it sends them after the step's replay? How
+much does sampling cost? The figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations

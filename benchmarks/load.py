@@ -2,14 +2,14 @@
 once.
 
 The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
-disk and from the page cache. The bench measures how long the deployment is in the state LOADING. It
-also measures the time of one process that only reads the files from beginning to end. The time of
-this process is the first lower bound.
+disk and from the page cache. The bench measures how long the deployment is in the state LOADING.
+The bench also measures the time of one process that only reads the files from beginning to end. The
+time of this process is the first lower bound.
 
-The memory of an emulated device is memory of this machine, which the operating system must provide
-first. So the second lower bound is the time of the same read while one process per rank fills new
-memory. Together, these processes fill as many bytes as the files have, in small pages, which
-emulated devices also use.
+An emulated device uses memory of this machine, and the operating system must first provide this
+memory. So the second lower bound is the time of the same read while one process per rank fills new
+memory. Together, these processes fill as many bytes as the files have. They use small pages, like
+emulated devices.
 
 The host of a virtual machine may take back freed memory within seconds. Then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so

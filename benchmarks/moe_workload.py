@@ -1,4 +1,4 @@
-"""Chat requests for the demo model. Its answers are real text, so the drafts are realistic."""
+"""Chat requests for the demo model, whose answers are real text, so that drafts are realistic."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs one rank of a tensor-parallel group alone, and counts its operators and bytes of graph
-pools.
+"""Runs one rank of a tensor-parallel group alone, and counts the rank's operators, and the bytes of
+its graph pools.
 
-The rank has the weights and shapes of rank 0, but no peers. An operator of the same shape on the
-rank's own memory replaces each collective. So sizes are right, but values are meaningless.
+The rank has the weights and shapes of rank 0, but no peers. Each collective is replaced by an
+operator of the same shape on the rank's memory. So sizes are right, but values are meaningless.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class PoolSizes:
     """Number of bytes of graph pools on one rank.
 
     Attributes:
-        alone: for each graph, the bytes that its pool takes from the device if no other graph uses
-            the pool.
-        needs: for each graph, the largest number of bytes that its tensors take at one time.
+        alone: for each graph, the bytes of a pool that only this graph uses.
+        needs: for each graph, the peak number of bytes in its tensors.
         shared: bytes of one pool for all graphs, if the largest graph is captured first.
     """
 
@@ -86,7 +85,7 @@ class OneRank:
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:
-        """Capture every graph of a configuration into its own pool, then all into one pool."""
+        """Capture each graph into a separate pool, and then all graphs into one pool."""
         graphs = _graphs_of(config)
         runner = self.make_runner(config, graphs)
         alone, needs = {}, {}

@@ -2,10 +2,9 @@
 two.
 
 The device is modelled (``docs/develop/device-time.md``). The host is real: it does all work that
-serving requires. There are no weights. The bench shows the time of a decode step, how long the
-device was busy in this time, and the causes of the device's waits. Ranks of tensor parallel
-deployments share the cores of this machine, which also delays the ranks. The figures say nothing
-about an NPU.
+serving requires. There are no weights. For a decode step, the bench shows the total time, the
+device's busy time, and the causes of the device's waits. Ranks of tensor parallel deployments share
+the cores of this machine, which also delays the ranks. The figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 MAX_LEN = 40960
 MEMORY_MB = 1 << 16  # memory of a device, which is counted but never used on this machine
-# Limit of the device's wait in a step, as a fraction of the step and in microseconds; the larger of
-# the two times counts.
+# Limit of the device's waits in a step: the larger of a fraction of the step's time, and of a
+# number of microseconds.
 ALLOWED_WAIT = 0.02, 60.0
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
 

@@ -2,8 +2,8 @@
 
 The bench uses a deployment's scheduler, messages and sockets. One process simulates all workers,
 without devices and without a model. All requests decode, and their blocks become full in different
-steps. The workers of a group are either all on the engine's node (Unix sockets) or all on other
-nodes (ZeroMQ over TCP with CURVE). CPU time is the time of all threads of the engine's process.
+steps. All workers of a group are on the engine's node (Unix sockets), or all are on other nodes
+(ZeroMQ over TCP with CURVE). CPU time is the time of all threads of the engine's process.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def median_ms(times_ns: Sequence[int]) -> float:
 
 
 def sizes(plan: StepPlan, shape: Shape) -> dict[str, int]:
-    """Return how many bytes all workers together get in a step, and how many one worker gets."""
+    """Return the bytes of a step's messages to all workers together, and to one worker."""
     sent = [len(encoder.encode(plan.for_rank(rank))) for rank in range(shape.dp)]
     return {"plan_bytes": sum(sent) * shape.tp, "rank_bytes": max(sent)}
 

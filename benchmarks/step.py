@@ -208,7 +208,7 @@ def measure(
     steps: int,
     ways: Sequence[str],
 ) -> dict[str, dict[str, float]]:
-    """For each way of sampling and each part of a step, return the 10th percentile in microseconds.
+    """Return the 10th percentile in microseconds, for each way of sampling and each part of a step.
 
     The ways of sampling take turns.
     """

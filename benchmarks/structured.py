@@ -2,11 +2,11 @@
 
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
 each step, some of the requests have a grammar: a typical JSON schema. The bench measures several
-numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``) with
-the shapes of Qwen3-8B, and of a dense DeepSeek of the same size with one draft, without weights.
-The device computes nothing, so the tokens are arbitrary. So the bench replaces tokens and drafts by
-the tokens of a valid answer before the matchers read them. The vocabulary is generated. The figures
-say nothing about an NPU.
+numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``),
+without weights. The models have the shapes of Qwen3-8B, and of a dense DeepSeek of the same size
+with one draft. The device computes nothing, so the tokens are arbitrary. So the bench replaces
+tokens and drafts by the tokens of a valid answer before the matchers read them. The vocabulary is
+generated. The figures say nothing about an NPU.
 
 The bench also lets requests with large schemas arrive while other requests decode. It compares the
 steps in which new schemas arrive with the steps in which compiled schemas arrive.
@@ -89,9 +89,7 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return the times of steps, for each number of constrained requests, of compiling, and of
-    masks.
-    """
+    """Return the times of steps by number of constrained requests, of compiling, and of masks."""
     models = [
         {**config, "vocab_size": VOCAB}
         for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())

@@ -31,8 +31,8 @@ def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any
 
     One time is for content without a reader, one for content with a reader, and one for the
     arguments of a call. A time includes the conversion of the token to text, the reader, and the
-    JSON of the chunk. It does not include the messages of the engine and of HTTP, which do not
-    depend on the reader.
+    JSON of the chunk. A time does not include messages of the engine and of HTTP, because messages
+    do not depend on the reader.
     """
     content = tokenizer.encode(SENTENCE * sentences, add_special_tokens=False)
     rows = []

@@ -46,7 +46,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements while all initial requests decode; they end when the first of these ends.
+    """Measurements while all initial requests decode, until the first of these requests ends.
 
     Attributes:
         gaps_ms: times between two deliveries to the first request, which are the step times.
@@ -298,7 +298,7 @@ def step_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the microseconds per step of each stage over all modes, and the steps of each mode."""
+    """Return each stage's microseconds per step over all modes, and each mode's steps."""
     modes = _by_mode_and_stage(timings_us)
     steps = {mode: int(found["steps"]) for mode, found in modes.items() if found.get("steps")}
     stages: dict[str, float] = {}

@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def freeze_objects() -> None:
     """Let the garbage collector ignore all objects that exist now: modules and collected tests.
 
-    These objects live as long as the process. There are millions of them, so each full collection
-    would take a second.
+    These objects live as long as the process. There are millions of objects, so each full
+    collection would take a second.
     """
     gc.collect()
     gc.freeze()

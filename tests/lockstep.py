@@ -120,7 +120,7 @@ class Lockstep:
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        """Add a request; return its answer, which gets tokens in later steps."""
+        """Add a request; return the answer, which gets tokens in later steps."""
         self.scheduler.add(submit(name, prompt, params))
         self._answers[name] = Answer()
         return self._answers[name]
@@ -182,7 +182,7 @@ class Lockstep:
 
 @contextmanager
 def lockstep(config: Config) -> Iterator[Lockstep]:
-    """Start a group of all ranks of ``config``, and end it.
+    """Start a group of all ranks of ``config``; end the group when the context ends.
 
     Raises:
         DistAclGraphError: for the same reasons as at the start of a deployment.

@@ -5,8 +5,8 @@ template renders the conversations below with each set of options. Two results a
 texts are equal, or if both programs refuse the conversation.
 
 transformers passes a message's content to the template unchanged. The runtime passes text parts to
-a template that reads parts, and one text to any other template. So the reference is the form of the
-conversation (parts or text) with which transformers' prompt contains all texts.
+a template that reads parts, and one text to any other template. So the reference uses the form of
+contents (parts or one text) with which the prompt of transformers contains all texts.
 """
 
 from __future__ import annotations

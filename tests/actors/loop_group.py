@@ -58,8 +58,8 @@ class Group:
 
     Args:
         fail_at: the step at which rank 0 reports an error.
-        dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks in each of them.
-            If there are several ranks, they share the experts.
+        dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks per data-parallel
+            rank. If there are several ranks, they share the experts.
         num_drafts: number of draft tokens of each request; one draft token is accepted.
         lose_at: the step in which the last rank's tokens exceed the experts' capacity, so that the
             step is void.

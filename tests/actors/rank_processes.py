@@ -44,8 +44,8 @@ class RankStep:
 
     Attributes:
         num_collectives: number of collectives that ran on the rank's device.
-        counted: number of waits of the host, launches on the AI CPU, and launches with unaligned
-            views since the end of the previous step.
+        counted: numbers since the end of the previous step: waits of the host, launches on the AI
+            CPU, and launches with unaligned views.
         slow: names of the operators that ran on the AI CPU or with unaligned views.
     """
 

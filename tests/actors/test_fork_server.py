@@ -331,7 +331,7 @@ def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
         os.kill(server.address.pid, signal.SIGCONT)
 
         # The server answers requests in order. If the server still started the late client's
-        # program, that program would start before this one.
+        # program, that program would start before this program.
         starter.run()
 
         assert (tmp_path / "late").read_bytes() == b""

@@ -190,6 +190,6 @@ def test_a_worker_that_has_left_its_group_has_a_new_lease_for_the_next(make_work
 
     assert leaves(worker)
 
-    # The worker has given back its old lease, so only the new lease can end this process.
+    # The worker has no old lease any more, so only the new lease can end this process.
     assert before.is_given_back
     assert not worker._lease.is_given_back

@@ -37,7 +37,8 @@ OVER_NODES = {
 }  # fmt: skip
 APART = {**OVER_NODES, "parallel.ep": 1}
 
-# Programs that run at the head. Their arguments are a configuration file, and its changes as JSON.
+# Programs that run at the head. Their arguments are a configuration file, and changes of the
+# configuration as JSON.
 GENERATE = """
 import dataclasses, json, sys
 from dist_aclgraph.actors.deployment.llm import LLM

@@ -46,7 +46,8 @@ SETTINGS = {
 # The ranks of one group are on both hosts.
 SPANNING = SETTINGS | {"parallel.tp": 2, "parallel.ep": 4, "speculative.num_tokens": 0}
 CONFIGS = {"tiny-qwen3": SETTINGS, "tiny-deepseek": SPANNING}
-# This program streams the same answers again and again until its input ends. It retries no request.
+# This program requests the same streams again and again, until the end of its input. It retries no
+# request.
 CLIENT = """
 import json, sys, threading, time
 import httpx
@@ -227,7 +228,8 @@ def serving(
         yield status
     finally:
         os.killpg(service.pid, signal.SIGTERM)
-        # The signal ends nsenter at once; the service drains before it frees its port.
+        # The signal ends nsenter at once, but the service drains its requests before the service
+        # frees its port.
         wait_until(lambda: status().startswith("ConnectError"), "the service does not stop")
         print((tmp_path / "service.log").read_text()[-3000:])
 

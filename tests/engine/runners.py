@@ -1,4 +1,4 @@
-"""A model runner of one rank in this process, and steps for it."""
+"""A model runner of one rank in this process, and steps for this runner."""
 
 from __future__ import annotations
 

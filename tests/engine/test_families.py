@@ -133,9 +133,7 @@ def test_joined_experts_are_not_converted_to_int8(npu: Any, tmp_path: Path) -> N
 
 
 def rename_as_published(directory: Path, num_layers: int) -> None:
-    """Give a checkpoint of the text part the names of a whole Qwen3.5, and join the experts of each
-    layer.
-    """
+    """Give a text model the weight names of a whole Qwen3.5; join the experts of each layer."""
     path, weights = directory / "config.json", load_file(directory / "model.safetensors")
     text = json.loads(path.read_text())
     name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")

@@ -34,7 +34,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # Values differ much between blocks, so the use of another block's scale gives a large error.
+    # Blocks have very different values, so the use of another block's scale gives a large error.
     return torch.randn(SHAPE) * torch.logspace(-3, 1, SHAPE[0]).unsqueeze(1)
 
 

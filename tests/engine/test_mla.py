@@ -1,4 +1,4 @@
-"""Latent attention: its forms are compared with each other, and its weights and scale with
+"""Latent attention: the forms of attention are compared with each other, and weights and scale with
 transformers.
 """
 

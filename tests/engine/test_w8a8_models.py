@@ -1,4 +1,4 @@
-"""Logits of whole models in int8 are compared with those of transformers in float32, and steps with
+"""Logits of whole models in int8 are compared with logits of transformers in float32. Steps with
 graphs are compared with eager steps.
 """
 

@@ -1,8 +1,8 @@
 """Makes 64 checkpoints with random weights from one seed, in the forms that other projects publish.
 
-The values of each axis (heads, rope, windows, shards, types, ...) are shuffled, so that every value
-occurs, in random combinations with other values. Every eighth checkpoint has a property that is
-refused.
+The values of each axis (heads, rope, windows, shards, types, ...) are shuffled. So every value of
+an axis occurs, in random combinations with values of other axes. Every eighth checkpoint has a
+property that is refused.
 
 ``python -m tests.parity.made_checkpoints DIRECTORY`` writes all checkpoints.
 """

@@ -1,7 +1,8 @@
 """Sparse latent attention: DeepSeek V3.2 and GLM-5 answer with the tokens of transformers.
 
-transformers runs one pass over prompt and answer; each token of the answer must be its most
-probable token. The indexer chooses 24 keys, so most queries attend to only some of their keys.
+transformers runs one pass over prompt and answer; each token of the answer must be the most
+probable token of this pass. The indexer chooses 24 keys, so most queries attend to only some of
+their keys.
 """
 
 from __future__ import annotations

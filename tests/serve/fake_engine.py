@@ -367,7 +367,7 @@ def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
 
 
 def _joined(deltas: list[StepDeltas]) -> StepDeltas:
-    """Join objects with the deltas of one request each into one object."""
+    """Join several ``StepDeltas``, each of one request, into one."""
     counts = [len(unpack_ints(delta.token_ids)) for delta in deltas]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     reports = [delta.logprobs or (None,) * n for delta, n in zip(deltas, counts, strict=True)]

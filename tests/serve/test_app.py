@@ -64,7 +64,7 @@ def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
 
 
 def test_serve_status_has_the_sentence_alone():
-    """Ray Serve shows only the text of its own errors, but a traceback of all other errors."""
+    """Ray Serve shows only the text of Ray Serve's errors, but tracebacks of all other errors."""
     with pytest.raises(RayServeException) as raised:
         app(AppArgs.model_validate({"config": str(CONFIG), "model": "/nowhere"}))
 

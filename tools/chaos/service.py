@@ -202,7 +202,7 @@ class Service:
     # ---- the service's end
 
     def end(self) -> list[str]:
-        """Ask the service to stop, and kill it if necessary; return what it has left behind."""
+        """Stop the service, and kill it if necessary; return what the service left behind."""
         self._http.close()
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)

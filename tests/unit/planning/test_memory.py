@@ -202,7 +202,7 @@ def test_activations_grow_with_tokens_and_hold_the_chosen_rows(
         )
 
     assert of(2 * num_tokens) == 2 * of(num_tokens) < of(2 * num_tokens, 1)
-    # Each token of all ranks that share the experts has 8 rows, as inputs and as outputs of its
-    # experts.
+    # The experts compute the tokens of all ranks. A token has 8 rows among the inputs, and 8 rows
+    # among the outputs.
     gathered = num_tokens * max(1, ep // tp)
     assert of(num_tokens) > gathered * 8 * 2 * spec.hidden_size * 2

@@ -1,4 +1,4 @@
-"""Workers without a model: they keep rows as step messages say, and checksums in place of KV."""
+"""Workers without a model: rows follow the step messages, and checksums replace the KV."""
 
 from __future__ import annotations
 
@@ -221,8 +221,8 @@ class FakeGroup:
         tp: number of tensor-parallel ranks of each data-parallel rank.
         lose: returns whether a step loses tokens; it is called only if the step's exchange can lose
             tokens.
-        compile_steps: returns the number of further steps in which one rank still compiles the
-            grammar of a row that it samples; 0 if the grammar is compiled.
+        compile_steps: returns, for a row that is sampled, the number of further steps in which one
+            rank still compiles the row's grammar; 0 if it is compiled.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class FakeGroup:
         self._tp = tp
         self._lose = lose
         self._compile_steps = compile_steps
-        # For each rank and each row whose grammar it compiles, the number of further steps.
+        # For each rank, and each row whose grammar the rank compiles: the number of further steps.
         self._compiling: list[dict[int, int]] = [{} for _ in range(len(workers) * tp)]
         self.num_unmasked = 0
 
