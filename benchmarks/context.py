@@ -43,7 +43,7 @@ DTYPE = "float32"  # because most CPUs also compute bfloat16 in float32
 VOCAB, BLOCK_SIZE = 2048, 128
 MAX_STEP_TOKENS = 8192  # large enough that one step computes a whole prompt
 WARM_UP_STEPS = 4
-ANSWER = 16  # number of tokens of the answers to the longest prompts
+ANSWER = 16  # answer length in tokens, for the longest prompts
 # Stages in which the host prepares and queues a replayed step.
 HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 

@@ -1,7 +1,7 @@
 """``make bench-decode``: the speed of decoding through the whole engine. Each ratio compares times
 of the same run.
 
-The bench answers four questions. How fast is replayed decoding, compared with transformers'
+The bench answers four questions. How fast is decoding with graphs, compared with transformers'
 ``generate`` on the same checkpoint with one thread? How much host time does a step cost when the
 emulator's kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost
 if the host sends the updates ahead of the step, and if it sends them after the step's replay? How

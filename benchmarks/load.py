@@ -11,7 +11,7 @@ memory. So the second lower bound is the time of the same read while one process
 memory. Together, these processes fill as many bytes as the files have. They use small pages, like
 emulated devices.
 
-The host of a virtual machine may take back freed memory within seconds. Then the next process that
+The host of a virtual machine can reclaim freed memory within seconds. Then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so
 the bench delays its reads by the same time.
 """

@@ -210,7 +210,7 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw each median, and below it the 10th percentile.
+    """Draw each median, and the 10th percentile below the median.
 
     On a quiet machine, the 10th percentile is close to the median.
     """

@@ -52,8 +52,8 @@ MAX_LEN = 256
 # attention would round differently, and the chunks would depend on timing.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
-# Stages in which the host queues a step's work. Lengths sent ahead of a step do not count: the host
-# sends them while it waits for the previous step.
+# Stages in which the host queues a step's work. The sending of lengths ahead of a step does not
+# count, because the host waits for the previous step meanwhile.
 LAUNCHING = ("forward", "replay", "update")
 
 

@@ -186,8 +186,8 @@ def make_reference(
     """Return a transformers model with seeded weights; write it to ``directory`` if given.
 
     Args:
-        as_saved: whether the checkpoint has the keys and names that transformers writes, not the
-            keys and names that the authors of the model publish.
+        as_saved: if true, the checkpoint has the keys and names of transformers; if false, those of
+            the model's authors.
     """
     import transformers
 

@@ -84,7 +84,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def npu() -> Any:
-    """The emulated NPU of this process, lenient about dtypes so that float32 can be compared.
+    """The emulated NPU of this process. It admits float32, so that results can be compared.
 
     A process cannot change the settings of its emulator. Tests that need other settings use
     separate processes.

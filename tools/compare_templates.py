@@ -151,7 +151,7 @@ def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as JSON texts."""
+    """Return a message in which the arguments of calls are JSON texts."""
     if not message.get("tool_calls"):
         return message
     text = json.dumps(ARGUMENTS, ensure_ascii=False)

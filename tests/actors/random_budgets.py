@@ -53,8 +53,8 @@ def play(ranks: LocalRanks, config: Config, free: int) -> str:
     """Negotiate and capture with ``free`` stream ids; return the outcome in one word.
 
     The function checks three laws. If the budget model counts streams, the whole plan is captured.
-    If the plan has fewer buckets of a family than requested, one more bucket does not fit. After
-    the release, all streams are free again.
+    If the plan has fewer buckets of a family than requested, a further bucket of this family does
+    not fit. After the release, all streams are free again.
     """
     workload = Workload.from_config(config, read_model_facts(config.model))
     model = make_budget_model(config.graph.budget_model, workload)

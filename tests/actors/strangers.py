@@ -65,7 +65,7 @@ def send_raw(url: str, count: int) -> int:
                 for _ in range(100):
                     raw.sendall(os.urandom(64))
                     taken += 1
-            except OSError:  # the engine has closed the connection, as it should
+            except OSError:  # the engine has closed the connection, which is right
                 taken += 1
     return taken
 

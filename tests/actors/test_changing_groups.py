@@ -51,7 +51,8 @@ class Pair:
 
     Attributes:
         configs: two configurations. The groups run one of them.
-        weights, away: path of the file of weights; path to which tests move this file to hide it.
+        weights, away: path of the file of weights; path to which tests move this file, so that it
+            is missing.
         wanted: the tokens of ``PROMPTS``.
     """
 

@@ -193,7 +193,7 @@ def test_graphs_and_eager_steps_give_the_tokens_of_one_rank(
 ) -> None:
     setting = deployment.setting
     arrivals = data.draw(arrivals_of(setting))
-    # The cache has only a few blocks more than the longest request needs, so that some requests are
+    # The cache has only slightly more blocks than the longest request needs, so some requests are
     # preempted.
     smallest = 2 + -(-(MAX_LEN + 4) // (setting.block_size * setting.shards))
     deployment.check(arrivals, data.draw(st.integers(smallest, smallest + 8)))

@@ -193,7 +193,7 @@ def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
     serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
     plan = make_plan(16, 32, version=2)
     for _ in range(STEPS_BETWEEN):
-        serving.dispatcher.dispatch(12, 12, 1)  # so frequent that size 16 would get a lazy graph
+        serving.dispatcher.dispatch(12, 12, 1)  # frequent enough for a lazy graph of size 16
     serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
 
     for batch in (12, 5):

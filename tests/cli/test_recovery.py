@@ -23,7 +23,7 @@ from tests.cli.test_changing_groups import COMMAND, OVERRIDES, ROOT, WAIT_S
 from tests.serve.conftest import CONFIG
 
 STREAMS = 16
-MARK = "TEST_OF_RECOVERY"  # a variable of the environment of all processes of a service
+MARK = "TEST_OF_RECOVERY"  # environment variable of all processes of a service
 LIMITS = httpx.Limits(max_connections=4 * STREAMS)
 
 

@@ -23,7 +23,7 @@ from dist_aclgraph.serve.http.front import Front
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.slow import slow
 
-MARK = "TEST_OF_SUPERVISION"  # a variable of the environment of all processes of a service
+MARK = "TEST_OF_SUPERVISION"  # environment variable of all processes of a service
 OWNER, INGRESS = "serve:owner", "serve:ingress"
 WAIT_S, BEATS_S = 60.0, 2.0
 
@@ -566,7 +566,7 @@ def test_a_signal_while_another_owner_starts_ends_everything(
         service.process.terminate()
 
     ended, _, _ = service.end()
-    # The exit code is that of the new owner, or of the killed owner if the supervisor noticed the
+    # The exit code comes from the new owner, or from the killed owner if the supervisor noticed the
     # signal first.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 

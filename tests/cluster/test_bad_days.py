@@ -1,7 +1,7 @@
 """Hosts, links and the head fail while streams run, and later work again.
 
-The hosts share only a network. In place of systemd, a shell restarts Ray on each host, like the
-units in cluster/systemd. Each test prints its times; the option -s shows the output.
+The hosts share only a network. On each host, a shell restarts Ray, as systemd does with the units
+in cluster/systemd. Each test prints its times; the option -s shows the output.
 """
 
 from __future__ import annotations

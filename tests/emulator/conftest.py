@@ -43,7 +43,7 @@ import torch  # noqa: E402
 class Script:
     """A running program. The program is forked, unless the test is about imports or exits.
 
-    With a node, it is a new program in the network of this node.
+    If a node is given, the program is not forked, and uses the network of this node.
     """
 
     def __init__(

@@ -273,7 +273,7 @@ UPDATES = """
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
     """In an update, CANN's host code computes a tiling, which takes modelled time.
 
-    The host thread does not sleep for each update, but later for the total time of several updates.
+    The host thread sleeps once for several updates, for their total time.
     """
     rates = tmp_path / "rates.json"
     rates.write_text('{"update_us": 300}')  # far more than the emulator itself takes on the host

@@ -4,7 +4,8 @@ communicators and new graphs.
 
 import re
 
-# Ranks 0 and 1 outlive the first process of rank 2. They join its second process with a new store.
+# Ranks 0 and 1 outlive the first process of rank 2. They join the second process of rank 2 with a
+# new store.
 RANKS = """
 import datetime
 FOLDER = os.environ["FOLDER"]

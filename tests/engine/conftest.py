@@ -43,9 +43,7 @@ def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def guessable(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with so small a vocabulary that drafts of a module with random weights are often
-    right.
-    """
+    """A model with a small vocabulary, so that even random drafts are often right."""
     directory = tmp_path_factory.mktemp("guessable")
     make_reference("Qwen3NextForCausalLM", directory, vocab_size=NUM_GUESSABLE)
     add_next_token_module(directory)

@@ -106,7 +106,8 @@ def size_of(batches: Sequence[RankBatch]) -> StepSize:
 class Sequences:
     """Requests that run in every step; the tests decide the steps instead of a scheduler."""
 
-    # The batches of other data-parallel ranks, and the exchange of tokens with experts.
+    # These fields describe other data-parallel ranks: their batches, and the exchange of tokens
+    # with experts.
     beside: tuple[RankBatch, ...] = ()
     exchange: ExchangeKind | None = None
 

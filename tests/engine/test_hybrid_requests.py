@@ -110,7 +110,7 @@ def same_rows(states: Tensor, others: Tensor) -> bool:
 
 
 def test_two_requests_that_start_from_one_checkpoint_diverge(npu: Any, hybrid: Path) -> None:
-    """Two requests start from the same checkpoint, and have different tokens after it."""
+    """Two requests start from the same checkpoint, and then have different tokens."""
     prefix, *rests = make_prompts([32, 5, 5])
     prompts = [prefix + rest for rest in rests]
     runner = make_runner(npu, hybrid, 4)

@@ -244,7 +244,8 @@ def test_free_requests_run_while_grammars_are_compiled(
     runners: Any, place: int, gate: threading.Event
 ) -> None:
     k, plan, runner = runners[place]
-    # Without a mask, the first token is wrong. It is discarded, and penalties must not count it.
+    # Without a mask, the first token is wrong. The wrong token is discarded, and penalties must not
+    # count it.
     grammar = llguidance.LLMatcher.grammar_from_regex("%%[^%]{30}")
     (letter,) = TOKENIZER.encode("a", add_special_tokens=False)
     counted = STRUCTURED["regex"] | {

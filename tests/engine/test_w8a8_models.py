@@ -140,8 +140,8 @@ def test_logits_are_near_those_of_floats(npu: Any, model: tuple[Path, Any]) -> N
         for q in (False, True)
     )
 
-    # Each of about twenty products adds an independent relative error of 0.01. bfloat16 and other
-    # choices of experts add about as much.
+    # Each of about twenty products adds an independent relative error of 0.01. bfloat16 and
+    # different choices of experts add an error of about the same size.
     assert relative_error(in_int8, want) < 0.12
     assert relative_error(in_floats, want) < relative_error(in_int8, want)
 

@@ -155,7 +155,7 @@ EXPERTS: tuple[Keys, ...] = (
 )
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INT4 = "int4"  # weights of attention in four bits, in groups, as compressed-tensors stores them
+INT4 = "int4"  # 4-bit attention weights in groups, as compressed-tensors stores them
 QUANTISED = (None, None, torch.float8_e8m0fnu, torch.float32, INT4, torch.bfloat16, None)
 GROUP = 32
 

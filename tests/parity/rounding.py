@@ -1,4 +1,4 @@
-"""Checks that tokens of answers in bfloat16 are the most probable ones, except for rounding."""
+"""Checks that each token of an answer in bfloat16 is the most probable one, except for rounding."""
 
 from __future__ import annotations
 

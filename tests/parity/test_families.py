@@ -1,6 +1,7 @@
 """Tests further families of models with layouts, chunked prompts, drafts and names of weights.
 
-``test_against_transformers.py`` compares each family with one and two ranks, eagerly and in graphs.
+``test_against_transformers.py`` tests each family on one rank and on two ranks, in eager steps and
+with graphs.
 """
 
 from __future__ import annotations

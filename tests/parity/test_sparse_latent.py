@@ -42,7 +42,7 @@ class Model:
     prompts: list[list[int]]
 
     def best_tokens(self, prompt: list[int], answer: list[int]) -> list[int]:
-        """Return the token that is most probable at each position of an answer."""
+        """Return the most probable token at each position of an answer."""
         best: list[int] = logprobs(self.model, prompt, answer).argmax(-1).tolist()
         return best
 

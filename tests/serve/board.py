@@ -17,7 +17,8 @@ GRAFANA = Path(__file__).parents[2] / "cluster" / "grafana"
 
 
 BOARDS = ("dashboard.json", "operators.json")
-# Labels of metrics of Prometheus itself, and of npu-exporter, to which prometheus.yml adds "node".
+# Labels of Prometheus's metrics and of npu-exporter's metrics. prometheus.yml adds the label "node"
+# to npu-exporter's metrics.
 OTHERS = {
     "up": {"job", "instance"},
     "npu_chip_info_health_status": {"id", "node"},
@@ -36,7 +37,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
-    """Return the label names of each sample in a response of /metrics, by the sample's name."""
+    """Return the label names of each sample in a /metrics response, by the sample's name."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

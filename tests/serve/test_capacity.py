@@ -94,14 +94,14 @@ def test_slots_follow_the_number_of_groups(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.losses()) == 2)
-    # Requests wait for a group, so the slots of the one configured group stay.
+    # Requests wait for a group, so the service keeps the slots of the one configured group.
     assert slots.is_full
     slots.release(1)
     assert not slots.is_full
 
 
 def test_a_group_that_drains_keeps_its_slots(service, other):
-    """The draining group's requests still use slots, so its slots must still be counted."""
+    """The draining group's requests still use slots, so the group's slots must still be counted."""
     entries = (
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),

@@ -149,7 +149,7 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     until_all_have_answered(client)
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
-    # The new engine also sends a list of groups, but its list is older and changes nothing.
+    # The new engine also sends a list of groups, but this list is older and changes nothing.
     other.groups = GroupList(0, ())
     until(lambda: other.last_beat.groups_version == 1)
     assert client.capacity().total == 2

@@ -396,7 +396,7 @@ def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
 
 
 def stop(pid: int) -> None:
-    """Stop a process; wait until all its threads have stopped, which takes a moment."""
+    """Stop a process; wait until all threads of the process have stopped."""
 
     def has_stopped() -> bool:
         found = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())

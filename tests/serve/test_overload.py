@@ -1,4 +1,4 @@
-"""A full service refuses at once, before it reads the body."""
+"""A full service refuses a request at once, before the service reads the body."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def names_called(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each call of a ``name`` or a ``name.attribute``."""
+    """Yield line and name of each call of ``name`` or ``name.attribute``."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

@@ -1,4 +1,6 @@
-"""The answers that clients received, and conclusions from these answers. Uses no sockets."""
+"""The answers that clients received, and conclusions from these answers. The module uses no
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -84,5 +86,5 @@ def first_after(times_s: Sequence[float], at_s: float) -> float | None:
 
 
 def count_different(answers: Sequence[Answer], wanted: Sequence[Answer]) -> int:
-    """Count the answers whose tokens differ from the tokens in ``wanted`` for the same body."""
+    """Count the answers whose tokens differ from the tokens of the same body in ``wanted``."""
     return sum(answer.differs(wanted[answer.body]) for answer in answers)

@@ -32,8 +32,8 @@ from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 
 PATH = "/v1/completions"
-# Number of tokens of an answer: for a usual request, for a stalled client, and for a client that
-# reads while other clients stall or send huge bodies.
+# Number of tokens of an answer for three clients: a usual client, a stalled client, and a client
+# that reads while other clients stall or send huge bodies.
 TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600
 NUM_PLACES, NUM_WAITING = 72, 8
 NUM_READERS, NUM_STALLED = 8, 64
@@ -293,7 +293,7 @@ def goodput(replies: Iterable[Reply]) -> float:
 
 
 def gaps(replies: Iterable[Reply]) -> dict[str, float]:
-    """Return the spread of the times between two tokens of an answer, in seconds."""
+    """Return median, 99th percentile and maximum of the seconds between two tokens of an answer."""
     return spread([gap for reply in replies for gap in reply.gaps_s])
 
 

@@ -1,4 +1,4 @@
-"""The table of ``make chaos``: one line for all strikes with the same kind of fault."""
+"""The table of ``make chaos``: each line is for all strikes with one kind of fault."""
 
 from __future__ import annotations
 

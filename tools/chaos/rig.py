@@ -143,7 +143,7 @@ class Rig:
         return clients.answers
 
     def stop(self) -> list[str]:
-        """Stop the service, if one runs; return the files and processes that it left behind."""
+        """Stop the service, if one runs; return the files and processes that remain."""
         service, self._service = self._service, None
         return [] if service is None else service.end()
 

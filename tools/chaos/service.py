@@ -43,7 +43,7 @@ class Service:
     """Owns the processes of a service, and the folder of their temporary files.
 
     Args:
-        folder: an empty folder; its path must be short, because it will contain sockets.
+        folder: an empty folder with a short path, because paths of sockets are limited.
     """
 
     def __init__(self, shape: Shape, folder: Path) -> None:

@@ -144,7 +144,7 @@ def expect_dense(what, out, x, live, with_shared=True, tolerance=1e-2):
 
 
 def expect_load(what, tally, total):
-    """Check the counted load, unless the exchange takes no mask and so counts padding tokens."""
+    """Check the counted load. Without a mask, an exchange counts padding, and is not checked."""
     if MC2.takes_mask:
         expect(what, tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
 
@@ -202,7 +202,7 @@ def run_captured(kind):
 
 
 def count_entries(graph):
-    """Return the number of operators of two layers on each lane; the main lane comes first."""
+    """Return the number of operators of two layers on each lane, beginning with the main lane."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         graph.debug_dump(file.name)
         nodes = json.loads(Path(file.name).read_text())

@@ -175,9 +175,9 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     dense = Workload(num_layers=61, tp=8, dp=4, ep=32)
     experts = replace(dense, moe=True)
 
-    # In the dense model, 61 layers have 12 + 10 + 4 entries each. With 23 further entries, they fit
-    # in one queue. Experts on other ranks add 54 entries to each layer, and 4 entries for
-    # exchanges. Then two more queues are needed.
+    # In the dense model, 61 layers have 12 + 10 + 4 entries each. Together with 23 other entries,
+    # these entries fit in one queue. Experts on other ranks add 54 entries to each layer, and 4
+    # entries for exchanges. Then two more queues are needed.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
     # With all_gather, experts add 25 entries to each layer, and 4 entries for exchanges. Then one
     # more queue is needed.

@@ -125,8 +125,8 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
     more = weights(account(with_drafts)) - weights(account(without))
 
-    # The module is a layer with experts, which has 11.6 billion parameters. A rank has 1/32 of the
-    # experts, but all of some other tensors.
+    # The module is a layer with experts, with 11.6 billion parameters. A rank has 1/32 of the
+    # experts, but a whole copy of some other tensors.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 

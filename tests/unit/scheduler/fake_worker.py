@@ -37,7 +37,7 @@ class FakeWorker:
     """Runs the steps of one data-parallel rank, and asserts that the cache has the right KV.
 
     Args:
-        num_drafts: number of draft tokens of each row that has sampled.
+        num_drafts: number of draft tokens that each row gets after it has sampled a token.
         accept: returns the number of accepted drafts for each verification.
         has_state: whether the worker also checks recurrent states.
     """
@@ -221,8 +221,8 @@ class FakeGroup:
         tp: number of tensor-parallel ranks of each data-parallel rank.
         lose: returns whether a step loses tokens; it is called only if the step's exchange can lose
             tokens.
-        compile_steps: returns, for a row that is sampled, the number of further steps in which one
-            rank still compiles the row's grammar; 0 if it is compiled.
+        compile_steps: returns the number of further steps in which one rank still compiles the
+            grammar of a sampled row; 0 if the grammar is compiled.
     """
 
     def __init__(
