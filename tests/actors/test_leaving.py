@@ -1,5 +1,5 @@
-"""Ranks that leave their group first free their graphs, and then their communicators: HCCL requires
-it.
+"""Ranks that leave their group first free their graphs, and then their communicators, as HCCL
+requires.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def check(reference: Reference, layout: Layout) -> None:
 
 
 QUICK = (LAYOUTS[2], LAYOUTS[16])  # layouts of four ranks; eight ranks take twice as long
-# With these layouts, every architecture, exchange, mode and number of drafts runs, and eight ranks
-# run.
+# With these layouts, every architecture, exchange, mode and number of drafts is tested, and also a
+# deployment of eight ranks.
 MORE = [LAYOUTS[i] for i in (0, 3, 4, 6, 9, 11, 13, 15)]
 
 
