@@ -74,7 +74,7 @@ def read_once(files: list[Path]) -> float:
 
 
 def read_and_fill(files: list[Path], num_processes: int) -> float:
-    """Return the seconds of ``read_once`` while processes fill as many bytes in total."""
+    """Return the seconds of ``read_once`` while processes fill new memory of the files' size."""
     share = sum(file.stat().st_size for file in files) // num_processes
     forks = multiprocessing.get_context("fork")
     began_s = time.monotonic()

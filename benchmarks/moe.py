@@ -175,7 +175,7 @@ def _workloads(tokenizer: Tokenizer, steps: int) -> Workloads:
 
 
 def _capture(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the cost of a variant's graphs: the slowest rank's seconds, one rank's resources."""
+    """Return the cost of a variant's graphs: seconds on the slowest rank, resources on one rank."""
     buckets = report["buckets"]
     return {
         "start_s": report["ready_seconds"],

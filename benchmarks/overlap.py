@@ -63,7 +63,7 @@ class Model:
         config: the model's config.json.
         choices: number of tokens that can be sampled; on average, one of ``choices`` drafts is
             accepted.
-        gap_us: time between two kernels, which replaces the time in the table of rates.
+        gap_us: microseconds between two kernels, instead of the value in the table of rates.
     """
 
     config: dict[str, Any]

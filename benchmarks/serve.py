@@ -39,7 +39,7 @@ TEXT = "The device never waits for the host, and tokens never wait for their rea
 PATH = "/v1/chat/completions"
 WARM_UP = 20  # steps
 SETTLE_S = 0.05  # seconds after the last step, in which servers send the step's frames
-FRAMES_BEFORE = 1  # number of frames before the first token's frame; it has the assistant's role
+FRAMES_BEFORE = 1  # frames before the first token's frame: one frame with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
 COLUMNS = {
     "server": "{server}",

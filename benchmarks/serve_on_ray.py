@@ -54,8 +54,8 @@ def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iter
 def _serve(
     config: Config, found: PacedDeployment, port: int, haproxy: bool, stop: Connection
 ) -> None:
-    # The variables are set before Ray is imported, because Ray reads them at import. Ray's
-    # processes inherit them.
+    # The variables are set before Ray is imported, because Ray reads the variables at import. Ray's
+    # processes inherit the variables.
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
         if haproxy:
             take_over_environment(environment_with(_haproxy(folder)))

@@ -86,7 +86,7 @@ def draw(count: int, seed: int, shared_tokens: int = 0) -> list[Arrival]:
 
 
 def serve(engine: DecodeEngine, name: str, load: Sequence[Arrival]) -> float:
-    """Serve all requests, and return the seconds until the last of them has ended."""
+    """Serve all requests; return the seconds until the last request has ended."""
     events: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
     random = np.random.default_rng(len(load))
     vocab_size = read_model_spec(engine.config.model).vocab_size

@@ -103,7 +103,7 @@ class Run:
 
 
 def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
-    """Return ``batch`` equal requests that arrive at once; the first one ends first."""
+    """Return ``batch`` equal requests that arrive at once; the first request ends first."""
     random = np.random.default_rng(batch)
     return [
         Arrival(random.integers(0, vocab, prompt_len).tolist(), steps + (8 if index else 0))

@@ -1,7 +1,7 @@
 """The number of examples for a law (a hypothesis test) that uses the device.
 
 By default, a law tries a quarter of the examples that the test names. With
-``--hypothesis-profile=full``, it tries all examples.
+``--hypothesis-profile=full``, a law tries all examples.
 """
 
 from __future__ import annotations

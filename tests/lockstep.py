@@ -1,7 +1,7 @@
 """One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
 
-Workers, HCCL, negotiation, capture, scheduler and the phases of the start are the real ones. The
-group has no placement, channels and clients, which other tests cover.
+Workers, HCCL, negotiation, capture, scheduler and the phases of the start are real. The group has
+no placement, channels and clients, which other tests cover.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents"
 
 
 def read_templates(directory: Path) -> Iterator[tuple[str, str, dict[str, str], ChatTemplate]]:
-    """Yield name, source, special tokens and our template of each template in a folder."""
+    """For each template in a folder, yield name, source, special tokens, and compiled template."""
     described = directory / "tokenizer_config.json"
     if described.exists():
         config = read_json_object(described)

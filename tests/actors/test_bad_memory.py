@@ -62,8 +62,8 @@ def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_pa
         assert metrics["num_preemptions"] == STREAMS
         assert (service.client.num_resumed, worker_pids(service)) == (0, before)
 
-        # The group is lost. All its processes join another group; the process with the bad weight
-        # loads its weights again.
+        # The group is lost. All processes of the group join another group; the process with the bad
+        # weight loads its weights again.
         assert run_all(service, "weight", lambda: turn_bad(WEIGHT)) == wanted
         assert service.client.num_resumed == STREAMS
         assert worker_pids(service) == before

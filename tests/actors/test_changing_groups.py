@@ -50,7 +50,7 @@ class Pair:
     """Two groups.
 
     Attributes:
-        configs: two configurations. The groups run one of them.
+        configs: two configurations. The groups run one configuration at a time.
         weights, away: path of the file of weights; path to which tests move this file, so that it
             is missing.
         wanted: the tokens of ``PROMPTS``.

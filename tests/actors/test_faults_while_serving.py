@@ -68,7 +68,7 @@ def submit_some(service: Serving, count: int = 4) -> list[Answer]:
 
 @contextmanager
 def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[Busy]:
-    """Within this context, requests run and have their first tokens. After it, NPUs are free."""
+    """Within this context, requests run and have first tokens. At its end, all NPUs are free."""
     overrides = {"recovery": NO_RECOVERY, **overrides}
     with serving(make_deployment_config(checkpoint, **overrides)) as service:
         pids, answers = worker_pids(service), submit_some(service, num_requests)

@@ -306,7 +306,7 @@ def test_of_a_process_id_that_means_another_nothing_is_ended() -> None:
 
 
 def test_a_process_of_another_job_of_ray_loads_for_itself(forks: Starter) -> None:
-    """Ray's native library reads the job's id only once, when it is loaded."""
+    """Ray's native library reads the job's id only at its load, so a fork would have a wrong id."""
     assert forks.run(environment={"RAY_JOB_ID": "01000000"})["has_loaded"]
     assert not forks.run(environment={"RAY_JOB_ID": "02000000"})["has_loaded"]
 

@@ -43,7 +43,7 @@ class Serving:
         self.changes = GraphChanges(self.dispatcher, GraphTransaction(ranks, 1.0, 1.0), costs)
 
     def run(self, batch: int, is_quiet: bool = True) -> bool:
-        """Run one step; return whether graphs were changed before it."""
+        """Run one step; return whether graphs were changed just before the step."""
         is_due = self.changes.is_due(False, is_quiet)
         if is_due:
             before = len(self.ranks.moves)

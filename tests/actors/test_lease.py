@@ -31,7 +31,7 @@ CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
 class Holder:
     """A process with a lease, whose clock is a variable.
 
-    The process checks the lease at regular times, except while it stands still.
+    The process checks the lease at regular times, except while the process stands still.
     """
 
     now_s: float = 0.0

@@ -96,7 +96,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run a driver; yield it and the addresses that it prints. At the end, kill its descendants."""
+    """Run a driver; yield the driver and its printed addresses; at the end, kill descendants."""
     driver = start(script, *arguments)
     try:
         assert driver.stdout is not None

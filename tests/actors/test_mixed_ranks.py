@@ -15,7 +15,7 @@ from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
 
 STREAMS_BEFORE = 36  # free streams of one of two ranks when it makes its offer
-# For each mode, the free streams of the rank that has fewer streams. Not all sizes fit in them.
+# For each mode, the free streams of the rank that has fewer streams: too few for all sizes.
 FREE = {"FULL_DECODE_ONLY": 18, "PIECEWISE": 55, "FULL": 18, "FULL_AND_PIECEWISE": 55}
 # Number of streams that a full decode graph needs on one of two ranks, and number of streams that
 # the pieces of three layers need.

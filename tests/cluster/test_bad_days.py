@@ -46,8 +46,8 @@ SETTINGS = {
 # The ranks of one group are on both hosts.
 SPANNING = SETTINGS | {"parallel.tp": 2, "parallel.ep": 4, "speculative.num_tokens": 0}
 CONFIGS = {"tiny-qwen3": SETTINGS, "tiny-deepseek": SPANNING}
-# This program requests the same streams again and again, until the end of its input. It retries no
-# request.
+# This program requests the same streams again and again, until the end of its input. The program
+# retries no request.
 CLIENT = """
 import json, sys, threading, time
 import httpx
@@ -150,7 +150,7 @@ class Hosts:
         return next((int(x.split()[1]) for x in said.splitlines() if x.startswith("up ")), 0)
 
     def kill(self, node: Node, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all processes of a node whose command line contains ``name``."""
+        """Signal all processes of a node whose command line contains ``name``."""
         done = node.run(["pkill", f"-{int(number)}", "-f", name], 30)
         assert done.returncode == 0, f"no process is named {name}"
 

@@ -1,5 +1,5 @@
-"""The process of a rank dies. A new process replaces it, and all ranks continue with new
-communicators and new graphs.
+"""The process of a rank dies. A new process replaces the dead process, and all ranks continue with
+new communicators and new graphs.
 """
 
 import re

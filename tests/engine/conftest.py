@@ -35,7 +35,7 @@ def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose linear attention has one decay per channel; other layers have latents."""
+    """A model whose linear attention has one decay per channel; other layers attend to latents."""
     directory = tmp_path_factory.mktemp("kimi-linear")
     make_reference("KimiLinearForCausalLM", directory)
     return directory

@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 @pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
 def test_weights_in_fp8_are_those_of_floats(npu: Any, tmp_path: Path, architecture: str) -> None:
-    """Weights get the right names and FP8 scales, also if heads are reordered for the rotation."""
+    """Weights get the right names and FP8 scales, even if heads are reordered for the rotation."""
     from transformers import AutoModelForCausalLM
 
     directory, floats = tmp_path / "fp8", tmp_path / "floats"

@@ -59,7 +59,7 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
     """Return a function to call after each turn.
 
-    It undoes the steps in flight after the given turns, and fills stale slots with NaN.
+    The function undoes the steps in flight after the given turns, and fills stale slots with NaN.
     """
     number = -1
 

@@ -1,5 +1,5 @@
-"""Weights in int8 are read, or quantised during loading; their values and products are compared
-with floats.
+"""Weights in int8 are read, or quantised during loading; values and products are compared with
+floats.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The random numbers for sampling (races between tokens) have the right distribution.
 
-They depend only on seed, position and token.
+The numbers depend only on seed, position and token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Embeddings and choices between two tokens, on one rank; both equal those of transformers."""
+"""Embeddings and choices between two tokens on one rank equal the results of transformers."""
 
 from __future__ import annotations
 

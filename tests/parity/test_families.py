@@ -121,8 +121,8 @@ def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     if num_drafts:
         add_next_token_module(tmp_path)
     prompts, found = make_prompts((1, 3, 40, 65)), []
-    # Only decode batches have graphs. They need no padding here; padded batches could be rounded
-    # differently.
+    # Only decode batches have graphs. These batches need no padding; padded batches could be
+    # rounded differently.
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         config = make_deployment_config(
             tmp_path,

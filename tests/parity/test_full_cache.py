@@ -30,8 +30,8 @@ def test_requests_share_a_prefix_in_a_cache_that_is_nearly_full(references: Any)
     )
 
     with lockstep(config) as group:
-        # The first request runs alone and puts the prefix into the cache; all other requests find
-        # it there.
+        # The first request runs alone and puts the prefix into the cache; all other requests use
+        # this prefix.
         answers = group.generate(prompts[:1], greedy_params(16), "first")
         answers += group.generate(prompts[1:], greedy_params(16))
         stats = group.scheduler.stats()

@@ -31,7 +31,6 @@ def board(name: str = "dashboard.json") -> dict[str, Any]:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """Return all alert rules."""
     groups = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
@@ -102,7 +101,8 @@ def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
     """Return the labels of an expression's result.
 
     Raises:
-        KeyError: the expression uses a metric or label that does not exist; the message names it.
+        KeyError: the expression uses a metric or label that does not exist; the message contains
+            the name.
     """
     match type(expression).__name__:
         case "VectorSelector":

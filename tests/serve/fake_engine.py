@@ -113,7 +113,8 @@ class FakeEngine:
         skipped: number of messages that will be lost, beginning with the next message.
         token_limit: the engine generates no more tokens when ``metrics`` has this number of
             generated tokens; heartbeats continue.
-        metrics: the answer to queries for metrics; the engine counts generated tokens in it.
+        metrics: the answer to queries for metrics; the engine adds generated tokens to these
+            metrics.
         groups: the list of groups that is sent to clients.
         others_tokens: number of waiting tokens of other clients, which the engine reports to a
             client.

@@ -1,4 +1,4 @@
-"""If few files may be open, fewer connections are allowed, and a warning says how many."""
+"""If few files may be open, fewer connections are allowed, and a warning contains their number."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_full_service_refuses_and_says_when_to_come_back(full):
 
 
 def test_a_refusal_reads_nothing(full):
-    """Although the body is not JSON, the reason of the refusal is that all slots are used."""
+    """The body is not JSON, but the refusal says only that all slots are used."""
     assert_error(full.http.post(CHAT, content=b"{" * 1000), 503)
 
 

@@ -232,7 +232,7 @@ class Service:
     def _left_behind(self) -> list[str]:
         """Return the files and processes that the ended service has left behind.
 
-        The function first waits a moment, because some of them can still disappear.
+        The function first waits a moment, because files and processes can still disappear.
         """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]

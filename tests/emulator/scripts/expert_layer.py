@@ -3,9 +3,9 @@
 The script compares the results with a float32 computation on the CPU, in which every expert
 computes every token.
 
-It prints one JSON object: the errors of each check, and digests of captures. A failed check raises
-no exception, so that all ranks run the same collectives. Arguments: tp dp [algorithm of MC2]; with
-an algorithm, the script tests only the exchange by MC2.
+The script prints one JSON object: the errors of each check, and digests of captures. A failed check
+raises no exception, so that all ranks run the same collectives. Arguments: tp dp [algorithm of
+MC2]; with an algorithm, the script tests only the exchange by MC2.
 """
 
 import json

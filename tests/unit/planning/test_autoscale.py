@@ -1,6 +1,6 @@
 """Laws of the number of groups.
 
-It stays within limits, changes only after a delay, and is constant under a constant demand.
+The number stays within limits, changes only after a delay, and is constant under a constant demand.
 """
 
 from __future__ import annotations

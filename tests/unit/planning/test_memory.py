@@ -88,8 +88,8 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
     # The numbers are for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
-    # A graph has two copies of the queries: as gathered, and in the order of heads. It has three
-    # copies of the float32 results: as computed, as sent, and as received.
+    # A graph has two copies of the queries: as gathered, and in the order of heads. The graph has
+    # three copies of the float32 results: as computed, as sent, and as received.
     assert 2 * queries + 3 * findings < more < 4 * queries + 8 * findings
 
 

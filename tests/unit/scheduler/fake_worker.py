@@ -20,7 +20,7 @@ WRONG = -2  # the KV of a rejected draft or of a void step
 
 
 def next_token(tokens: Sequence[int], vocabulary: int) -> int:
-    """Return the token that the fake model generates after ``tokens``; it depends on all tokens."""
+    """Return the token that the fake model generates after all of ``tokens``."""
     return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes()) % vocabulary
 
 
