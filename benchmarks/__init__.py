@@ -1,2 +1,3 @@
-"""The benches that ``make bench-*`` runs. A bench prints times; it does not fail if they are
-slow."""
+"""The benches that ``make bench-*`` runs. A bench prints times, and does not fail if the times are
+long.
+"""

@@ -38,7 +38,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def attention_sizes(self) -> Sizes:
-        """Return the tensors of one layer's attention."""
+        """Return the shapes of the attention weights of one layer."""
 
     def config(self) -> dict[str, Any]:
         """Return config.json, without the type of the weights."""
@@ -59,7 +59,10 @@ class Decoder(ABC):
         }
 
     def sizes(self) -> Sizes:
-        """Return the tensors. Matrices are [outputs, inputs]; all vectors are weights of norms."""
+        """Return the shapes of all weights.
+
+        Matrices are [outputs, inputs]; all vectors are norm weights.
+        """
         hidden = self.hidden
         sizes: Sizes = {
             "model.embed_tokens.weight": (self.vocab, hidden),

@@ -3,9 +3,9 @@
 Eight ranks serve a small model with latent attention. With caches in 1 to 8 shards (DCP), the bench
 measures the memory that a request takes on each rank, the length of the longest request that is
 served, the time of a decode step, and the step's host time. With prompts that are split over 1 to 4
-ranks (PCP), it measures the time to the first token and the attention work of a rank. It also
-counts the bytes that ranks send to other ranks. The ranks share this machine's cores, so the
-figures say nothing about an NPU.
+ranks (PCP), the bench measures the time to the first token, and the attention work of a rank. The
+bench also counts the bytes that ranks send to other ranks. The ranks share this machine's cores, so
+the figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPE = "float32"  # because most CPUs also compute bfloat16 in float32
 VOCAB, BLOCK_SIZE = 2048, 128
 MAX_STEP_TOKENS = 8192  # large enough that one step computes a whole prompt
 WARM_UP_STEPS = 4
-ANSWER = 16  # number of tokens of the answers to the longest prompts
+ANSWER = 16  # answer length in tokens, for the longest prompts
 # Stages in which the host prepares and queues a replayed step.
 HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 
@@ -52,7 +52,7 @@ HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 class Sizes:
     """The settings of the bench: numbers of shards, numbers of prompt ranks, and lengths in tokens.
 
-    ``blocks`` is the number of blocks per rank for the longest requests.
+    ``blocks`` is the number of KV blocks of a rank while the longest requests run.
     """
 
     shards: Sequence[int]
@@ -190,7 +190,7 @@ def _prompt_engine(
 
 
 def _blocks_for(num_tokens: int) -> int:
-    """Return the number of blocks of an undivided cache, including the dummy block."""
+    """Return the number of blocks of a cache without shards, including the dummy block."""
     return -(-num_tokens // BLOCK_SIZE) + 1
 
 
@@ -229,7 +229,7 @@ def _make_engine(
 
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures for each number of shards and each context, with ratios to the base."""
+    """Return a row for each number of shards and each context, with ratios to the first number."""
     base, *_ = decode.runs
     return [
         {
@@ -250,7 +250,7 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures for each number of prompt ranks and prompt, with ratios to the base."""
+    """Return a row for each number of prompt ranks and each prompt, with ratios to one rank."""
     base = next(iter(turns.runs.values()))
     return [
         {
@@ -269,7 +269,7 @@ def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
-    """Return, for each prompt rank, how many (token, key) pairs it computes in one step."""
+    """Return how many pairs of token and key each prompt rank computes in one step."""
     lens = np.array([num_tokens], np.int32)
     split = PromptSplit.of(lens, num_ranks)
     return [share_of_work(pieces, np.zeros_like(lens), lens) for pieces in split.pieces]
@@ -284,7 +284,7 @@ def _first_token_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def _sent(runs: Sequence[Run], mode: str) -> dict[str, float]:
-    """Return what one rank sends in a step of a mode; the numbers are the same in every round."""
+    """Return how many collectives and bytes one rank sends per step; all rounds send the same."""
     return {what: runs[0].per_step(mode, what) for what in ("collectives", "collective_bytes")}
 
 

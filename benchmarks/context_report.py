@@ -41,7 +41,6 @@ PROMPTS = {
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return the tables of caches, decode steps and prompts."""
     tp = f"TP {results['ranks']}"
     decodes = [
         {**row, "update_us": row["stages_us"].get("update_per_layer", 0.0)}

@@ -1,11 +1,11 @@
 """``make bench-decode``: the speed of decoding through the whole engine. Each ratio compares times
 of the same run.
 
-The bench answers four questions. How fast is replayed decoding, compared with transformers'
+The bench answers four questions. How fast is decoding with graphs, compared with transformers'
 ``generate`` on the same checkpoint with one thread? How much host time does a step cost when the
 emulator's kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost
-if they are sent ahead of the step, and if they are sent only after the step's replay? How much does
-sampling cost? The figures are of the emulator and say nothing about an NPU.
+if the host sends the updates ahead of the step, and if it sends them after the step's replay? How
+much does sampling cost? The figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def main(
 
 
 def measure(folder: Path, bar: Progress, steps: int, repeats: int) -> dict[str, Any]:
-    """Answer the four questions one after the other."""
     emulator.load({})  # transformers imports torch_npu, which must find its libraries
     torch.set_num_threads(1)
     task = bar.add_task("Against transformers", total=2 + 3 * len(HOST_SHAPES))
@@ -106,7 +105,7 @@ def against_transformers(folder: Path, steps: int, repeats: int) -> list[dict[st
     device = {"emulator": {"strict": False}}
     with DecodeEngine(path, max(BATCHES), dtype="float32", device=device) as engine:
         for batch in BATCHES:
-            engine.decode(batch, PROMPT_LEN, 8)  # warm
+            engine.decode(batch, PROMPT_LEN, 8)  # warm-up
             ours, theirs = [], []
             for _ in range(repeats):
                 ours.append(engine.decode(batch, PROMPT_LEN, steps).step_ms)
@@ -133,7 +132,7 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
     device = {"emulator": {"kernels": "skip"}}
     with DecodeEngine(path, max(BATCHES), dtype="bfloat16", device=device) as engine:
         for batch in BATCHES:
-            engine.decode(batch, PROMPT_LEN, 8)  # warm
+            engine.decode(batch, PROMPT_LEN, 8)  # warm-up
             runs = [engine.decode(batch, PROMPT_LEN, steps) for _ in range(repeats)]
             best: Run = sorted(runs, key=lambda run: run.step_ms)[len(runs) // 2]
             rows.append(
@@ -151,9 +150,9 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
 def update_cost(
     shape: Shape, kernels: str, folder: Path, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Decode in two ways, in turns: the lengths are sent before the replay, or after it.
+    """Decode alternately with lengths sent before the replay, and with lengths sent after it.
 
-    Returns one record per batch.
+    Return one record per batch.
     """
     dtype = {"skip": "bfloat16", "compute": "float32"}[kernels]
     path = write_checkpoint(shape, folder / f"{shape.name}-{dtype}", getattr(torch, dtype))
@@ -176,7 +175,7 @@ def update_cost(
         }
         for batch in BATCHES:
             for engine in engines.values():
-                engine.decode(batch, PROMPT_LEN, 8)  # warm
+                engine.decode(batch, PROMPT_LEN, 8)  # warm-up
             runs: dict[str, list[Run]] = {way: [] for way in engines}
             for _ in range(repeats):
                 for way, engine in engines.items():
@@ -205,7 +204,7 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     def run(batch: int, new_tokens: int) -> float:
         """Return the mean time of a decode step.
 
-        It is computed from the difference of two runs of different lengths, so that the time of the
+        The time is the difference of two runs with different numbers of steps, so the time of the
         prefill cancels.
         """
         prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
@@ -227,7 +226,6 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table for each question."""
     goals = f"goals: {UPDATE_GOALS['us_per_layer']} us, {UPDATE_GOALS['wait_share']:.0%}"
     updates = [
         {**row, "ratio": row["behind"]["step_ms"] / row["ahead"]["step_ms"]}

@@ -14,8 +14,8 @@ from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # number of different token ids in prompts
-# Time limit of each phase of a start, in which several deployments share the cores. It is also the
-# time limit of a step: on the emulator, a step with all prompts of a batch can take minutes.
+# Time limit of each phase of a start, and of a step. Several deployments share the cores. On the
+# emulator, a step with all prompts of a batch can take minutes.
 LIMIT_S = 300.0
 
 
@@ -23,8 +23,7 @@ class DecodeEngine:
     """A deployment that decodes batches of equal requests. Use as a context manager.
 
     Attributes:
-        config: configuration of the deployment.
-        deployment, client: exist inside the context only.
+        deployment, client: exist only inside the context.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class DecodeEngine:
         """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens.
 
         Args:
-            sampling: parameters of the requests; None means greedy.
+            sampling: sampling parameters of the requests; the default is greedy sampling.
         """
         arrivals = decode_workload(batch, prompt_len, steps, NUM_WORDS)
         return run_workload(self.client, f"decode-{time.monotonic_ns()}", arrivals, **sampling)

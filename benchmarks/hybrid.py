@@ -2,8 +2,8 @@
 
 The models have random weights and equal numbers of layers: a dense model, a hybrid model with
 linear attention in three of four layers, and a sparse model with latent attention to keys that an
-indexer chooses. The models take turns in one process. Kernels are skipped, so the times are only
-the host's. The figures are of the emulator and say nothing about an NPU.
+indexer chooses. The models take turns in one process. Kernels are skipped, so the times are host
+times. The figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.steps.step import RowSampling, StepResult
 
 CONTEXTS = {"1k": 1 << 10, "32k": 32 << 10, "128k": 128 << 10}
-PROMPT_TOKENS, PREFIX_TOKENS = 600, 512  # a block and a checkpoint end at the prefix's end
+PROMPT_TOKENS, PREFIX_TOKENS = 600, 512  # the prefix ends where a KV block and a saved state end
 EQUAL: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -111,7 +111,7 @@ def make_candidate(folder: Path, name: str, layers: int, batch: int) -> Candidat
 def measure_all(
     models: Mapping[str, Candidate], batch: int, steps: int, rounds: int, bar: Progress
 ) -> dict[str, dict[str, float]]:
-    """Return all quantities of each model. Times are medians over the rounds, in microseconds."""
+    """Return the times and counts of each model. Times are medians of the rounds, in us."""
     times: dict[str, dict[str, list[float]]] = {}
     task = bar.add_task("rounds", total=rounds)
     for number in range(rounds):
@@ -183,7 +183,6 @@ def _first_token_us(model: Candidate, scheduler: Scheduler, name: str, tokens: I
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of all quantities, with the ratio of each model to the dense model."""
     lines, others = [], list(MODELS)[1:]
     for what, values in results["rows"].items():
         base, cells = values["dense"], [f"{values['dense']:,.0f}"]

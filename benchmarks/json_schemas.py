@@ -2,8 +2,8 @@
 
 The data is not in this repository: clone guidance-ai/jsonschemabench, and pass a folder of its
 ``maskbench/data``. Each file contains a schema, and values that are marked as valid or invalid. The
-script uses the compiler's process in the same way as the service, a generated vocabulary of 151,936
-tokens, and the limits of workers. Times are CPU times.
+script runs the compiler's process like the service, with the limits of workers, and with a
+generated vocabulary of 151,936 tokens. Times are CPU times.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def _accepts(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of counts, and a table of times."""
     times = [[name, *(f"{us:.0f}" for us in results[name])] for name in ("compile", "mask")]
     counts = [[name, str(count)] for name, count in results["counts"].items()]
     return Report(

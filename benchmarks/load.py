@@ -2,16 +2,16 @@
 once.
 
 The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
-disk and from the page cache. The bench measures how long the deployment is in the state LOADING. It
-also measures the time of one process that only reads the files from beginning to end. This is the
-first lower bound.
+disk and from the page cache. The bench measures how long the deployment is in the state LOADING.
+The bench also measures the time of one process that only reads the files from beginning to end. The
+time of this process is the first lower bound.
 
-The memory of an emulated device is memory of this machine, which the operating system must provide
-first. So the second lower bound is the time of the same read while one process per rank fills new
-memory. Together, these processes fill as many bytes as the files have, in small pages, which
-emulated devices also use.
+An emulated device uses memory of this machine, and the operating system must first provide this
+memory. So the second lower bound is the time of the same read while one process per rank fills new
+memory. Together, these processes fill as many bytes as the files have. They use small pages, like
+emulated devices.
 
-The host of a virtual machine may take back freed memory within seconds. Then the next process that
+The host of a virtual machine can reclaim freed memory within seconds. Then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so
 the bench delays its reads by the same time.
 """
@@ -74,7 +74,7 @@ def read_once(files: list[Path]) -> float:
 
 
 def read_and_fill(files: list[Path], num_processes: int) -> float:
-    """Return the seconds of ``read_once`` while processes fill as many bytes in total."""
+    """Return the seconds of ``read_once`` while processes fill new memory of the files' size."""
     share = sum(file.stat().st_size for file in files) // num_processes
     forks = multiprocessing.get_context("fork")
     began_s = time.monotonic()
@@ -93,7 +93,6 @@ def _fill(num_bytes: int) -> None:
 
 
 def later(work: Callable[[], float]) -> float:
-    """Run ``work`` after the time that a deployment needs until it loads; return the result."""
     time.sleep(PAUSE_S)
     return work()
 

@@ -4,9 +4,9 @@ results.
 Workers are processes that decode a plan and reply at once. The bench measures three ways
 alternately in one run. First, an engine uses Unix sockets for the workers of its own node. Second,
 an engine uses ZeroMQ's sockets for other nodes; in the bench these sockets use files. Third, bare
-sockets send the same number of bytes, which no process decodes; this is the lower bound. CPU time
-is the sum over all processes, including the engine. Wall time is meaningful on a quiet machine
-only.
+sockets send the same number of bytes, which no process decodes. The third way is the lower bound.
+CPU time is the sum over all processes, including the engine. Wall time is meaningful on a quiet
+machine only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Peers = LocalPeers | RemotePeers | BarePeers
 
 @dataclass(frozen=True)
 class Way:
-    """A group of workers that the bench reaches by one kind of messages."""
+    """A group of workers that the bench reaches over one kind of socket."""
 
     name: str
     peers: Peers
@@ -162,7 +162,7 @@ def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
 def workers_of(
     name: str, peers: Peers, address: SocketFile | Endpoints | str, count: int
 ) -> Iterator[Way]:
-    """Start workers that connect to an address; stop them at the end."""
+    """Start workers that connect to an address; stop the workers when the context ends."""
     command = [sys.executable, "-m", messages_worker.__name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -202,7 +202,6 @@ def _row(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of the cost of a step's messages."""
     return Report(
         f"{results['repeats']} rounds of {results['steps']} steps",
         [make_table("From a plan to the last result", COLUMNS, results["rows"])],
@@ -211,7 +210,7 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw each median, and below it the 10th percentile.
+    """Draw each median, and the 10th percentile below the median.
 
     On a quiet machine, the 10th percentile is close to the median.
     """

@@ -31,7 +31,7 @@ class BarePeers:
         return len(self._peers)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until one worker has connected, or until the time is over."""
+        """Wait until one worker has connected, or until the timeout."""
         self._listener.settimeout(timeout_s)
         try:
             connection, _ = self._listener.accept()

@@ -1,7 +1,7 @@
 """The program of the workers of ``make bench-messages``. A worker replies to every plan at once.
 
-The workers are forked from one process, as in a deployment with more workers than cores. So the
-workers share memory pages, which stay in the CPU's cache from one wake-up to the next.
+As in a deployment with more workers than cores, the workers are forked from one process, and so
+share memory pages, which stay in the CPU's cache from one wake-up to the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import RankPlan, StepResult, encoder, to_worker_decoder
 
 BATCH = 32
-ANSWER = b"a" * 64  # reply of a worker that only replies
+ANSWER = b"a" * 64  # reply of a worker that does not decode plans
 READ_BYTES = 1 << 16
 
 

@@ -1,10 +1,10 @@
 """``make bench-moe``: experts over four ranks (TP 2, DP 2, EP 4). Each variant changes one setting
 of the base.
 
-The variants change graphs, drafts, shared experts beside the routed ones, and the exchange that
-brings tokens to experts. Each variant is a deployment of the tiny DeepSeek. All deployments run at
-the same time, and they are measured alternately with the same chat requests. The ranks of an
-emulated NPU share this machine's cores, so the figures say nothing about an NPU.
+The variants change graphs, drafts, the exchange that brings tokens to experts, and whether shared
+experts run beside routed experts. Each variant is a deployment of the tiny DeepSeek. All
+deployments run at the same time, and they are measured alternately with the same chat requests. The
+ranks of an emulated NPU share this machine's cores, so the figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BATCHES = (1, 16)
 MIXED_BATCH = 8
 WARM_UP_STEPS = 12
 MAX_LEN = 256
-# Numbers of requests of a data-parallel rank whose decode steps have graphs.
+# Batch sizes of a data-parallel rank, in requests, for which decode graphs are captured.
 ROWS = (1, 2, 4, 8)
 # Graphs of mixed batches; all prompts of a data-parallel rank fit in the largest size.
 MIXED_SIZES = (8, 16, 32, 64, 128, 256, 512)
@@ -175,7 +175,7 @@ def _workloads(tokenizer: Tokenizer, steps: int) -> Workloads:
 
 
 def _capture(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the cost of a variant's graphs: the slowest rank's seconds, one rank's resources."""
+    """Return the cost of a variant's graphs: seconds on the slowest rank, resources on one rank."""
     buckets = report["buckets"]
     return {
         "start_s": report["ready_seconds"],
@@ -214,7 +214,6 @@ def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of steps, and a table of the cost of graphs."""
     rows = [
         {**row, "accepted": " ".join(f"{share:.0%}" for share in row["acceptance"]) or "-"}
         for row in workload_rows(results["variants"])
@@ -227,7 +226,6 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw steps, tokens, drafts and loads into one file."""
     rows = [
         {**row, "shares": "\n".join(f"{100 * share:.0f}" for share in row["acceptance"])}
         for row in workload_rows(results["variants"])

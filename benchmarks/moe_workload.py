@@ -1,4 +1,4 @@
-"""Chat requests for the demo model. Its answers are real text, so the drafts are realistic."""
+"""Chat requests for the demo model, whose answers are real text, so that drafts are realistic."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
 NAMES = ("Mia", "Tom")
-# Requests for stories have answers that are longer than any run. The answers to these questions end
-# after a few tokens.
+# Answers to these questions end after a few tokens, but stories are longer than any run.
 QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
-EXTRA_TOKENS = 8  # other requests get so many more tokens, so that the first request ends first
+EXTRA_TOKENS = 8  # number of tokens that other requests get after the first request has ended
 LATER_TOKENS = 6
 
 

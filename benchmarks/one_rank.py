@@ -1,8 +1,8 @@
-"""Runs one rank of a tensor-parallel group alone, and counts its operators and bytes of graph
-pools.
+"""Runs one rank of a tensor-parallel group alone, and counts the rank's operators, and the bytes of
+its graph pools.
 
-The rank has the weights and shapes of rank 0, but no peers. An operator of the same shape on the
-rank's own memory replaces each collective. So sizes are right, but values are meaningless.
+The rank has the weights and shapes of rank 0, but no peers. Each collective is replaced by an
+operator of the same shape on the rank's memory. So sizes are right, but values are meaningless.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2
-UPDATED = "npu_fused_infer_attention_score"  # attention that gets its lengths from the host
+UPDATED = "npu_fused_infer_attention_score"  # attention operator whose lengths the host updates
 
 
 class LoneGroup(CommGroup):
@@ -46,9 +46,8 @@ class PoolSizes:
     """Number of bytes of graph pools on one rank.
 
     Attributes:
-        alone: for each graph, the bytes that its pool takes from the device if no other graph uses
-            the pool.
-        needs: for each graph, the largest number of bytes that its tensors take at one time.
+        alone: for each graph, the bytes of a pool that only this graph uses.
+        needs: for each graph, the peak number of bytes in its tensors.
         shared: bytes of one pool for all graphs, if the largest graph is captured first.
     """
 
@@ -58,7 +57,7 @@ class PoolSizes:
 
 
 class OneRank:
-    """Rank 0 of ``config.parallel.tp``, on the device of ``config``.
+    """Rank 0 of a group of ``config.parallel.tp`` ranks.
 
     Attributes:
         npu: the device. Operators on the host use one thread.
@@ -86,7 +85,7 @@ class OneRank:
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:
-        """Capture every graph of a configuration into its own pool, then all into one pool."""
+        """Capture each graph into a separate pool, and then all graphs into one pool."""
         graphs = _graphs_of(config)
         runner = self.make_runner(config, graphs)
         alone, needs = {}, {}
@@ -131,7 +130,7 @@ class OneRank:
 
 
 class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that cause work on the device, without views and bare allocations.
+    """Counts the operators that cause work on the device; views and allocations cause none.
 
     Attributes:
         count: number of these operators.

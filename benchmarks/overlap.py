@@ -2,10 +2,9 @@
 two.
 
 The device is modelled (``docs/develop/device-time.md``). The host is real: it does all work that
-serving requires. There are no weights. The bench shows the time of a decode step, how long the
-device was busy in this time, and the causes of the device's waits. Ranks of tensor parallel
-deployments share the cores of this machine, which also delays the ranks. The figures say nothing
-about an NPU.
+serving requires. There are no weights. For a decode step, the bench shows the total time, the
+device's busy time, and the causes of the device's waits. Ranks of tensor parallel deployments share
+the cores of this machine, which also delays the ranks. The figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 MAX_LEN = 40960
 MEMORY_MB = 1 << 16  # memory of a device, which is counted but never used on this machine
-# Limit of the device's wait in a step, as a fraction of the step and in microseconds; the larger of
-# the two times counts.
+# Limit of the device's waits in a step: the larger of a fraction of the step's time, and of a
+# number of microseconds.
 ALLOWED_WAIT = 0.02, 60.0
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
 
@@ -64,7 +63,7 @@ class Model:
         config: the model's config.json.
         choices: number of tokens that can be sampled; on average, one of ``choices`` drafts is
             accepted.
-        gap_us: time between two kernels, which replaces the time in the table of rates.
+        gap_us: microseconds between two kernels, instead of the value in the table of rates.
     """
 
     config: dict[str, Any]
@@ -82,7 +81,7 @@ MODELS = {
     "DeepSeek, dense, every second draft passes": Model(
         config=dense_deepseek(), num_drafts=1, choices=2
     ),
-    # The device needs about 2, 4 and 10 ms for a step, and the host has little work in each step.
+    # With these gaps, the device needs about 2, 4 and 10 ms for a step. The host has little work.
     **{
         f"4 layers, {gap_us} us between kernels": Model(
             config=qwen3(512, 4, 8, 1024), gap_us=gap_us
@@ -90,8 +89,8 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
-# What the device does in a step: it works, or waits for one of these causes. The emulator's
-# counters have the same names.
+# Kinds of the device's time in a step: busy, or waiting for a cause. The emulator's counters have
+# the same names.
 CAUSES = (
     "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
     "idle_collective",
@@ -197,7 +196,7 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
         for cause in CAUSES
     }
-    # The prompts keep the device busy for the same time in both runs.
+    # Both runs have the same prompts, so the difference of the busy times contains no prompt.
     more_ns = _busy_ns(before, after) - _busy_ns(cold, before)
     more = _gained(before, after, mode, "steps") - _gained(cold, before, mode, "steps")
     times["busy"] = more_ns / more / 1e3

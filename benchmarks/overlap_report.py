@@ -26,7 +26,7 @@ STEPS = {
     "other ranks": "{idle_collective_us:.0f}",
 }
 NUM_COLUMNS = 3
-# The parts of a bar from bottom to top, with their colours. A part is a kind of the device's work.
+# Kinds of the device's time, in the order of a bar from bottom to top, with their colours.
 PARTS = (
     ("busy", ("busy",), "#4878a8"),
     ("waits for the host", ("idle_host",), "#c44e52"),
@@ -37,7 +37,6 @@ PARTS = (
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of all steps."""
     rows = [
         {
             **row,
@@ -52,7 +51,6 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw a chart for each model in each mode."""
     rows: Rows = results["rows"]
     found = list(dict.fromkeys((row["model"], row["mode"]) for row in rows))
     num_lines = -(-len(found) // NUM_COLUMNS)

@@ -133,7 +133,7 @@ def count_case(folder: Path, case: Case) -> Row:
 
 
 def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) -> Row:
-    """Run steps that decode; return all numbers that steps cause outside of captures."""
+    """Run decode steps; return the device work of these steps, without the work of captures."""
     steps = WARM_UP + STEPS
     ways = [WAYS[case.sampling]] * BATCH
     scheduler = make_scheduler(config, BATCH, (BATCH,), 2 * steps, ways)
@@ -157,7 +157,7 @@ def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) 
 
 
 def growths(known: Mapping[str, Row], found: Mapping[str, Row]) -> list[str]:
-    """Return a phrase for each number that is worse than the known number, or that is not known."""
+    """Return a phrase for each number that exceeds its tolerance, or that is not in the file."""
     worse = []
     for name, row in found.items():
         for what, value in row.items():

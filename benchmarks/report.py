@@ -142,8 +142,8 @@ def draw_bars(
     """Draw one bar for each row. In each group, the bars of all series are side by side.
 
     Args:
-        group, series, label: formats (see ``Cells``) of the words below a group of bars, of a
-            bar's entry in the legend, and of the words above a bar.
+        group, series, label: formats (see ``Cells``) of three texts: below a group of bars, in the
+            legend, and above a bar.
         height: field with a bar's value, such as ``ratio[median]``.
         dots: field with values that are drawn as dots, such as the values of single rounds.
         mark: field with a value that is drawn as a mark at the bar, for comparison.

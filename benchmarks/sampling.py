@@ -59,6 +59,5 @@ def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]
 
 
 def sampling_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of the steps of each way of sampling."""
     title = f"Steps by sampling, 4 layers, float32 (goal of random: {RANDOM_GOAL})"
     return make_table(title, COLUMNS, rows)

@@ -2,8 +2,8 @@
 
 The bench uses a deployment's scheduler, messages and sockets. One process simulates all workers,
 without devices and without a model. All requests decode, and their blocks become full in different
-steps. The workers of a group are either all on the engine's node (Unix sockets) or all on other
-nodes (ZeroMQ over TCP with CURVE). CPU time is the time of all threads of the engine's process.
+steps. All workers of a group are on the engine's node (Unix sockets), or all are on other nodes
+(ZeroMQ over TCP with CURVE). CPU time is the time of all threads of the engine's process.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class Workers:
         self.process.stdout.readline()
 
     def answer(self) -> None:
-        """Let every worker answer."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -128,7 +127,7 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
     engine_ns, send_ns, receive_ns = [], [], []
     node_id = NODE if place.host is None else OTHER_NODE
     gc.collect()
-    gc.freeze()  # an engine also does this
+    gc.freeze()  # an engine also freezes its objects
     with played_workers(sender, node_id, shape) as workers:
         for _ in range(steps + WARM_UP):
             began = time.thread_time_ns()
@@ -164,7 +163,7 @@ def median_ms(times_ns: Sequence[int]) -> float:
 
 
 def sizes(plan: StepPlan, shape: Shape) -> dict[str, int]:
-    """Return how many bytes all workers together get in a step, and how many one worker gets."""
+    """Return the bytes of a step's messages to all workers together, and to one worker."""
     sent = [len(encoder.encode(plan.for_rank(rank))) for rank in range(shape.dp)]
     return {"plan_bytes": sum(sent) * shape.tp, "rank_bytes": max(sent)}
 
@@ -192,7 +191,6 @@ def played_workers(sender: StepSender, node_id: str, shape: Shape) -> Iterator[W
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return the table of a step's cost on the engine's host."""
     return Report(
         f"Medians of {results['steps']} steps",
         [

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def take(worker: Worker, rank: int) -> bytes | None:
-    """Receive a worker's next message; return the answer to the plan, None if it is not a plan."""
+    """Receive a worker's next message; return the answer if the message is a plan, or None."""
     plan = to_worker_decoder.decode(worker.receive())
     if not isinstance(plan, RankPlan):
         return None

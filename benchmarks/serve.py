@@ -39,7 +39,7 @@ TEXT = "The device never waits for the host, and tokens never wait for their rea
 PATH = "/v1/chat/completions"
 WARM_UP = 20  # steps
 SETTLE_S = 0.05  # seconds after the last step, in which servers send the step's frames
-FRAMES_BEFORE = 1  # number of frames before the first token's frame; it has the assistant's role
+FRAMES_BEFORE = 1  # frames before the first token's frame: one frame with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
 COLUMNS = {
     "server": "{server}",
@@ -94,8 +94,8 @@ def measure(
     """Stream from each server in turn; return one row for each server and number of streams.
 
     Args:
-        is_apart: whether the servers have a core on which no client runs. Then no client preempts a
-            server; remote clients do not preempt servers either.
+        is_apart: whether no client runs on the servers' core. Then no client preempts a server, as
+            if the clients were remote.
     """
     config = make_config(
         {
@@ -158,7 +158,7 @@ class Client:
         return pid_of(self._process)
 
     def begin(self, ask: Ask) -> Connection:
-        """Open streams; their results can be received once they have ended."""
+        """Open streams; their results can be received after the streams have ended."""
         self._asks.send(ask)
         return self._asks
 
@@ -258,7 +258,6 @@ def _row(name: str, num_streams: int, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of the cost of a token."""
     floors = {
         row["streams"]: row["cpu_us"]
         for row in results["rows"]
@@ -275,7 +274,6 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw CPU time and latency of a token."""
     bars = partial(draw_bars, rows=results["rows"], group="{streams} streams", series="{server}")
     title = f"{results['steps']} steps, {results['interval_ms']:g} ms apart"
     with sheet(path, results, title, (1, 2), (12, 4.6)) as (_, (cpu, latency)):

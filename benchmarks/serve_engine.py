@@ -26,13 +26,11 @@ class Source(Protocol):
         """Wait until this number of streams is open."""
         ...
 
-    def step(self, token_id: int, *, is_last: bool) -> None:
-        """Send one token to each open stream."""
-        ...
+    def step(self, token_id: int, *, is_last: bool) -> None: ...
 
 
 class PacedEngine:
-    """An engine with the usual links to clients, and with a clock in place of a model."""
+    """An engine with the usual links to clients. It has no model; the bench sends each token."""
 
     def __init__(self, directory: Path) -> None:
         self._links = ClientLinks(Place(NODE, str(directory)), TOKEN, LINK_S)

@@ -27,7 +27,7 @@ from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import environment_with, take_over_environment
 
-# Titles of the processes on the path of a token. Ray sets the titles of its processes.
+# Titles, which Ray sets, of the processes on the path of a token.
 ON_THE_WAY = ("ray::ProxyActor", "ray::ServeReplica:default:ingress", "haproxy")
 SETTLED_S = 5.0
 CORES = 4  # number of cores that Ray may assign; the actors together request no more
@@ -54,8 +54,8 @@ def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iter
 def _serve(
     config: Config, found: PacedDeployment, port: int, haproxy: bool, stop: Connection
 ) -> None:
-    # The variables are set before Ray is imported, because Ray reads them at import. Ray's
-    # processes inherit them.
+    # The variables are set before Ray is imported, because Ray reads the variables at import. Ray's
+    # processes inherit the variables.
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
         if haproxy:
             take_over_environment(environment_with(_haproxy(folder)))
@@ -94,7 +94,7 @@ class _Found:
 
 
 def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment]:
-    """Return a function that returns the deployment, with the id of this node of Ray."""
+    """Return a function that returns the deployment, with the id of this Ray node."""
     return _Found(replace(found, address=replace(found.address, node_id=node_id), node_id=node_id))
 
 

@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(process: SpawnProcess) -> Iterator[None]:
-    """Start a process. At the end, ask it to stop, and kill it if it does not stop."""
+    """Start a process. When the context ends, stop the process, and kill it if necessary."""
     process.start()
     try:
         yield

@@ -4,9 +4,9 @@ Each case is a deployment: with separate prompts, with prompts that share contex
 A deployment serves a first load, in which step times are measured, and then a second load. Then
 ``simulate`` simulates the second load with the measured times. A long prompt comes first, so that
 all other requests arrive while its first step runs. Steps and padding of deployment and simulation
-must be equal. A simulation draws whether drafts are accepted, so with drafts, replays and padding
-may differ by 15 %. The seconds must differ by less than 15 %. The exit status is 1 if a case misses
-its aim.
+must be equal. A simulation decides at random whether a draft is accepted, so with drafts, replays
+and padding may differ by 15 %. The seconds must differ by less than 15 %. The exit status is 1 if a
+case misses its aim.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from dist_aclgraph.steps.delta import RequestDelta
 # Largest relative difference of the seconds and, with drafts, of the replays and the padding.
 AIM = 0.15
 MAX_NUM_SEQS = 32
-FIRST = Arrival(0.0, 1000, 1)  # a long prompt, during whose first step all others arrive
-LATER_S = 1e-6  # seconds after which all others arrive, so that they arrive in the first step
+FIRST = Arrival(0.0, 1000, 1)  # a long prompt; all other requests arrive during its first step
+LATER_S = 1e-6  # arrival time of all other requests, so that they arrive in the first step
 LEAD_S = 0.005  # seconds of a pause in which the first step begins
 NUM_CONTEXTS = 2
 
@@ -86,7 +86,7 @@ def draw(count: int, seed: int, shared_tokens: int = 0) -> list[Arrival]:
 
 
 def serve(engine: DecodeEngine, name: str, load: Sequence[Arrival]) -> float:
-    """Serve all requests, and return the seconds until the last of them has ended."""
+    """Serve all requests; return the seconds until the last request has ended."""
     events: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
     random = np.random.default_rng(len(load))
     vocab_size = read_model_spec(engine.config.model).vocab_size
@@ -127,7 +127,7 @@ def counts_of(report: dict[str, Any]) -> Counts:
 
 
 def accepted_of(report: dict[str, Any]) -> float | None:
-    """Return the share of drafts that were accepted; None without drafts."""
+    """Return the fraction of drafts that were accepted; None without drafts."""
     drafts = report["metrics"]["spec_decode_num_draft_tokens"]
     return report["metrics"]["spec_decode_num_accepted_tokens"] / drafts if drafts else None
 

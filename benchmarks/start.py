@@ -51,7 +51,6 @@ class Phases:
 
 
 def start_once(config: Config) -> dict[str, float]:
-    """Return the seconds of each phase of a start."""
     phases = Phases()
     running = deployment.start(config, phases.show)
     phases.end()

@@ -44,7 +44,7 @@ from dist_aclgraph.steps.step import (
 )
 
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
-WARM_UP = 40  # number of steps, including those of the prompts
+WARM_UP = 40  # number of steps that are not measured, including the steps of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
 # Ways of sampling: for each name, the fields of a row, except its seed.
 WAYS: dict[str, dict[str, Any]] = {
@@ -208,7 +208,7 @@ def measure(
     steps: int,
     ways: Sequence[str],
 ) -> dict[str, dict[str, float]]:
-    """For each way of sampling and each part of a step, return the 10th percentile in microseconds.
+    """Return the 10th percentile in microseconds, for each way of sampling and each part of a step.
 
     The ways of sampling take turns.
     """
@@ -238,7 +238,7 @@ def _percentiles(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def run_steps(
     npu: Npu, runner: ModelRunner, scheduler: Scheduler, steps: int
 ) -> Iterator[dict[str, float]]:
-    """Yield the microseconds of each step's parts, of the engine's turn and the worker's step."""
+    """Yield the microseconds of each part of a step: of the engine's turn and the worker's step."""
     for _ in range(steps):
         laps, answered = [time.perf_counter()], list[StepResult]()
         plan = scheduler.schedule()

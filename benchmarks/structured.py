@@ -2,11 +2,11 @@
 
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
 each step, some of the requests have a grammar: a typical JSON schema. The bench measures several
-numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``) with
-the shapes of Qwen3-8B, and of a dense DeepSeek of the same size with one draft, without weights.
-The device computes nothing, so the tokens are arbitrary. So the bench replaces tokens and drafts by
-the tokens of a valid answer before the matchers read them. The vocabulary is generated. The figures
-say nothing about an NPU.
+numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``),
+without weights. The models have the shapes of Qwen3-8B, and of a dense DeepSeek of the same size
+with one draft. The device computes nothing, so the tokens are arbitrary. So the bench replaces
+tokens and drafts by the tokens of a valid answer before the matchers read them. The vocabulary is
+generated. The figures say nothing about an NPU.
 
 The bench also lets requests with large schemas arrive while other requests decode. It compares the
 steps in which new schemas arrive with the steps in which compiled schemas arrive.
@@ -89,9 +89,7 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return the times of steps, for each number of constrained requests, of compiling, and of
-    masks.
-    """
+    """Return the times of steps by number of constrained requests, of compiling, and of masks."""
     models = [
         {**config, "vocab_size": VOCAB}
         for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())
@@ -207,7 +205,6 @@ def _arriving(index: int, grammar: str) -> Request:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of steps, and a table of compiling and masks."""
     free = {row["drafts"]: row["us"] for row in results["rows"] if not row["constrained"]}
     lines = [
         [
@@ -254,12 +251,12 @@ class _Scripted(Matchers):
         return found
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # only for its usual time; the result is not used
+        super()._tokens(row, begin, end)  # called only for the time that it takes
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
-        """Compute the masks of all places: the drafts are the next tokens of the answer."""
+        """Compute the masks of all places; the answer's next tokens replace the drafts."""
         if drafts is not None:
             drafts = drafts.copy()
             firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
@@ -343,7 +340,6 @@ def measure_compiling(tokenizer: Tokenizer) -> dict[str, float]:
 
 
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Return a random schema."""
     kind = rng.choice(["string", "integer", "number", "boolean", "enum", "object", "array"])
     if kind == "enum":
         return {"enum": [f"value{i}" for i in range(rng.randint(1, 8))]}

@@ -29,9 +29,10 @@ _json = msgspec.json.Encoder()
 def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any]]:
     """Return the CPU times of a token in microseconds, for each format.
 
-    The times are: of content without a reader, of content with a reader, and of a call's arguments.
-    A time includes the conversion of the token to text, the reader, and the JSON of the chunk. It
-    does not include the messages of the engine and of HTTP, which do not depend on the reader.
+    One time is for content without a reader, one for content with a reader, and one for the
+    arguments of a call. A time includes the conversion of the token to text, the reader, and the
+    JSON of the chunk. A time does not include messages of the engine and of HTTP, because messages
+    do not depend on the reader.
     """
     content = tokenizer.encode(SENTENCE * sentences, add_special_tokens=False)
     rows = []
@@ -57,7 +58,6 @@ def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of the times, and of the time that a reader adds."""
     return Table(
         "CPU time of the ingress for the text of a token, without messages and HTTP",
         ["format", "no reader, us", "content, us", "added", "arguments, us", "added"],
@@ -89,7 +89,7 @@ def _us(tokenizer: Tokenizer, ids: Sequence[int], make: Callable[[], Reader | No
 
 
 def _call(name: str, text: str) -> str:
-    """Return a call whose argument is a text, as a format writes it."""
+    """Return a call with one text argument, in the syntax of the format ``name``."""
     value = json.dumps({"text": text})
     return {
         "gpt_oss": f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{value}",

@@ -52,8 +52,8 @@ MAX_LEN = 256
 # attention would round differently, and the chunks would depend on timing.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
-# Stages in which the host queues a step's work. Lengths sent ahead of a step do not count: the host
-# sends them while it waits for the previous step.
+# Stages in which the host queues a step's work. The sending of lengths ahead of a step does not
+# count, because the host waits for the previous step meanwhile.
 LAUNCHING = ("forward", "replay", "update")
 
 
@@ -166,7 +166,7 @@ def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dic
 def _summary(
     runs: Sequence[Run], base: Sequence[Run], operators: int, layers: int
 ) -> dict[str, Any]:
-    """Return the figures of one mode and workload; the gaps of all rounds are joined."""
+    """Return the figures of one mode and workload, with the token gaps of all rounds together."""
     gaps = [gap for run in runs for gap in run.gaps_ms]
     rounds = step_ms(runs)
     stages = median_stages([run.stages_us for run in runs])

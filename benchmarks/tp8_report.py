@@ -31,7 +31,6 @@ POOLS = {
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return tables of steps, of host stages, and of the cost of graphs."""
     steps = {
         "mode": "{name}",
         "workload": "{workload}",
@@ -66,7 +65,6 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw step times, host stages, pools and padding into one file."""
     model, modes = results["model"], results["modes"]
     rows = list(workload_rows(modes))
     title = (
@@ -111,7 +109,7 @@ def _draw_stages(axes: Axes, results: dict[str, Any]) -> None:
     axes.tick_params(axis="y", labelsize="small")
     axes.set_title("Host time of a step by stage; sample waits for the device", loc="left")
     axes.set_xlabel("ms")
-    axes.margins(x=0.35)  # room for the legend
+    axes.margins(x=0.35)  # leaves space for the legend
     axes.legend(fontsize="small", loc="center right")
     axes.grid(axis="x", alpha=0.3)
 
@@ -124,7 +122,6 @@ def stage_names(results: dict[str, Any]) -> list[str]:
 
 
 def _graphs(modes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the cost of each mode's graphs."""
     return [
         {
             "needed_by_largest": 0,

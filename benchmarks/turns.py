@@ -125,9 +125,9 @@ def title(workload: str) -> str:
 
 
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
-    """Return the number of requests whose tokens differ from those in one run of the base.
+    """Return how many requests got other tokens than in ``base``.
 
-    All runs are compared with one run of the base, so other runs of the base can differ, too.
+    The other runs of the base setting are compared, too, so they can also differ.
     """
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)

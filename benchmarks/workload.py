@@ -46,7 +46,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements while all initial requests decode; they end when the first of these ends.
+    """Measurements while all initial requests decode, until the first of these requests ends.
 
     Attributes:
         gaps_ms: times between two deliveries to the first request, which are the step times.
@@ -103,7 +103,7 @@ class Run:
 
 
 def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
-    """Return ``batch`` equal requests that arrive at once; the first one ends first."""
+    """Return ``batch`` equal requests that arrive at once; the first request ends first."""
     random = np.random.default_rng(batch)
     return [
         Arrival(random.integers(0, vocab, prompt_len).tolist(), steps + (8 if index else 0))
@@ -257,9 +257,9 @@ def whole_steps(
 ) -> tuple[list[float], list[int]]:
     """Return the times of one request's deliveries from ``begin_s`` on, and numbers of tokens.
 
-    For each delivery to any request between the first and the last of these times, there is one
-    number of tokens. Between two deliveries to the same request, every other request gets exactly
-    one delivery for each step.
+    The list of numbers has one entry for each delivery to any request between the first and the
+    last of these times. Between two deliveries to the same request, every other request gets
+    exactly one delivery for each step.
     """
     steps_s = [delivery.at_s for delivery in deliveries[index] if delivery.at_s >= begin_s]
     counts = [n for each in deliveries for at_s, n in each if steps_s[0] < at_s <= steps_s[-1]]
@@ -298,7 +298,7 @@ def step_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the microseconds per step of each stage over all modes, and the steps of each mode."""
+    """Return each stage's microseconds per step over all modes, and each mode's steps."""
     modes = _by_mode_and_stage(timings_us)
     steps = {mode: int(found["steps"]) for mode, found in modes.items() if found.get("steps")}
     stages: dict[str, float] = {}

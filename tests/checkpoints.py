@@ -186,8 +186,8 @@ def make_reference(
     """Return a transformers model with seeded weights; write it to ``directory`` if given.
 
     Args:
-        as_saved: whether the checkpoint has the keys and names that transformers writes, not the
-            keys and names that the authors of the model publish.
+        as_saved: if true, the checkpoint has the keys and names of transformers; if false, those of
+            the model's authors.
     """
     import transformers
 
@@ -203,8 +203,8 @@ def make_reference(
 def _publish_kimi_linear(directory: Path) -> None:
     """Give a checkpoint of transformers the keys and names that the authors of Kimi Linear use.
 
-    transformers 5.23 has other keys for linear attention, and gives dense layers the prefix of
-    layers with experts.
+    transformers 5.23 has other keys for linear attention. It also gives names of dense layers the
+    prefix of expert layers.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())

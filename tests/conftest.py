@@ -1,5 +1,3 @@
-"""Fixtures for all tests."""
-
 from __future__ import annotations
 
 import gc
@@ -17,7 +15,7 @@ from dist_aclgraph.environment import disable_backend_autoload
 from dist_aclgraph.logs import ACCESS, PACKAGE, RAY
 from tests import laws
 
-gc.disable()  # until all tests are collected: before that, nearly no garbage exists
+gc.disable()  # nearly no garbage exists until all tests are collected
 # These variables are set before any test imports torch.
 disable_backend_autoload()
 # Logs of the deployments of tests; processes of Ray inherit this variable.
@@ -53,8 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def freeze_objects() -> None:
     """Let the garbage collector ignore all objects that exist now: modules and collected tests.
 
-    These objects live as long as the process. There are millions of them, so each full collection
-    would take a second.
+    These objects live as long as the process. There are millions of objects, so each full
+    collection would take a second.
     """
     gc.collect()
     gc.freeze()
@@ -86,7 +84,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def npu() -> Any:
-    """The emulated NPU of this process, lenient about dtypes so that float32 can be compared.
+    """The emulated NPU of this process. It admits float32, so that results can be compared.
 
     A process cannot change the settings of its emulator. Tests that need other settings use
     separate processes.
@@ -117,7 +115,7 @@ def ray_cluster() -> Iterator[None]:
 
     config = deployments.make_deployment_config("unused", parallel={"tp": 8})
     with deployments.session_starter(config) as starter:
-        starter.command(config)  # this starts the fork server, which imports packages meanwhile
+        starter.command(config)  # starts the fork server, which imports packages while Ray starts
         start_ray(config, starter)
         yield
         ray.shutdown()

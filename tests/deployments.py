@@ -53,7 +53,7 @@ class Answer:
 
 
 def tokens_of(timeout_s: float, answers: list[Answer]) -> list[list[int]]:
-    """Wait for each answer, at most ``timeout_s``; each must have as many tokens as requested."""
+    """Wait for each answer, at most ``timeout_s``, and check its number of tokens."""
     for answer in answers:
         assert answer.ended.wait(timeout_s), "no answer"
         assert answer.finish_reason == "length", answer.error
@@ -99,8 +99,6 @@ def start_deployment(config: Config) -> RayDeployment:
 
 @dataclass
 class Serving:
-    """A deployment and a client of it."""
-
     deployment: RayDeployment
     client: EngineClient
 

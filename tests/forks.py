@@ -1,8 +1,8 @@
 """New processes that have torch and the emulator's libraries in memory from the start.
 
-One server process, which has opened no device and started no thread, forks these processes. So they
-do not spend seconds on imports. Each process can have another environment and other settings of the
-emulator.
+One server process, which has opened no device and started no thread, forks these processes. So the
+new processes do not spend seconds on imports. Each process can have another environment and other
+settings of the emulator.
 """
 
 from __future__ import annotations
@@ -39,4 +39,4 @@ def run_code(code: str, environment: Mapping[str, str], out: Path) -> None:
         os.dup2(file, stream.fileno())
         stream.reconfigure(write_through=True)
     exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
-    atexit._run_exitfuncs()  # a forked process does not do this at its end
+    atexit._run_exitfuncs()  # a forked process does not call exit functions

@@ -35,7 +35,6 @@ def quantise(weight: Tensor, group: int | None, most: int = 7) -> tuple[Tensor, 
 
 
 def dequantise(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the weight in float32."""
     return (values.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]).flatten(1)
 
 
@@ -122,7 +121,8 @@ def rewrite(
     """Write a checkpoint twice: with weights of four bits, and with the same values in bfloat16.
 
     Args:
-        writer_of: returns the group size and the writer of a module; None keeps it in floats.
+        writer_of: returns the group size and the writer of a module; None keeps the module in
+            floats.
         config: additional keys of config.json.
         description: additional keys of ModelSlim's description; None writes no description.
         kind: ModelSlim's name for the type of the matrices of four bits.

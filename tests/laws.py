@@ -1,7 +1,7 @@
 """The number of examples for a law (a hypothesis test) that uses the device.
 
 By default, a law tries a tenth of the examples that the test names. With
-``--hypothesis-profile=full``, it tries all examples.
+``--hypothesis-profile=full``, a law tries all examples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def is_full() -> bool:
 
 
 def count(full: int) -> int:
-    """Return the current profile's part of ``full`` examples."""
+    """Return the number of examples in this profile for a law with ``full`` examples."""
     return -(-full * settings().max_examples // FULL)
 
 

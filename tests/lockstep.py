@@ -1,7 +1,7 @@
 """One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
 
-Workers, HCCL, negotiation, capture, scheduler and the phases of the start are the real ones. The
-group has no placement, channels and clients, which other tests cover.
+Workers, HCCL, negotiation, capture, scheduler and the phases of the start are real. The group has
+no placement, channels and clients, which other tests cover.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Lockstep:
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        """Add a request; return its answer, which gets tokens in later steps."""
+        """Add a request; return the answer, which gets tokens in later steps."""
         self.scheduler.add(submit(name, prompt, params))
         self._answers[name] = Answer()
         return self._answers[name]
@@ -173,7 +173,7 @@ class Lockstep:
         return answers
 
     def report(self) -> dict[str, Any]:
-        """Return a report like a deployment: plan, graphs, eager steps by reason, ranks."""
+        """Return a report with a deployment's keys: plan, graphs, eager steps by reason, ranks."""
         return {
             **group_report(self._group),
             **engine_report.group_report(self.scheduler, self._group.captured.costs, {}),
@@ -182,7 +182,7 @@ class Lockstep:
 
 @contextmanager
 def lockstep(config: Config) -> Iterator[Lockstep]:
-    """Start a group of all ranks of ``config``, and end it.
+    """Start a group of all ranks of ``config``; end the group when the context ends.
 
     Raises:
         DistAclGraphError: for the same reasons as at the start of a deployment.

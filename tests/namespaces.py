@@ -80,7 +80,7 @@ class _Holder:
 
 
 class Node:
-    """One node, with its own network, /dev/shm and process ids.
+    """One node, with a separate network, /dev/shm and process ids.
 
     Attributes:
         address: IPv4 address to which other nodes can connect.
@@ -107,8 +107,8 @@ class Node:
     ) -> subprocess.Popen:
         """Start a program in this node, in the caller's folder and in a new process group.
 
-        To end the program while its node goes on, send a signal to the process group
-        (``os.killpg``): the returned process only waits for the program.
+        To end the program but not its node, send a signal to the process group (``os.killpg``),
+        because the returned process only waits for the program.
         """
         return subprocess.Popen(
             self._holder.enter(command, os.getcwd()),
@@ -138,7 +138,7 @@ class Node:
 
 @contextmanager
 def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[list[Node]]:
-    """Make nodes on one network; at the end of the context, end them and all their processes.
+    """Make nodes on one network; when the context ends, end the nodes and all their processes.
 
     Args:
         private: folders that each node has separately; they are empty at first.
@@ -167,7 +167,7 @@ def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[lis
 
 @functools.cache
 def why_no_nodes() -> str | None:
-    """Return the reason why this machine cannot have such nodes; None if it can."""
+    """Return why this machine cannot have nodes in namespaces; None if it can."""
     try:
         with nodes(1):
             return None

@@ -42,5 +42,5 @@ def pieces(bucket: int) -> BatchDescriptor:
 def choose(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> tuple[int, ...]:
-    """Return at most ``max_buckets`` sizes that together have the lowest cost, ascending."""
+    """Return at most ``max_buckets`` ascending sizes, which together have the lowest cost."""
     return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))

@@ -1,7 +1,7 @@
-"""Marks variations of tests, so that fewer targets run them.
+"""Marks variations of tests as slow or rare, so that fewer make targets run these tests.
 
 A slow variation runs in ``make test-more``, and a rare variation only in ``make test-all``. Another
-variation in an earlier target runs the same code.
+variation, which an earlier target runs, tests the same code.
 """
 
 from __future__ import annotations

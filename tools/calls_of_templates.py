@@ -83,8 +83,8 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
 def calls_in(form: AnswerFormat, text: str) -> list[tuple[str, Any, bool]]:
     """Return (name, arguments, is_whole) of each call that the reader finds in a text.
 
-    Markers are read as text. For markers that are tokens, the tests of the formats show that they
-    are read in the same way.
+    Markers are read as text. The tests of the formats show that markers that are tokens are read
+    like text.
     """
     reader = form.reader(SCHEMAS, is_thinking=False)
     assert reader is not None

@@ -5,8 +5,8 @@ template renders the conversations below with each set of options. Two results a
 texts are equal, or if both programs refuse the conversation.
 
 transformers passes a message's content to the template unchanged. The runtime passes text parts to
-a template that reads parts, and one text to any other template. So the reference is the form of the
-conversation (parts or text) with which transformers' prompt contains all texts.
+a template that reads parts, and one text to any other template. So the reference uses the form of
+contents (parts or one text) with which the prompt of transformers contains all texts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents"
 
 
 def read_templates(directory: Path) -> Iterator[tuple[str, str, dict[str, str], ChatTemplate]]:
-    """Yield name, source, special tokens and our template of each template in a folder."""
+    """For each template in a folder, yield name, source, special tokens, and compiled template."""
     described = directory / "tokenizer_config.json"
     if described.exists():
         config = read_json_object(described)
@@ -151,7 +151,7 @@ def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as JSON texts."""
+    """Return a message in which the arguments of calls are JSON texts."""
     if not message.get("tool_calls"):
         return message
     text = json.dumps(ARGUMENTS, ensure_ascii=False)

@@ -1,5 +1,5 @@
-"""``make test-versions``: run the tests of the emulator and of graphs, and a set of parity tests,
-with each release series of torch_npu.
+"""``make test-versions``: with each release series of torch_npu, run the tests of the emulator and
+of graphs, and some parity tests.
 
 Each series has its own virtual environment (.venv-2.12 for 2.12) and its own build of the emulator.
 """

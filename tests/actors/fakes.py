@@ -23,14 +23,14 @@ class FakeRank:
 
 @dataclass
 class FakeRanks:
-    """A lockstep group whose ranks use one stream per graph, and fail as the attributes say.
+    """A lockstep group whose ranks use one stream per graph. The attributes plant failures.
 
     Attributes:
         streams: number of streams of each rank.
         failures: for a rank and a graph, the cause with which the graph's capture fails.
         unprepared: for a rank and a graph, the cause with which the graph's warm-up fails.
         digests: the digest that a rank reports for a graph, if other ranks report another digest.
-        holds_another_plan: the rank that adopts another plan than the other ranks.
+        holds_another_plan: the rank that adopts a different plan.
         leaks: the rank that does not free the streams of released graphs.
         breaks: the rank whose device refuses an action, and this action.
         keeps_bytes: the rank that uses more bytes after a release than before the capture.

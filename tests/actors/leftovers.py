@@ -1,4 +1,4 @@
-"""Checks that no process of a deployment is left, and that its NPUs are free."""
+"""Checks that all processes of a deployment have ended, and that its NPUs are free."""
 
 from __future__ import annotations
 

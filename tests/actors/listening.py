@@ -9,7 +9,6 @@ from pathlib import Path
 
 
 def listening(pids: set[int]) -> set[tuple[str, int]]:
-    """Return the addresses and TCP ports at which these processes listen."""
     inodes = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():

@@ -58,17 +58,17 @@ class Group:
 
     Args:
         fail_at: the step at which rank 0 reports an error.
-        dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks in each of them.
-            Several ranks share the experts.
+        dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks per data-parallel
+            rank. If there are several ranks, they share the experts.
         num_drafts: number of draft tokens of each request; one draft token is accepted.
-        lose_at: the step in which the experts have no room for the last rank's tokens, so the step
-            is void.
+        lose_at: the step in which the last rank's tokens exceed the experts' capacity, so that the
+            step is void.
         stall_at, stall_s: the step that stalls, and the duration of its stall.
         link_s: time limit for silent clients.
         max_unread_bytes: limit of the bytes that wait for one client.
         turn_s: time limit of one turn of the loop.
         clients_host: address for clients on other nodes.
-        is_held: returns whether the engine may serve.
+        is_held: returns whether the engine holds its lease.
         fault_at: the step in which rank 0's device stops because a link fails. The other ranks then
             wait for this device.
         stop: stops the devices of all ranks.
@@ -97,7 +97,7 @@ class Group:
         stop: StopDevices = lambda timeout_s, check: {},
     ) -> None:
         self.ranks = tuple(range(dp * tp))
-        self.later: list[RawClient] = []  # closed with the group
+        self.later: list[RawClient] = []  # clients that are closed with the group
         place = Place(NODE, str(directory))
         channel = StepSender(self.ranks, place, ranks_per_batch=tp)
         self._fault_at = fault_at

@@ -1,4 +1,5 @@
-"""Makes plans for random numbers of free streams on one rank; checks them with the device's count.
+"""Makes plans for random numbers of free streams on one rank; checks the plans with the device's
+count of streams.
 
 This program runs in a separate process, because the emulator's settings cannot change in a process:
 ``python -m tests.actors.random_budgets CHECKPOINT ACCOUNTING SEED ROUNDS``.
@@ -52,8 +53,8 @@ def play(ranks: LocalRanks, config: Config, free: int) -> str:
     """Negotiate and capture with ``free`` stream ids; return the outcome in one word.
 
     The function checks three laws. If the budget model counts streams, the whole plan is captured.
-    If the plan has fewer buckets of a family than requested, one more bucket does not fit. After
-    the release, all streams are free again.
+    If the plan has fewer buckets of a family than requested, a further bucket of this family does
+    not fit. After the release, all streams are free again.
     """
     workload = Workload.from_config(config, read_model_facts(config.model))
     model = make_budget_model(config.graph.budget_model, workload)

@@ -44,8 +44,8 @@ class RankStep:
 
     Attributes:
         num_collectives: number of collectives that ran on the rank's device.
-        counted: number of waits of the host, launches on the AI CPU, and launches with unaligned
-            views since the end of the previous step.
+        counted: numbers since the end of the previous step: waits of the host, launches on the AI
+            CPU, and launches with unaligned views.
         slow: names of the operators that ran on the AI CPU or with unaligned views.
     """
 
@@ -134,7 +134,7 @@ class RankProcesses(WorkerGroup):
 
 @contextmanager
 def rank_processes(config: Config) -> Iterator[RankProcesses]:
-    """Within this context, processes run for all ranks of ``config``, which are one group."""
+    """Within this context, one process runs for each rank of the group of ``config``."""
     size = config.parallel.world_size
     context = forks()
     pipes, processes = [], []
@@ -165,7 +165,7 @@ def rank_processes(config: Config) -> Iterator[RankProcesses]:
 
 @contextmanager
 def rendezvous() -> Iterator[str]:
-    """Yield the URL of the file by which the ranks of one HCCL world meet."""
+    """Yield the URL of the file over which the ranks join one HCCL world."""
     with tempfile.TemporaryDirectory() as directory:
         yield f"file://{Path(directory) / 'rendezvous'}"
 
@@ -198,8 +198,8 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         assert isinstance(plan, RankPlan)
         before = emulator.counters()["collectives"]
         result = worker.execute(plan)
-        # The device computes drafts after the results. Queries wait for the drafts, because a query
-        # does not count as a wait of the host.
+        # The device computes drafts after the results. Polling waits for the drafts without a
+        # counted wait of the host.
         while not runtime().current_stream().query():
             time.sleep(QUERY_S)
         now = emulator.counters()

@@ -55,7 +55,7 @@ class _Captured:
 
 @contextmanager
 def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
-    """Within this context, all ranks of ``config``, which are one group, serve."""
+    """Within this context, all ranks of ``config`` serve as one group."""
     with lockstep(config) as group:
         ranks = group.ranks
         group.scheduler.epoch = 1

@@ -44,7 +44,7 @@ Stranger = Callable[[Endpoint], Endpoint]
 
 
 def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
-    """Check that a client and its request fail within a time limit; return why it is refused."""
+    """Check that a client and its request fail within a time limit; return the refusal's reason."""
     client = EngineClient([Address(NODE, endpoint)], token, node_id=NODE, link_s=WAIT_S)
     try:
         wait_until(lambda: bool(client.losses()), "the client learns nothing")
@@ -65,7 +65,7 @@ def send_raw(url: str, count: int) -> int:
                 for _ in range(100):
                     raw.sendall(os.urandom(64))
                     taken += 1
-            except OSError:  # the engine has closed the connection, as it should
+            except OSError:  # the engine has closed the connection, which is right
                 taken += 1
     return taken
 

@@ -47,7 +47,7 @@ class Streams:
 
 @contextmanager
 def streams(service: Serving, count: int = NUM_STREAMS) -> Iterator[Streams]:
-    """Within this context, streams run; at its end, all streams end."""
+    """Within this context, streams run; when the context ends, all streams end."""
     found = Streams(service)
     threads = [threading.Thread(target=found.run, args=[i], daemon=True) for i in range(count)]
     for thread in threads:

@@ -49,7 +49,7 @@ class ScaledGroups(Groups):
         self.start()
 
     def upkeep(self) -> Upkeep:
-        """Return an upkeep that sees busy groups, and whose changes end at once."""
+        """Return an Upkeep that sees busy groups, and whose changes end at once."""
 
         def begin(work: Callable[[], None]) -> BegunChange:
             work()

@@ -15,7 +15,7 @@ from tests.deployments import Serving, greedy_params, make_deployment_config, se
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 STREAMS, TOKENS, ANSWER_S = 12, 200, 240.0
-# Faulty memory: keys of a layer in the first block; a weight; HCCL's own memory.
+# Three kinds of faulty memory: keys of a layer in the first block, a weight, and HCCL's memory.
 KV = "fault_op=aclnnFusedInferAttentionScoreV3 fault_operand=1 fault_offset=65536"
 WEIGHT = "fault_op=aclnnMm fault_operand=1"
 LIBRARY = "fault_op=HcclAllReduce"
@@ -62,8 +62,8 @@ def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_pa
         assert metrics["num_preemptions"] == STREAMS
         assert (service.client.num_resumed, worker_pids(service)) == (0, before)
 
-        # The group is lost. All its processes join another group; the process with the bad weight
-        # loads its weights again.
+        # The group is lost. All processes of the group join another group; the process with the bad
+        # weight loads its weights again.
         assert run_all(service, "weight", lambda: turn_bad(WEIGHT)) == wanted
         assert service.client.num_resumed == STREAMS
         assert worker_pids(service) == before

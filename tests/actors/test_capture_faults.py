@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 SIZES = (1, 2, 4, 8, 12)
 LAYERS = 3  # layers of the checkpoint; each layer records one aclnnSwiGlu
 MIXED_SIZES = (4, 8, 16)
-STREAMS_BEFORE = 36  # free streams of a rank at its offer
-# Streams of a decode graph of two ranks: two for its lanes, and two for a communication domain.
+STREAMS_BEFORE = 36  # free streams of a rank when it makes its offer
+# A decode graph of two ranks needs two streams for its lanes, and two for a communication domain.
 STREAMS_PER_GRAPH = 4
 SMALLEST_SEGMENT = 2 << 20  # smallest size that torch's allocator requests
 CAPTURE_S, STOP_S = 8.0, 2.0
@@ -49,8 +49,8 @@ def make_faulty_config(
 ) -> Config:
     graph = {
         "mode": mode,
-        # Without probes and reserve, the first captures are those of the plan, which may use all
-        # streams.
+        # Without probes and reserved streams, the plan's captures are the first captures, and can
+        # use all streams.
         "budget_model": "legacy-0.11",
         "reserve_streams": 0,
         "sizes": SIZES,
@@ -107,7 +107,8 @@ def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoin
     (rollback,) = report["rollbacks"]
     assert "piecewise mixed 512 was undone on all ranks: rank 1 failed (memory)" in rollback
     assert report["ranks"][0]["streams"]["measured"] == report["ranks"][1]["streams"]["measured"]
-    # The memory of the undone bucket is free again: smaller buckets fit in the smallest segment.
+    # The memory of the abandoned bucket is free again, so smaller buckets fit in the smallest
+    # segment.
     assert report["pool_bytes"] == SMALLEST_SEGMENT
 
 

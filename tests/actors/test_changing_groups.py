@@ -1,7 +1,7 @@
 """Groups are added, drained and replaced, die and hang, while other groups serve.
 
-Most tests share a deployment of two groups. Each of these tests leaves two serving groups, because
-a recovered deployment is as good as a new deployment.
+Most tests share a deployment of two groups. Each of these tests leaves two serving groups for the
+next test.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Pair:
     """Two groups.
 
     Attributes:
-        configs: two configurations. The groups run one of them.
-        weights, away: path of the file of weights; path to which tests move this file to hide it.
+        configs: two configurations. The groups run one configuration at a time.
+        weights, away: path of the file of weights; path to which tests move this file, so that it
+            is missing.
         wanted: the tokens of ``PROMPTS``.
     """
 
@@ -191,7 +192,7 @@ def test_groups_that_do_not_come_up_change_nothing(pair: Pair) -> None:
     pair.assert_answers("unchanged")
 
 
-@pytest.mark.slow  # the test of a roll that ends early also has requests during a roll
+@pytest.mark.slow  # make test has requests during another roll
 def test_another_configuration_replaces_the_old_one_without_a_failed_request(pair: Pair) -> None:
     service, other = pair.service, pair.next_config
     old, names = pids_of(service), names_of(service)

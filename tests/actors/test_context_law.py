@@ -128,7 +128,7 @@ class Deployment:
         assert replayed == eager
         for index, arrival in enumerate(arrivals):
             tokens, all_of_them = eager[str(index)], wanted[str(index)]
-            if arrival.abort_at is not None:  # the two runs may abort after different tokens
+            if arrival.abort_at is not None:  # the number of tokens at the abort can differ
                 length = min(len(tokens), len(all_of_them))
                 tokens, all_of_them = tokens[:length], all_of_them[:length]
             assert tokens == all_of_them
@@ -194,7 +194,7 @@ def test_graphs_and_eager_steps_give_the_tokens_of_one_rank(
 ) -> None:
     setting = deployment.setting
     arrivals = data.draw(arrivals_of(setting))
-    # The cache has only a few blocks more than the longest request needs, so that some requests are
+    # The cache has only slightly more blocks than the longest request needs, so some requests are
     # preempted.
     smallest = 2 + -(-(MAX_LEN + 4) // (setting.block_size * setting.shards))
     deployment.check(arrivals, data.draw(st.integers(smallest, smallest + 8)))

@@ -20,7 +20,6 @@ TO_SERVING = (
 
 @pytest.fixture
 def controller() -> Controller:
-    """Return a serving controller without groups."""
     controller = Controller(load_config(CONFIG), "test", Term(0, ""))
     for state in TO_SERVING:
         controller._enter(state)

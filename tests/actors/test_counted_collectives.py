@@ -29,7 +29,8 @@ def test_a_step_tells_its_collectives_and_their_bytes(npu: Any, tmp_path: Path) 
     for graph, done in steps:
         num_tokens = len(PROMPT) if graph is None else 1
         # There is one all-reduce after the embedding, and after each attention and feed-forward
-        # part. Each all-reduce receives half of the sums twice.
+        # part. In an all-reduce of two ranks, a rank first receives half of the other rank's
+        # values, and then half of the sums.
         reduced = (2 * LAYERS + 1) * num_tokens * HIDDEN * FLOAT_BYTES
         for rank in done:
             assert rank.result.counted["collectives"] == rank.num_collectives > 2 * LAYERS

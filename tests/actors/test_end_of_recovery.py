@@ -1,4 +1,4 @@
-"""If no restart is left, the reason says so once, and contains the last failure."""
+"""If no restart is left, the reason for the end says this once, and contains the last failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recovery:
         return change
 
     def run(self) -> str:
-        """Lose every group until the deployment has ended; return why it has ended."""
+        """Lose every group until the deployment has ended; return why the deployment has ended."""
         while not self.upkeep.failure:
             for group in self.groups.taking:
                 group.lost_because = "the process died"

@@ -80,7 +80,7 @@ def test_an_operator_that_fails_at_start_is_reported_for_its_rank(checkpoint: Pa
         timeouts={"negotiate_s": 20.0, "step_s": 5.0, "stop_s": 2.0},
     )
 
-    # The device reports the failure at a later call, as 507015: an operator failed.
+    # The device reports the failure at a later call, with the code 507015 (an operator failed).
     with pytest.raises(WorkerError, match=r"aclnnSwiGlu|507015") as caught:
         start(config)
 

@@ -31,7 +31,8 @@ from tests.deployments import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-# Number of tokens of a request: it must still run if the test stalls for a second before it kills.
+# Number of tokens of a request, which must still run if the test stalls for a second before it
+# kills a process.
 LONG = 900
 # A failed group is neither resumed nor replaced, so requests end when no group is left.
 NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}
@@ -53,7 +54,7 @@ class Busy:
         os.kill(self.pids[rank], signal.SIGKILL)
 
     def sibling(self, name: str) -> int:
-        """Return the process id of the only actor of a class. It has the same parent as workers."""
+        """Return the process id of the only actor of a class; its parent is that of the workers."""
         parent = int(Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
         # The kernel keeps 15 characters of a name.
         [pid] = [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]
@@ -67,7 +68,7 @@ def submit_some(service: Serving, count: int = 4) -> list[Answer]:
 
 @contextmanager
 def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[Busy]:
-    """Within this context, requests run, and have their first tokens. After it, NPUs are free."""
+    """Within this context, requests run and have first tokens. At its end, all NPUs are free."""
     overrides = {"recovery": NO_RECOVERY, **overrides}
     with serving(make_deployment_config(checkpoint, **overrides)) as service:
         pids, answers = worker_pids(service), submit_some(service, num_requests)
@@ -154,7 +155,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [4.0, 600.0])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
-    """The error names the rank. It comes after the step's time limit, or after a lost heartbeat."""
+    """The error comes after the step's time limit, or after a lost heartbeat."""
     with busy(
         checkpoint,
         parallel={"tp": 2},

@@ -83,7 +83,6 @@ class Starter:
         return out
 
     def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Run the program; return its output."""
         out = self.start(*arguments, environment=environment)
         wait_until(lambda: out.read_text().endswith("}\n"), "the program has ended", 120)
         found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
@@ -307,7 +306,7 @@ def test_of_a_process_id_that_means_another_nothing_is_ended() -> None:
 
 
 def test_a_process_of_another_job_of_ray_loads_for_itself(forks: Starter) -> None:
-    """Ray's native library reads the job's id only once, when it is loaded."""
+    """Ray's native library reads the job's id only at its load, so a fork would have a wrong id."""
     assert forks.run(environment={"RAY_JOB_ID": "01000000"})["has_loaded"]
     assert not forks.run(environment={"RAY_JOB_ID": "02000000"})["has_loaded"]
 
@@ -331,8 +330,8 @@ def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
             client.sendall(json.dumps(request).encode())
         os.kill(server.address.pid, signal.SIGCONT)
 
-        # The server answers requests in order. If it still started the late client's program, it
-        # would start it before this program.
+        # The server answers requests in order. If the server still started the late client's
+        # program, that program would start before this program.
         starter.run()
 
         assert (tmp_path / "late").read_bytes() == b""

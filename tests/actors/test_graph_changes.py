@@ -43,13 +43,14 @@ class Serving:
         self.changes = GraphChanges(self.dispatcher, GraphTransaction(ranks, 1.0, 1.0), costs)
 
     def run(self, batch: int, is_quiet: bool = True) -> bool:
-        """Run one step; return whether graphs were changed before it."""
+        """Run one step; return whether graphs were changed just before the step."""
         is_due = self.changes.is_due(False, is_quiet)
         if is_due:
             before = len(self.ranks.moves)
             self.changes.advance()
             moves = [move for move, _ in self.ranks.moves[before:]]
-            # A graph was released for this capture; when it fails, that graph is captured again.
+            # A graph was released so that this graph can be captured. If the capture fails, the
+            # released graph is captured again.
             assert moves.count("capture") <= (2 if moves[:1] == ["release"] else 1)
         graph, _ = self.dispatcher.dispatch(batch, batch, 1)
         for state in self.ranks.states:
@@ -192,7 +193,7 @@ def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
     serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
     plan = make_plan(16, 32, version=2)
     for _ in range(STEPS_BETWEEN):
-        serving.dispatcher.dispatch(12, 12, 1)  # so frequent that size 16 would get a lazy graph
+        serving.dispatcher.dispatch(12, 12, 1)  # frequent enough for a lazy graph of size 16
     serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
 
     for batch in (12, 5):

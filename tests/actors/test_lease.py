@@ -31,7 +31,7 @@ CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
 class Holder:
     """A process with a lease, whose clock is a variable.
 
-    The process checks the lease at regular times, except while it stands still.
+    The process checks the lease at regular times, except while the process stands still.
     """
 
     now_s: float = 0.0
@@ -107,7 +107,7 @@ def test_who_was_stopped_holds_nothing_until_it_is_asked_anew() -> None:
     holder.stand_still(1.5 * LIMIT_S)
 
     assert not holder.lease.is_held()
-    holder.ask()  # this question may have been sent before the stop
+    holder.ask()  # the question can be older than the stop, so it does not renew the lease
     assert not holder.lease.is_held()
     holder.ask()
     assert holder.lease.is_held()

@@ -1,4 +1,6 @@
-"""Ranks that leave their group free graphs before communicators, as HCCL requires."""
+"""Ranks that leave their group first free their graphs, and then their communicators, as HCCL
+requires.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer without heartbeats counts as silent; only time in which somebody listened counts."""
+"""A peer without heartbeats counts as silent; only the time in which the listener runs counts."""
 
 from __future__ import annotations
 

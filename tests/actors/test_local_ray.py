@@ -96,7 +96,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run a driver; yield it and the addresses that it prints. At the end, kill its descendants."""
+    """Run a driver; yield the driver and its printed addresses; at the end, kill descendants."""
     driver = start(script, *arguments)
     try:
         assert driver.stdout is not None
@@ -139,7 +139,7 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
         ]
         assert friend.wait(100) == 0
         needed_s = time.monotonic() - began_s
-        for stranger in strangers:  # give them twice the time that the accepted peer needed
+        for stranger in strangers:  # wait twice as long as the accepted peer needed
             with suppress(subprocess.TimeoutExpired):
                 left_s = began_s + 2 * needed_s - time.monotonic()
                 assert stranger.wait(max(0.0, left_s)) != 0

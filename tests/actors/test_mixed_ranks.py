@@ -14,10 +14,11 @@ from tests.checkpoints import make_prompts
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
 
-STREAMS_BEFORE = 36  # free streams of one of two ranks at its offer
-# For each mode: free streams of the rank with fewer streams, too few for a plan with all sizes.
+STREAMS_BEFORE = 36  # free streams of one of two ranks when it makes its offer
+# For each mode, the free streams of the rank that has fewer streams: too few for all sizes.
 FREE = {"FULL_DECODE_ONLY": 18, "PIECEWISE": 55, "FULL": 18, "FULL_AND_PIECEWISE": 55}
-# Streams of one bucket on one of two ranks: a full decode graph, and the pieces of three layers.
+# Number of streams that a full decode graph needs on one of two ranks, and number of streams that
+# the pieces of three layers need.
 DECODE, PIECES = 4, 16
 PRICES = {
     "full decode": DECODE,

@@ -1,4 +1,4 @@
-"""An ingress asks the owner of its deployment, and gets an answer or no answer."""
+"""An ingress sends a question to the deployment's owner, and gets an answer or no answer."""
 
 from __future__ import annotations
 

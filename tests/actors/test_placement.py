@@ -301,7 +301,7 @@ def test_tensor_parallel_groups_stay_on_a_node_unless_the_configuration_says_so(
 def test_the_node_that_leads_a_group_is_that_of_its_first_rank(
     layout: ParallelLayout, nodes: list[Node], data: st.DataObject
 ) -> None:
-    """The group's engine starts on this node, and all ranks connect to it to join their group."""
+    """The group's engine starts on this node, and all ranks of the group connect to this node."""
     landed = [
         (data.draw(st.sampled_from(nodes)).node_id, (npu,)) for npu in range(layout.world_size)
     ]

@@ -1,4 +1,4 @@
-"""A bucket of steps with drafts uses as many streams as were predicted before its capture."""
+"""The streams of a bucket for steps with drafts are predicted correctly before its capture."""
 
 from __future__ import annotations
 

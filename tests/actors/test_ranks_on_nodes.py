@@ -29,7 +29,7 @@ class CalledError(Exception):
 
 @dataclass
 class JoinedRanks:
-    """Ranks that have joined their group; they answer no call."""
+    """Ranks that have joined their group, and answer no call."""
 
     infos: list[WorkerInfo]
     is_emulated: bool

@@ -216,7 +216,7 @@ class RecoveryModel(RuleBasedStateMachine):
         return self.changes[-1]
 
     def see_service(self, serves: bool) -> None:
-        """Change the state in the same way as the controller."""
+        """Change the state like the controller."""
         wanted = State.SERVING if serves else State.RECOVERING
         if self.state is not wanted:
             self.state = advance(self.state, wanted)
@@ -266,7 +266,7 @@ class RecoveryModel(RuleBasedStateMachine):
     def turn(self) -> None:
         self.client.turn(self.now_s, self.upkeep.failure)
 
-    # ---- what holds
+    # ---- invariants
 
     @invariant()
     def no_request_is_forgotten(self) -> None:

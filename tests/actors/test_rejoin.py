@@ -40,7 +40,7 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
 
 
 def strike(service: Serving, prefix: str, pid: int, number: int) -> list[list[int]]:
-    """Run all streams, signal a process while they run, and return the tokens."""
+    """Run all streams, signal a process while the streams run, and return the tokens."""
     answers = submit_all(service, prefix)
     wait_until(lambda: all(len(answer.tokens) > 5 for answer in answers), "none runs")
     os.kill(pid, number)

@@ -19,7 +19,7 @@ from tests.slow import slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
-# Number of an operator's call that happens after the start, while the requests run.
+# Number of a call of an operator after the start, while the requests run.
 MIDDLE = 300
 
 
@@ -177,7 +177,7 @@ def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
     assert struck["num_preemptions"] > sound["num_preemptions"]
 
 
-# Keys of a layer, in a block that a request uses from its first token on.
+# The faulty memory has keys of a layer, in a block that a request uses from its first token on.
 BAD_KV = {
     "op": "aclnnFusedInferAttentionScoreV3",
     "call": MIDDLE // 3,
@@ -208,7 +208,7 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
     ("faults", "reason"),
     [
         slow([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
-        # Faulty memory of HCCL, and then of a weight.
+        # First, HCCL's memory is faulty. Then the memory of a weight is faulty.
         slow([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
         # The same operator fails again when the step is repeated.

@@ -22,8 +22,8 @@ class SilentWorker:
     """A worker that carries out no command, but answers a ping with its status.
 
     Args:
-        waits: whether the status says that the worker waits for its device. If it is None, the
-            worker does not answer pings in time.
+        waits: whether the status says that the worker waits for its device. With None, the worker
+            does not answer pings in time.
     """
 
     def __init__(self, waits: bool | None) -> None:

@@ -52,7 +52,7 @@ class Rank:
         (self._path,) = own.iterdir()
 
     def run(self, *plans: RankPlan) -> Rank:
-        """Record steps from their begin to their end."""
+        """Record whole steps, from begin to end."""
         for plan in plans:
             self.begin(plan)
             self.recorder.lap("read")
@@ -300,7 +300,7 @@ def test_a_slow_rank_is_named_by_the_waits_of_the_others(
     for step in range(2, 20):
         for rank in ranks:
             rank.begin(make_plan(step))
-            for _ in range(10 if rank is ranks[0] else 5_000):  # microseconds until the result
+            for _ in range(10 if rank is ranks[0] else 5_000):  # one microsecond each
                 next(now_ns)
             rank.recorder.lap("read")
             rank.recorder.idle()

@@ -69,7 +69,7 @@ def test_the_logs_tell_the_start_a_loss_the_recovery_and_the_end(
         r"group_replaced group=0 way=rejoin seconds=\d",
         "state state=STOPPED",
     )
-    # The recorded steps of the lost group are kept; they blame the killed rank.
+    # The recorded steps of the lost group are kept, and blame the killed rank.
     lost = read_groups(tmp_path / "start")[0]
     assert [rank.pid for rank in lost][1] == victim
     assert explain_stop(lost).blamed == (1,)

@@ -1,4 +1,6 @@
-"""Workers of a lost group can join another group if their weights are usable; others are ended."""
+"""Workers of a lost group can join another group if their weights are usable; other workers are
+ended.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Channel:
 @pytest.fixture
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     monkeypatch.setattr(module.gc, "freeze", lambda: None)
-    monkeypatch.setattr(module.gc, "unfreeze", lambda: None)  # tests/conftest.py has frozen objects
+    monkeypatch.setattr(module.gc, "unfreeze", lambda: None)  # conftest.py has called freeze
 
     def make(
         error: Exception | None,
@@ -107,7 +107,7 @@ BAD, ELSEWHERE = MemoryRange(4096, 8192), MemoryRange(8192, 12288)
     ("located", "held", "is_trusted"),
     [
         ("uce_kv", [[ELSEWHERE]], True),
-        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # freed together with the weights
+        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # BAD is freed with the weights
         ("uce_tensor", [[BAD], [BAD]], False),
         ("uce", [], False),
     ],
@@ -190,6 +190,6 @@ def test_a_worker_that_has_left_its_group_has_a_new_lease_for_the_next(make_work
 
     assert leaves(worker)
 
-    # The worker has given back its old lease, so only the new lease can end this process.
+    # The worker has no old lease any more, so only the new lease can end this process.
     assert before.is_given_back
     assert not worker._lease.is_given_back

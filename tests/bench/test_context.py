@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
 
 NUMBERS = (1, 2)  # numbers of shards, and numbers of prompt ranks
 CONTEXTS, PROMPT, BLOCKS, BLOCK_SIZE, LAYERS = (64, 256), 256, 2, 128, 2
-PART_OF_A_STEP = 0.15  # tolerance of a mean over eight steps, for a part of one step
+PART_OF_A_STEP = 0.15  # tolerance of a mean over eight steps
 HEADS_OF_A_RANK, LATENT, ROPE, FLOAT_BYTES, ALIGNED = 4, 512, 64, 4, 8
 
 
@@ -61,7 +61,7 @@ def test_steps_are_measured_for_each_number_of_shards_and_context(bench: Bench) 
 
 
 def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) -> None:
-    # A mean is over few steps, and a part of a step can be counted with the next step.
+    # A mean covers few steps, and a part of a step's work can be counted with the next step.
     rows = bench.results["decodes"]
     one, one_longer, two, two_longer = [row["collectives"] for row in rows]
     bytes_one, bytes_one_longer, bytes_two, bytes_two_longer = [
@@ -72,8 +72,8 @@ def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) 
     assert bytes_one == pytest.approx(bytes_one_longer, rel=PART_OF_A_STEP)
     assert bytes_two == pytest.approx(bytes_two_longer, rel=PART_OF_A_STEP)
     assert two - one == pytest.approx(2 * LAYERS, abs=1)
-    # This rank receives the queries of the other rank's heads, and the other rank's results for its
-    # own heads.
+    # This rank receives queries of the other rank's heads, and results of its own heads from the
+    # other rank.
     heads = HEADS_OF_A_RANK
     found = heads * LATENT + -(-heads // ALIGNED) * ALIGNED
     values = heads * (LATENT + ROPE) + found

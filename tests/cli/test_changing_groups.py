@@ -63,7 +63,6 @@ class Service:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """Yield a service of one group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -187,7 +187,7 @@ def test_a_signal_while_the_deployment_comes_back_ends_everything(npu: object) -
     with serving("serve.drain_s=1") as service:
         struck = service.pids(OWNER) + service.pids("ray::")
         kill(service, RAYLET)
-        # Wait until the start of another owner.
+        # Wait until another owner starts.
         wait_until(lambda: "again" in "".join(service.said), "it does not come back", WAIT_S)
         wait_until(lambda: bool(service.pids(RAYLET)), "no Ray is started", WAIT_S)
 

@@ -1,4 +1,4 @@
-"""Output of native code is kept away from the terminal; output of Python is not."""
+"""The terminal shows the output of Python, but not the output of native code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If processes of a service with one group are killed, this costs time, but no request."""
+"""If processes of a service with one group are killed, the service pauses, but loses no request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cli.test_changing_groups import COMMAND, OVERRIDES, ROOT, WAIT_S
 from tests.serve.conftest import CONFIG
 
 STREAMS = 16
-MARK = "TEST_OF_RECOVERY"  # a variable of the environment of all processes of a service
+MARK = "TEST_OF_RECOVERY"  # environment variable of all processes of a service
 LIMITS = httpx.Limits(max_connections=4 * STREAMS)
 
 
@@ -93,7 +93,7 @@ class Service:
         wait_until(is_ready, "it is not ready", WAIT_S)
 
     def all(self) -> set[int]:
-        """Return all living processes of the service, with the first process."""
+        """Return all living processes of the service, including the first process."""
         # Forked processes have other parents, but inherit the environment.
         return processes.with_variable(MARK, self._mark) & processes.living()
 

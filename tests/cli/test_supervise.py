@@ -23,7 +23,7 @@ from dist_aclgraph.serve.http.front import Front
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.slow import slow
 
-MARK = "TEST_OF_SUPERVISION"  # a variable of the environment of all processes of a service
+MARK = "TEST_OF_SUPERVISION"  # environment variable of all processes of a service
 OWNER, INGRESS = "serve:owner", "serve:ingress"
 WAIT_S, BEATS_S = 60.0, 2.0
 
@@ -59,7 +59,7 @@ sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, END_STAR
 """
 
 
-# An owner that needs LATE_S to end, and sends no heartbeat in this time.
+# An owner that needs LATE_S seconds to end, and sends no heartbeat in this time.
 ENDS_LATE = """
 plainly = own
 def own(signals, heartbeat):
@@ -515,7 +515,7 @@ def test_an_owner_that_does_not_end_is_killed(start: Start) -> None:
 
 
 def test_children_from_before_are_left_alone(start: Start) -> None:
-    """If a shell replaces itself by the service (exec), its children become the service's."""
+    """If a shell replaces itself by the service (exec), the service gets the shell's children."""
     service = start(
         """
 helper = subprocess.Popen(["sleep", "600"])
@@ -566,7 +566,7 @@ def test_a_signal_while_another_owner_starts_ends_everything(
         service.process.terminate()
 
     ended, _, _ = service.end()
-    # The exit code is that of the new owner, or of the killed owner if the supervisor noticed the
+    # The exit code comes from the new owner, or from the killed owner if the supervisor noticed the
     # signal first.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 

@@ -30,7 +30,7 @@ MODEL = "tiny-qwen3"
 COUNT = "Count from 3 to 9."
 COUNTED = "3 4 5 6 7 8 9"  # the model's answer to COUNT
 START_S, RUN_S, STOP_S = 120.0, 240.0, 60.0
-# Settings that keep programs from sending requests to any server but the service.
+# With these settings, programs send requests only to the service.
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -139,7 +139,6 @@ def client_program(name: str, remedy: str = "make setup-clients") -> str:
 
 
 def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
-    """Run a program until it ends; return its output."""
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -1,5 +1,3 @@
-"""NVIDIA's AIPerf."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""GuideLLM."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""langchain-openai."""
-
 from __future__ import annotations
 
 from tests.clients.conftest import COUNT, COUNTED, run_python

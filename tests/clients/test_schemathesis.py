@@ -22,8 +22,8 @@ def test_no_promise_of_the_document_is_broken(request, tmp_path, name):
         f"{request.getfixturevalue(name).url}/openapi.json",
         *("--checks", "all", "--exclude-checks", EXCLUDED),
         *("--phases", "examples,coverage,fuzzing", "--max-examples", "15", "--seed", "1"),
-        *("--generation-deterministic", "--request-timeout", "300"),  # for a busy machine
-        cwd=tmp_path,  # it writes a cache into its working directory
+        *("--generation-deterministic", "--request-timeout", "300"),  # 300 s, for a busy machine
+        cwd=tmp_path,  # schemathesis writes a cache into its working directory
     )
 
     found = re.search(r"(\d+) generated, (\d+) passed", output)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.clients.conftest import CHECKPOINT, CLIENTS, client_program, run
 
-# The client is unmodified. The test replaces the packages that it imports by empty modules, because
-# they import SGLang's engine, which needs CUDA. The client uses one constant of the engine.
+# The client is unmodified. The client imports packages that need SGLang's engine, and so CUDA. The
+# test replaces these packages by empty modules. The client uses one constant of the engine.
 CODE = """
 import runpy, sys, types
 root = sys.argv.pop(1)

@@ -165,7 +165,8 @@ def test_openai_sends_the_result_of_a_call(agent):
 
 
 def test_instructor_gets_objects_by_schema_and_by_tool(agent):
-    # Of the call, only keys are compared, because the model was not trained for instructor's tool.
+    # Only the keys of the call are compared, because the model was not trained for instructor's
+    # tool.
     assert run_python("instructor", INSTRUCTOR, API=agent.api) == [IDA, ["age", "name"]]
 
 

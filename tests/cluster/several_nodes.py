@@ -37,7 +37,8 @@ OVER_NODES = {
 }  # fmt: skip
 APART = {**OVER_NODES, "parallel.ep": 1}
 
-# Programs that run at the head. Their arguments are a configuration file, and its changes as JSON.
+# Programs that run at the head. Their arguments are a configuration file, and changes of the
+# configuration as JSON.
 GENERATE = """
 import dataclasses, json, sys
 from dist_aclgraph.actors.deployment.llm import LLM
@@ -139,7 +140,6 @@ class Program:
         raise AssertionError("".join(lines))
 
     def write(self, value: Any) -> None:
-        """Send a line of JSON to the program."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
@@ -167,7 +167,7 @@ def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Pro
 
 
 class Nodes:
-    """A Ray cluster. Owns its processes.
+    """A Ray cluster, and the owner of its processes.
 
     Attributes:
         address: address of Ray.
@@ -189,7 +189,6 @@ class Nodes:
         self.signal(node_ip, signal.SIGKILL)
 
     def signal(self, node_ip: str, number: signal.Signals) -> None:
-        """Send a signal to the raylet of a node."""
         [pid] = [
             pid
             for pid in self._raylets

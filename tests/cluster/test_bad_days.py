@@ -1,7 +1,7 @@
 """Hosts, links and the head fail while streams run, and later work again.
 
-The hosts share only a network. In place of systemd, a shell restarts Ray on each host, like the
-units in cluster/systemd. Each test prints its times; the option -s shows the output.
+The hosts share only a network. On each host, a shell restarts Ray, as systemd does with the units
+in cluster/systemd. Each test prints its times; the option -s shows the output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ SETTINGS = {
 # The ranks of one group are on both hosts.
 SPANNING = SETTINGS | {"parallel.tp": 2, "parallel.ep": 4, "speculative.num_tokens": 0}
 CONFIGS = {"tiny-qwen3": SETTINGS, "tiny-deepseek": SPANNING}
-# This program streams the same answers again and again until its input ends. It retries no request.
+# This program requests the same streams again and again, until the end of its input. The program
+# retries no request.
 CLIENT = """
 import json, sys, threading, time
 import httpx
@@ -149,7 +150,7 @@ class Hosts:
         return next((int(x.split()[1]) for x in said.splitlines() if x.startswith("up ")), 0)
 
     def kill(self, node: Node, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all processes of a node whose command line contains ``name``."""
+        """Signal all processes of a node whose command line contains ``name``."""
         done = node.run(["pkill", f"-{int(number)}", "-f", name], 30)
         assert done.returncode == 0, f"no process is named {name}"
 
@@ -227,7 +228,8 @@ def serving(
         yield status
     finally:
         os.killpg(service.pid, signal.SIGTERM)
-        # The signal ends nsenter at once; the service drains before it frees its port.
+        # The signal ends nsenter at once, but the service drains its requests before the service
+        # frees its port.
         wait_until(lambda: status().startswith("ConnectError"), "the service does not stop")
         print((tmp_path / "service.log").read_text()[-3000:])
 

@@ -81,8 +81,8 @@ def wait_for_missing(program: Program) -> None:
 def wait_for_groups(program: Program, dead: str) -> dict[str, int]:
     """Wait until no group is on the node ``dead``; return the node and the process of each group.
 
-    The wait is necessary, because a client can get all its answers before the controller notices
-    the death of the node.
+    The wait is necessary, because the controller can notice the death of the node only after all
+    answers have ended.
     """
     until_s = time.monotonic() + WAIT_S
     while True:

@@ -14,7 +14,7 @@ CLUSTER = Path(__file__).parents[2] / "cluster"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Return a copy of the scripts, with a ``ray`` that prints its arguments and without CANN."""
+    """Return a copy of the scripts without CANN, and with a ``ray`` that prints its arguments."""
     shutil.copytree(CLUSTER, tmp_path / "cluster")
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)

@@ -41,9 +41,9 @@ import torch  # noqa: E402
 
 
 class Script:
-    """A running program. It is a fork, unless the test is about its imports or its end.
+    """A running program. The program is forked, unless the test is about imports or exits.
 
-    With a node, it is a new program in the network of this node.
+    If a node is given, the program is not forked, and uses the network of this node.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A step of sparse latent attention: it has requests in a paged cache, and calls both operators."""
+"""A step of sparse latent attention: requests in a paged cache, and calls of both operators."""
 
 import torch
 import torch_npu

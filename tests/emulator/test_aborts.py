@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-# A graph with a collective, which has run once, and the three calls with which ranks recover.
+# The script has a graph with a collective, which has run once, and the three calls for recovery.
 RANKS = """
 dist.init_process_group("hccl")
 x, out = torch.ones(64, device="npu"), torch.zeros(64, device="npu")

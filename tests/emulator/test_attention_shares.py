@@ -1,4 +1,4 @@
-"""Attention over shares of the keys: log-sum-exps, empty shares, and merging."""
+"""Attention over disjoint subsets (shares) of the keys: log-sum-exps, empty shares, and merging."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.emulator.paged import (
 )
 from tests.emulator.test_strict import refused
 
-# Finite, so that a row without keys in all shares becomes zero and not NaN.
+# This log-sum-exp is finite, so that a row without keys in all shares becomes zero, and not NaN.
 FAR_BELOW = -3.4e38
 NAME = "aclnnAttentionUpdate"
 
@@ -157,7 +157,8 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
     pages = Pages(lengths, kv_heads, dim, 16, torch.bfloat16)
     query = torch.randn(2 * rows, heads, dim).bfloat16()
     found = []
-    # Numbers of tokens in each share: the first share has the first tokens, the other the rest.
+    # Numbers of tokens in each share: the first share has the first tokens, and the second share
+    # has all later tokens.
     for held in ([3, 25], [0, 16]):
         share = Pages(held, kv_heads, dim, 16, torch.bfloat16)
         for b, n in enumerate(held):
@@ -204,7 +205,7 @@ def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
 
 
 def test_log_sum_exps_of_captured_attention_follow_its_updates():
-    """Some updates leave a sequence without keys; later updates give it keys again."""
+    """Some updates leave a sequence without keys; later updates give the sequence keys again."""
     pages = Pages([200, 200, 200], 2, 64, 128, torch.bfloat16)
     pages.lengths = [5, 5, 5]
     arguments = paged_arguments(torch.randn(3, 4, 64).bfloat16(), pages, [1] * 3, 4, 2, lse=True)

@@ -98,7 +98,7 @@ def test_collectives_eager_and_captured(run_ranks, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["a"])
 def test_collectives_of_programs_that_load_for_themselves(run_ranks):
-    """The ranks are new programs, not forks, so this test also covers their imports and exit."""
+    """The ranks are new programs, not forks, so this test also covers imports and exits."""
     for status, output in run_ranks(ALL, 2, fresh=True):
         assert status == 0 and "ALL DONE" in output, output
 

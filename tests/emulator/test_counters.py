@@ -177,7 +177,7 @@ def test_long_integers_that_have_no_kernel_run_on_the_ai_cpu(operator, call):
         lambda a: a.bool().cumsum(0, dtype=torch.int32),
         lambda a: a.float().scatter(0, a.clamp(max=1), a.float()),
         lambda a: a.int() // 2,
-        lambda a: a.sum(),  # also the operators of November 2025 have a kernel for int64
+        lambda a: a.sum(),  # the operators of November 2025 have an int64 kernel, too
         lambda a: a.float().sort(),
         lambda a: torch.where(a < 2, a, a + 1),
     ],

@@ -1,4 +1,4 @@
-"""The settings ``admit`` and ``refuse`` replace rules of the emulator by those of a real device."""
+"""The settings ``admit`` and ``refuse`` replace the emulator's rules by a real device's rules."""
 
 import json
 

@@ -76,7 +76,7 @@ def test_the_host_waits_for_the_device_and_sleeps(told):
     """)
     assert not t["was_queried"] and t["is_done"]
     assert t["event"] >= 0.2 and t["device"] >= t["event"] + 0.2 and t["copy"] >= t["device"] + 0.2
-    assert t["cpu"] < t["copy"] / 2  # no busy loops
+    assert t["cpu"] < t["copy"] / 2  # waits are not busy loops
 
 
 def test_a_wait_never_moves_time_back_and_others_overlap(told):
@@ -218,7 +218,7 @@ def test_lanes_that_take_turns_need_no_threads(told, captured):
     ],
 )
 def test_lanes_that_run_side_by_side_have_threads(told, captured):
-    """If one lane waits for a peer or for the host, only its own thread may wait."""
+    """If one lane waits for a peer or for the host, only the thread of this lane may wait."""
     opens = ""
     assert told(LANES.format(captured=captured, opens=opens), wait_s=5)["num_lane_threads"] == 1
 
@@ -273,7 +273,7 @@ UPDATES = """
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
     """In an update, CANN's host code computes a tiling, which takes modelled time.
 
-    The host thread does not sleep for each update, but later for the total time of several updates.
+    The host thread sleeps once for several updates, for their total time.
     """
     rates = tmp_path / "rates.json"
     rates.write_text('{"update_us": 300}')  # far more than the emulator itself takes on the host

@@ -61,5 +61,5 @@ def test_they_are_counted_and_take_no_memory(run_script, tmp_path):
 
 def test_int8_takes_half(run_script, tmp_path):
     told = load(run_script, tmp_path, quantises=True)
-    assert 8.5 < told["noted_gib"] < 9.5  # half, except embedding and head, which are not quantised
+    assert 8.5 < told["noted_gib"] < 9.5  # half of the bytes; embedding and head are not quantised
     assert told["resident_gib"] < 1

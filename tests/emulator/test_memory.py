@@ -1,4 +1,6 @@
-"""Device memory: new memory is poisoned, the host cannot read it, and it is counted and freed."""
+"""New device memory is poisoned, the host cannot read device memory, and memory is counted and
+freed.
+"""
 
 import signal
 

@@ -1,5 +1,5 @@
 """Memory that becomes faulty (UCE, 507053): which calls fail, what CANN reports, and how torch_npu
-repairs it.
+repairs the memory.
 """
 
 import re

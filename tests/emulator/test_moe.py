@@ -1,5 +1,5 @@
-"""Operators of mixture-of-experts layers are compared with plain torch; they refuse what their
-documents exclude.
+"""Operators of mixture-of-experts layers are compared with plain torch; the operators refuse
+arguments that their documents exclude.
 """
 
 import json
@@ -110,10 +110,7 @@ def test_gating_refuses(rule, experts, options):
 
 
 def sorted_by_expert(experts, first, end):
-    """Return the positions of choices of experts in the range, sorted by expert.
-
-    A position counts in the flattened array.
-    """
+    """Return the flat positions of the choices of experts in the range, sorted by expert."""
     flat = experts.flatten().tolist()
     active = [i for i, e in enumerate(flat) if first <= e < end]
     return sorted(active, key=lambda i: flat[i])

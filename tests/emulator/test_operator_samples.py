@@ -33,7 +33,7 @@ RANDOM = {
 UNWRITTEN = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
-FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # torch_npu does the same
+FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # torch_npu also replaces float64 by float32
 # torch_npu computes gelu with tanh, and the masks of its dropout have one bit per element.
 OTHER_FORM = {"nn_functional_gelu", "native_dropout_backward"}
 DIFFERENT = RANDOM | UNWRITTEN | FLOAT32_FOR_FLOAT64 | OTHER_FORM

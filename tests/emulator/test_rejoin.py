@@ -1,10 +1,11 @@
-"""The process of a rank dies. A new process replaces it, and all ranks continue with new
-communicators and new graphs.
+"""The process of a rank dies. A new process replaces the dead process, and all ranks continue with
+new communicators and new graphs.
 """
 
 import re
 
-# Ranks 0 and 1 outlive the first process of rank 2. They join its second process with a new store.
+# Ranks 0 and 1 outlive the first process of rank 2. They join the second process of rank 2 with a
+# new store.
 RANKS = """
 import datetime
 FOLDER = os.environ["FOLDER"]

@@ -125,8 +125,8 @@ def test_software_queues_are_pooled_by_capture_and_bound_by_execution(run_script
     )
     assert status == 0, output
     assert "ONE [1, 0, 0]" in output
-    # Numbers of ids, of ids that aclrtGetStreamAvailableNum misses, of queues in the pool, of bound
-    # queues, and of bindings up to now.
+    # The numbers count stream ids, ids that aclrtGetStreamAvailableNum does not count, queues in
+    # the pool, bound queues, and all bindings up to now.
     assert "CAPTURED [3, 3, 4, 0, 0]" in output
     assert "REPLAYED [3, 3, 4, 3, 3]" in output
     assert "FREED [0, 3, 4, 0, 3]" in output
@@ -154,10 +154,10 @@ def test_more_graphs_than_queues_replay_and_the_oldest_idle_ones_are_rebound(run
     )
     assert status == 0, output
     assert "CAPTURED [1024, 0, 0]" in output and "REPLAYED [1024, 1024, 1030]" in output
-    # Graphs lose their queues in the order of their creation, and not of their last use. The first
-    # six graphs have lost their queues. When the first graph gets queues again, the seventh graph
-    # loses its own. When the seventh gets queues again, the first graph loses them, although it ran
-    # last.
+    # Graphs lose their queues in the order of their creation, not of their last use. The first six
+    # graphs have lost their queues. When the first graph gets queues again, the seventh graph loses
+    # its queues. When the seventh graph gets queues again, the first graph loses its queues,
+    # although it ran last.
     assert "WARM 1030" in output and "COLD 1031" in output and "LOST 1032" in output
     assert "NOT LRU 1033" in output and "SUM 1035.0" in output
 

@@ -1,4 +1,4 @@
-"""Copies from any strides to any other strides are compared with copies of torch on the host."""
+"""Copies between tensors of any strides are compared with copies of torch on the host."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with decays of channels, and with latent attention in the other layers."""
+    """A model whose linear attention has one decay per channel; other layers attend to latents."""
     directory = tmp_path_factory.mktemp("kimi-linear")
     make_reference("KimiLinearForCausalLM", directory)
     return directory
@@ -43,9 +43,7 @@ def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def guessable(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with so small a vocabulary that drafts of a module with random weights are often
-    right.
-    """
+    """A model with a small vocabulary, so that even random drafts are often right."""
     directory = tmp_path_factory.mktemp("guessable")
     make_reference("Qwen3NextForCausalLM", directory, vocab_size=NUM_GUESSABLE)
     add_next_token_module(directory)

@@ -68,7 +68,7 @@ class LatentRows:
         ).long()
 
     def run(self, attention: LatentAttention, num_padding: int = 0, **limits: int) -> Tensor:
-        """Return [n + num_padding, heads, 128]. Padding rows are 7, and must stay unchanged.
+        """Return results, [n + num_padding, heads, 128]. The step must not change padding rows.
 
         Args:
             limits: arguments of ``AttentionSteps``.

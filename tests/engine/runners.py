@@ -1,4 +1,4 @@
-"""A model runner of one rank in this process, and steps for it."""
+"""A model runner of one rank in this process, and steps for this runner."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def size_of(batches: Sequence[RankBatch]) -> StepSize:
 class Sequences:
     """Requests that run in every step; the tests decide the steps instead of a scheduler."""
 
-    # The batches of other data-parallel ranks, and the exchange of tokens with experts.
+    # These fields describe other data-parallel ranks: their batches, and the exchange of tokens
+    # with experts.
     beside: tuple[RankBatch, ...] = ()
     exchange: ExchangeKind | None = None
 
@@ -135,9 +136,7 @@ class Sequences:
         self.step(graph, records, appended=appended)
 
     def decoding(self, live: int) -> tuple[list[int], bytes]:
-        """Return two parts of a decode step of the first ``live`` requests: the scheduled records,
-        and the last token of each request.
-        """
+        """Return records and last tokens of the first ``live`` requests, for a decode step."""
         rows = range(live)
         appended = [x for row in rows for x in (row, self.tokens[row][-1])]
         records = [x for row in rows for x in (row, len(self.tokens[row]) - 1, 1, 1)]

@@ -12,9 +12,9 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
     """Queue a task that fills every slot without a valid state with NaN.
 
-    These are slots of rows without a request, slots of rejected drafts, and checkpoints that are
-    not stored, unless a step in flight writes them. If a step reads such a slot before another step
-    writes it, the logits are NaN, and ``runners.turn`` fails.
+    These are slots of rows without a request, slots of rejected drafts, and slots of checkpoints
+    that are not stored. Slots that a step in flight writes are left out. If a step reads such a
+    slot before another step writes it, the logits are NaN, and ``runners.turn`` fails.
     """
     states, [rank] = runner._states, scheduler.ranks
     assert states is not None and rank.pool.checkpoints is not None

@@ -169,12 +169,12 @@ class Direct:
 
 @dataclass
 class Prompt:
-    """A part of a prompt.
+    """A chunk of a prompt.
 
     Attributes:
         rows: hidden states of the tokens.
         slot: slot for the state after the last token.
-        source: slot of the state from which the part continues; None if it begins a prompt.
+        source: slot of the state from which the chunk continues; None if the chunk begins a prompt.
     """
 
     rows: Tensor

@@ -1,5 +1,5 @@
-"""Lengths that operators read on the device equal the lengths that other operators get from the
-host.
+"""An operator that reads lengths on the device gets the same lengths as an operator that gets them
+from the host.
 """
 
 from __future__ import annotations

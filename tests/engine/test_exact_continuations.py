@@ -62,7 +62,7 @@ def play(
         exact=exact,
     )
     order = list(range(STREAMS))
-    random.Random(len(outputs[0])).shuffle(order)  # other requests run together
+    random.Random(len(outputs[0])).shuffle(order)  # in another order, other requests run together
     for index in order:
         more = SAMPLINGS[index % len(SAMPLINGS)]
         params = SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, **more)

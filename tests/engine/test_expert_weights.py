@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], tuple[Any, ExpertSpec]]] = {
 
 
 def write(module: Any, directory: Path) -> None:
-    """Give a module random weights, and write them with the names of published checkpoints."""
+    """Give a module random weights, and write the weights with names of published checkpoints."""
     torch.manual_seed(0)
     state = {
         name: torch.randn_like(value.float()) * 0.2 for name, value in module.state_dict().items()

@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 @pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
 def test_weights_in_fp8_are_those_of_floats(npu: Any, tmp_path: Path, architecture: str) -> None:
-    """Weights get the right names and FP8 scales, also if heads are reordered for the rotation."""
+    """Weights get the right names and FP8 scales, even if heads are reordered for the rotation."""
     from transformers import AutoModelForCausalLM
 
     directory, floats = tmp_path / "fp8", tmp_path / "floats"
@@ -133,9 +133,7 @@ def test_joined_experts_are_not_converted_to_int8(npu: Any, tmp_path: Path) -> N
 
 
 def rename_as_published(directory: Path, num_layers: int) -> None:
-    """Give a checkpoint of the text part the names of a whole Qwen3.5, and join the experts of each
-    layer.
-    """
+    """Give a text model the weight names of a whole Qwen3.5; join the experts of each layer."""
     path, weights = directory / "config.json", load_file(directory / "model.safetensors")
     text = json.loads(path.read_text())
     name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")

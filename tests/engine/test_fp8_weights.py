@@ -1,6 +1,4 @@
-"""Weights in FP8 are compared with their float reference, by the published formula: value times
-scale.
-"""
+"""Weights in FP8 are compared with values times scales, which is the published formula."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # Values differ much between blocks, so the use of another block's scale gives a large error.
+    # Blocks have very different values, so the use of another block's scale gives a large error.
     return torch.randn(SHAPE) * torch.logspace(-3, 1, SHAPE[0]).unsqueeze(1)
 
 

@@ -144,9 +144,7 @@ def test_a_part_of_a_prompt_may_read_one_slot_and_write_another(
 def test_rejected_drafts_change_nothing(
     layer: StateLayer, oracle: Any, accepted: tuple[int, ...]
 ) -> None:
-    """A request has two drafts in each step. After each step, it keeps as many tokens as
-    ``accepted`` says.
-    """
+    """A request has two drafts in each step, and keeps ``accepted[i]`` tokens after step i."""
     rows, window = hidden(5 + sum(accepted) + 1), [4, 5, 6]
     run_prompt(layer, rows[:5], [], slot=4)
     neighbour = hidden(30, seed=8)

@@ -1,6 +1,4 @@
-"""Law: a step that is computed from the previous step equals the step of a worker without a
-previous step.
-"""
+"""Law: a worker that has a previous step computes the same next step as a worker that has none."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ class Group:
         return self.data.draw(st.integers(low, high))
 
     def blocks_for(self, num_tokens: int, already: int = 0) -> list[int]:
-        """Return ids of the blocks that a request still needs, and sometimes of one more block."""
+        """Return the ids of the blocks that a request still needs, and sometimes one more id."""
         wanted = min(num_tokens + self.draw(0, 1) * self.tokens_per_block, MAX_LEN)
         count = max(0, -(-wanted // self.tokens_per_block) - already)
         self.next_block += count

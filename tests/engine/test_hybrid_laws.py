@@ -59,7 +59,7 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
     """Return a function to call after each turn.
 
-    It undoes the steps in flight after the given turns, and fills stale slots with NaN.
+    The function undoes the steps in flight after the given turns, and fills stale slots with NaN.
     """
     number = -1
 
@@ -167,7 +167,7 @@ def test_accepted_and_rejected_drafts_change_no_token(
     num_checkpoints: int,
     right: list[int],
 ) -> None:
-    """``right`` contains the number of right drafts by step; it is repeated."""
+    """``right`` lists the number of right drafts of successive steps; the list is repeated."""
     expected = cold(eager, arrivals)
     k, runners = drafting
     for name, (runner, plan) in runners.items():
@@ -223,8 +223,9 @@ def guessing(
     mixed: tuple[int, ...] = (16, 48),
     **settings: Any,
 ) -> Runners:
-    """Return an eager runner and a runner with graphs, with the drafts of the module and several
-    steps in flight.
+    """Return an eager runner and a runner with graphs.
+
+    Both runners use the module's drafts, and have several steps in flight.
     """
     decode = tuple((k + 1) * size for size in sizes)
     plan = make_plan(*decode, mixed=mixed, query_len=k + 1, max_num_seqs=MAX_SEQS)
@@ -277,7 +278,8 @@ def test_random_drafts_of_few_tokens_are_often_accepted(
 
 @pytest.fixture(scope="module", params=[0, slow(2)])
 def in_bfloat16(npu: Any, guessable: Path, request: Any) -> tuple[int, Runners]:
-    # Graphs of every size need no padding. Products of padded batches may round in another way.
+    # There is a graph of every size, so no batch is padded. Padded batches can be rounded
+    # differently.
     sizes = range(1, MAX_SEQS + 1)
     return request.param, guessing(npu, guessable, request.param, sizes, (), dtype="bfloat16")
 

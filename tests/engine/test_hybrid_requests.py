@@ -105,12 +105,12 @@ def test_steps_of_padding_change_no_state(npu: Any, hybrid: Path, kind: str) -> 
 
 
 def same_rows(states: Tensor, others: Tensor) -> bool:
-    """Whether all slots but the slot of padding are equal."""
+    """Return whether all slots but the slot of padding are equal."""
     return torch.equal(states[1:], others[1:])
 
 
 def test_two_requests_that_start_from_one_checkpoint_diverge(npu: Any, hybrid: Path) -> None:
-    """Two requests start from the same checkpoint, and have different tokens after it."""
+    """Two requests start from the same checkpoint, and then have different tokens."""
     prefix, *rests = make_prompts([32, 5, 5])
     prompts = [prefix + rest for rest in rests]
     runner = make_runner(npu, hybrid, 4)

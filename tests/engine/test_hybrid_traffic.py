@@ -1,4 +1,4 @@
-"""Random traffic of a hybrid, with all features: slots, checkpoints and blocks are freed."""
+"""After random traffic of a hybrid with all features, slots, checkpoints and blocks are free."""
 
 from __future__ import annotations
 

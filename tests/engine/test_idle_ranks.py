@@ -112,5 +112,5 @@ def test_a_rank_without_samples_runs_the_head_where_another_samples(runner: Mode
     assert sequences.idle(None, OTHERS).token_ids == b""
     assert rows == [1]
 
-    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # this part does not end its prompt
+    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # this chunk does not end its prompt
     assert rows == [1]

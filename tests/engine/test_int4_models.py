@@ -153,7 +153,8 @@ def test_logits_with_int8_rows_are_near_those_of_bfloat16(
     )
 
     # The weights are equal. Quantising the inputs of a product adds a relative error of about 0.01,
-    # and there are about a dozen successive products. Other choices of experts add about as much.
+    # and there are about a dozen successive products. Different choices of experts add an error of
+    # about the same size.
     assert 0 < relative_error(got, want) < 0.1
     eager = generate(npu, quantised, BFLOAT16)
     assert generate(npu, quantised, BFLOAT16, in_graphs=True) == eager

@@ -1,5 +1,5 @@
-"""Weights in int8 are read, or quantised during loading; their values and products are compared
-with floats.
+"""Weights in int8 are read, or quantised during loading; values and products are compared with
+floats.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def test_experts_are_on_the_device_once_while_they_are_loaded(
     working = torch.npu.max_memory_allocated() - before - held
     float32 = 4 * shape[0] * shape[1]
     assert held >= product.weight.nbytes
-    assert working <= (6 if quantises else 2) * float32  # for one expert at a time
+    assert working <= (6 if quantises else 2) * float32  # memory for one expert only
     if not quantises:
         assert torch.equal(product.weight.cpu(), weights.transpose(1, 2))
 

@@ -169,9 +169,7 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
 def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
     npu: Npu, checkpoint: Path
 ) -> None:
-    """Repaired memory has undefined contents. A NaN after a request's last key would spread into
-    its results.
-    """
+    """Repaired memory has undefined contents: NaN after a request's last key could spread."""
     runner = make_runner(npu, checkpoint)
     device = Mock()
     device.bad_memory.return_value = ()

@@ -1,4 +1,4 @@
-"""Latent attention: its forms are compared with each other, and its weights and scale with
+"""Latent attention: the forms of attention are compared with each other, and weights and scale with
 transformers.
 """
 
@@ -33,7 +33,7 @@ from tests.engine.runners import Sequences, make_runner
 
 DEEPSEEK = ["DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"]
 FEW = [(1, 40), (3, 0), (16, 100), (1, 0)]  # numbers of queries and of earlier tokens
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for float32, because each form adds in another order
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for float32: each form has another order of additions
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def runner(npu: Any, checkpoint: Path) -> ModelRunner:
 
 @pytest.fixture
 def guessing(npu: Any, checkpoint: Path) -> ModelRunner:
-    """A runner with one step in flight. It guesses and sends the next lengths while it waits."""
+    """A runner with one step in flight; during the step, it guesses and sends the next lengths."""
     scheduler = {"max_num_seqs": 8, "steps_in_flight": 1}
     return make_runner(npu, checkpoint, settings={"dtype": "float32", "scheduler": scheduler})
 

@@ -66,7 +66,7 @@ def one_layer_of_transformers(
 ) -> torch.Tensor:
     """Compute a Qwen hybrid's next-token module with a decoder layer and norms of transformers.
 
-    This is necessary because transformers ignores the weights of this module.
+    transformers itself ignores the weights of this module.
     """
     stored = load_file(directory / "model.safetensors")
     module = {n.removeprefix("mtp."): x for n, x in stored.items() if n.startswith("mtp.")}

@@ -1,6 +1,6 @@
 """The random numbers for sampling (races between tokens) have the right distribution.
 
-They depend only on seed, position and token.
+The numbers depend only on seed, position and token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_numbers_are_exponential(noise: RaceNoise, npu: Any, axis: str) -> None:
 
 
 def test_the_smallest_numbers_are_spread_evenly(noise: RaceNoise, npu: Any) -> None:
-    """The smallest numbers win a race, so they must not have only a few different values."""
+    """The smallest number wins a race, so small numbers must have many different values."""
     numbers = draw(noise, npu, keys_of([7] * 8000, range(8000))).ravel()
 
     least = np.sort(numbers)[:2000]

@@ -1,4 +1,4 @@
-"""Embeddings and choices between two tokens, on one rank; both equal those of transformers."""
+"""Embeddings and choices between two tokens on one rank equal the results of transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(
 
 def test_a_decoder_without_a_head_embeds(npu: Any, tmp_path: Path) -> None:
     model = make_reference("Qwen3ForCausalLM")
-    model.model.save_pretrained(tmp_path)  # without a head, and without a prefix of weights' names
+    model.model.save_pretrained(tmp_path)  # the file has no head, and names without a prefix
     model.config.architectures = ["Qwen3ForCausalLM"]
     model.config.save_pretrained(tmp_path)
 

@@ -38,7 +38,7 @@ SCHEMES = {
     "yarn-mscale": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.5},
     "longrope": LONG_ROPE,
 }
-# Settings in which older keys of config.json replace rope_parameters, or stand beside them.
+# Configurations with older keys of config.json, in place of rope_parameters or in addition.
 KEYS: dict[str, dict[str, Any]] = {
     "older": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "older-wins": {"rope_scaling": YARN_ROPE, "rope_parameters": LINEAR_ROPE},

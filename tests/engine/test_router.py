@@ -1,5 +1,3 @@
-"""The router is compared with its formula."""
-
 from __future__ import annotations
 
 from typing import Any

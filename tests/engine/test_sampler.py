@@ -318,7 +318,7 @@ def test_counted_step_by_step_penalties_are_those_of_the_whole_history(npu: Any)
     steps = TokenCounts(3, VOCAB, npu.device, to_device)
     rows = np.arange(3, dtype=np.int32)
     for row in range(3):
-        steps.begin(row, chance.integers(0, VOCAB, 9).astype(np.int32), 2)  # earlier request
+        steps.begin(row, chance.integers(0, VOCAB, 9).astype(np.int32), 2)  # a previous request
         steps.begin(row, history[row, :8], 6)
     for column in range(8, 30):
         steps.add(rows, to_device(history[:, column]))

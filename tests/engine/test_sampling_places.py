@@ -86,7 +86,6 @@ class Worker:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return all tensors within a value."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, tuple):

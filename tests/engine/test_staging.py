@@ -1,4 +1,4 @@
-"""Arrays are copied to the device through pinned memory, a part of which is used again only after
+"""Arrays are copied to the device through pinned memory. Pinned memory is written again only after
 the device has read it.
 """
 

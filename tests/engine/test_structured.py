@@ -1,7 +1,7 @@
 """Law: rows with grammars get valid outputs, which do not depend on drafts and steps in flight.
 
-They do not change the outputs of rows without grammars. The law also holds if the group is lost,
-and the next group gets the requests with their tokens.
+Grammars do not change the outputs of rows without grammars. The law also holds if the group is
+lost, and the next group gets the requests with their tokens.
 """
 
 from __future__ import annotations
@@ -244,7 +244,8 @@ def test_free_requests_run_while_grammars_are_compiled(
     runners: Any, place: int, gate: threading.Event
 ) -> None:
     k, plan, runner = runners[place]
-    # Without a mask, the first token is wrong. It is discarded, and penalties must not count it.
+    # Without a mask, the first token is wrong. The wrong token is discarded, and penalties must not
+    # count it.
     grammar = llguidance.LLMatcher.grammar_from_regex("%%[^%]{30}")
     (letter,) = TOKENIZER.encode("a", add_special_tokens=False)
     counted = STRUCTURED["regex"] | {

@@ -1,4 +1,4 @@
-"""Logits of whole models in int8 are compared with those of transformers in float32, and steps with
+"""Logits of whole models in int8 are compared with logits of transformers in float32. Steps with
 graphs are compared with eager steps.
 """
 
@@ -42,7 +42,7 @@ FP8_CONFIG = {
 KEPT = ("embed_tokens", "lm_head", "norm", ".gate.", "kv_b_proj", "weights_proj", "eh_proj")
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", {}),
-    ("Qwen2ForCausalLM", {}),  # with biases
+    ("Qwen2ForCausalLM", {}),  # this model has biases
     ("Qwen3MoeForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
@@ -140,8 +140,8 @@ def test_logits_are_near_those_of_floats(npu: Any, model: tuple[Path, Any]) -> N
         for q in (False, True)
     )
 
-    # Each of about twenty products adds an independent relative error of 0.01. bfloat16 and other
-    # choices of experts add about as much.
+    # Each of about twenty products adds an independent relative error of 0.01. bfloat16 and
+    # different choices of experts add an error of about the same size.
     assert relative_error(in_int8, want) < 0.12
     assert relative_error(in_floats, want) < relative_error(in_int8, want)
 
@@ -183,7 +183,6 @@ def test_fp8_with_block_scales_is_served_and_may_be_quantised(
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors in an object, which can contain layers, tuples and mappings."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):

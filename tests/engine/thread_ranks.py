@@ -62,8 +62,8 @@ class ThreadRanks:
     """``count`` ranks that share a cache.
 
     Attributes:
-        share_prompts: if true, each rank computes all heads for a part of the prompt's tokens; if
-            false, each rank computes a part of the heads for all tokens.
+        share_prompts: if true, each rank computes all heads for some of the prompt's tokens; if
+            false, each rank computes some of the heads for all tokens.
     """
 
     count: int

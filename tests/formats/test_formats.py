@@ -74,7 +74,8 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
 
     found = folded(events_of(form, text, sizes, num_tokens=num_tokens))
 
-    # The content is that of the whole answer, and perhaps the beginning of an incomplete call.
+    # The result is the content of the whole answer, and possibly the beginning of an incomplete
+    # call.
     said = "".join(piece for _, piece in itertools.islice(tokens_of(form, text, sizes), num_tokens))
     assert said.rstrip().endswith(found.content.removeprefix(expected.content).rstrip())
     assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
@@ -210,7 +211,7 @@ def test_tokens_of_reasoning_are_counted():
     for token in as_tokens("<think>abc</think>de", dict(form.token_ids), itertools.repeat(1)):
         reader.feed(*token)
 
-    assert reader.num_thought_tokens == 5  # markers included
+    assert reader.num_thought_tokens == 5  # markers count as tokens of the thought
 
 
 @pytest.mark.parametrize(

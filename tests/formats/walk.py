@@ -66,7 +66,7 @@ class Walk:
             bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")
             allowed = np.flatnonzero(bits[: self._ll.vocab_size]).tolist()
             assert allowed
-            # Ends and markers are chosen often, so that most answers end.
+            # The end token and markers are chosen often, so that most answers end.
             rare = [token for token in allowed if token >= 256 or token == self._less]
             token = rng.choice(rare if rare and rng.random() < 0.4 else allowed)
             if token == self.end:

@@ -16,7 +16,7 @@ def test_replay_equals_plain_attention_across_block_boundaries(
 ) -> None:
     graph, rows = decoder.capture(BUCKET), make_rows(num_rows)
 
-    for step in range(70):  # so many steps that rows get longer than two multiples of 32
+    for step in range(70):  # rows grow beyond two multiples of 32
         out = decoder.replay(graph, rows)
 
         torch.testing.assert_close(out, decoder.expected(rows), rtol=1e-4, atol=1e-5)

@@ -1,5 +1,3 @@
-"""A failed capture releases all of its resources."""
-
 from __future__ import annotations
 
 import pytest

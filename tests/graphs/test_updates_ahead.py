@@ -1,5 +1,6 @@
-"""Updates of lengths are sent before the replay that needs them. They can be right or wrong, and be
-sent for all tasks or for some; the device can have other work between.
+"""Updates of lengths are sent before the replay that needs them. Updates can be right or wrong, and
+are sent for all tasks or for some tasks. The device can have other work between an update and its
+replay.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Return a function that returns true after ``count`` calls: so many tasks are opened."""
+    """Return a function that returns true after ``count`` calls, to open ``count`` tasks."""
     asked = iter(range(count))
     return lambda: next(asked, None) is None
 
@@ -140,7 +141,7 @@ def test_a_wrong_guess_is_taken_back(
 
 
 def wait_for_first_task(decoder: AttentionDecoder, graph: CapturedGraph, rows: list[Row]) -> None:
-    """Replay, but delay the updates; until then, the replay must wait at its first task."""
+    """Replay, and delay the updates; until they arrive, the replay must wait at its first task."""
     decoder.write(graph.descriptor.num_tokens, rows)
     addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
     graph.replay(decoder.main, decoder.side, addresses, lens)

@@ -96,7 +96,7 @@ def test_commands_are_scripts_that_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
-    """Ray's monitor runs in the head's container, and needs the programs to reach other hosts."""
+    """Ray's monitor runs in the head's container, and uses these programs to reach other hosts."""
     text = (CLUSTER / name).read_text().replace("\\\n", "")
 
     (line,) = re.findall(r"apt-get install -y --no-install-recommends ([\w+ -]+)", text)
@@ -106,7 +106,7 @@ def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """Return the schema so that it refuses unknown keys, which Kubernetes would drop silently."""
+    """Return a schema that refuses unknown keys, which Kubernetes would drop silently."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -174,7 +174,7 @@ def test_workers_ask_for_all_npus_of_a_host_and_tell_ray_of_them() -> None:
 
 @pytest.mark.parametrize("num_npus", [0, 8, 16])
 def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) -> None:
-    """Ray joins the options to one command, and a shell on the host expands it."""
+    """Ray joins the options to one command line, which a shell on the host expands."""
     from ray.autoscaler._private.docker import docker_start_cmds
 
     docker = read("cluster-docker.yaml")["docker"]
@@ -369,7 +369,7 @@ def test_a_ray_that_we_start_has_the_settings_of_the_scripts(
     prepare_ray_environment(is_local=True)
 
     shared = {k: v for k, v in defaults_of_the_scripts().items() if k in environment}
-    del shared[GCS_WAIT_VARIABLE]  # nobody starts the control store of a local Ray again
+    del shared[GCS_WAIT_VARIABLE]  # a local Ray's control store is never restarted
     assert shared.keys() >= {"RAY_worker_niceness", "RAY_task_events_report_interval_ms"}
     assert shared == {name: environment[name] for name in shared}
 

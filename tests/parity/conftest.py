@@ -29,12 +29,12 @@ def remember(
     recorded: str = "",
     **overrides: Any,
 ) -> Any:
-    """Return a function from an architecture to its reference, computed once.
+    """Return a function that returns an architecture's reference, and computes it only once.
 
     Args:
         lengths: lengths of the prompts.
-        recorded: the part of ``recorded.py`` that has the tokens. With "", transformers generates
-            the tokens, which takes a minute for long prompts.
+        recorded: the part of ``recorded.py`` that has the tokens. If it is "", transformers
+            generates the tokens, which takes a minute for long prompts.
         overrides: settings of the model that replace the usual settings.
     """
     known: dict[str, Reference] = {}

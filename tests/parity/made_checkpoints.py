@@ -1,8 +1,8 @@
 """Makes 64 checkpoints with random weights from one seed, in the forms that other projects publish.
 
-The values of each axis (heads, rope, windows, shards, types, ...) are shuffled, so that every value
-occurs, in random combinations with other values. Every eighth checkpoint has a property that is
-refused.
+The values of each axis (heads, rope, windows, shards, types, ...) are shuffled. So every value of
+an axis occurs, in random combinations with values of other axes. Every eighth checkpoint has a
+property that is refused.
 
 ``python -m tests.parity.made_checkpoints DIRECTORY`` writes all checkpoints.
 """
@@ -155,7 +155,7 @@ EXPERTS: tuple[Keys, ...] = (
 )
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INT4 = "int4"  # weights of attention in four bits, in groups, as compressed-tensors stores them
+INT4 = "int4"  # 4-bit attention weights in groups, as compressed-tensors stores them
 QUANTISED = (None, None, torch.float8_e8m0fnu, torch.float32, INT4, torch.bfloat16, None)
 GROUP = 32
 

@@ -1,4 +1,4 @@
-"""Checks that tokens of answers in bfloat16 are the most probable ones, except for rounding."""
+"""Checks that each token of an answer in bfloat16 is the most probable one, except for rounding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]])
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return the difference of each token's log-probability to the best token's."""
+    """Return how far each token's log-probability is below the best token's."""
     found = logprobs(model, prompt, answer)
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
     return (found.max(-1).values - chosen).tolist()

@@ -177,7 +177,7 @@ def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
             logits = [m(torch.tensor([prompt])).logits[0, -1] for m in (reference.model, model)]
         exact, rounded = (torch.log_softmax(x.float(), -1)[ids] for x in logits)
         found = torch.tensor(row.logprobs)
-        # The error may be three times as large as that of transformers in bfloat16, plus 0.02.
+        # The largest allowed error is three times the error of transformers in bfloat16, plus 0.02.
         allowed = 3 * (rounded - exact).abs().max() + 0.02
         assert (found - exact).abs().max() <= allowed
 

@@ -117,7 +117,8 @@ def check(reference: Reference, layout: Layout) -> None:
 
 
 QUICK = (LAYOUTS[16],)  # a layout of four ranks; eight ranks take twice as long
-# With these, each architecture, exchange, mode and number of drafts is tried, and eight ranks.
+# With these layouts, every architecture, exchange, mode and number of drafts is tested, and also a
+# deployment of eight ranks.
 MORE = [LAYOUTS[i] for i in (0, 2, 3, 4, 6, 9, 11, 13, 15)]
 
 

@@ -1,5 +1,5 @@
-"""Embeddings equal the last hidden states of transformers, even if a prompt runs in chunks, beside
-other requests, or several times.
+"""Embeddings equal the last hidden states of transformers, even if a prompt runs in chunks, in a
+batch with other requests, or several times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tests further families of models with layouts, chunked prompts, drafts and names of weights.
 
-``test_against_transformers.py`` compares each family with one and two ranks, eagerly and in graphs.
+``test_against_transformers.py`` tests each family on one rank and on two ranks, in eager steps and
+with graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KIMI_LINEAR = "KimiLinearForCausalLM"
     ("architecture", "parallel"),
     [
         slow(GLM, {"tp": 2, "ep": 2}),
-        (MINIMAX, {"tp": 4}),  # ranks have copies of KV heads, and its norms are over all heads
+        (MINIMAX, {"tp": 4}),  # KV heads have copies, and norms are over all heads
         (GPT_OSS, {"dp": 2, "ep": 2}),
         slow(GLM, {"dp": 2, "ep": 2}),
         rare(GLM, {"tp": 4}),
@@ -120,8 +121,8 @@ def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     if num_drafts:
         add_next_token_module(tmp_path)
     prompts, found = make_prompts((1, 3, 40, 65)), []
-    # Only decode batches have graphs. They need no padding here; padded batches could be rounded
-    # differently.
+    # Only decode batches have graphs. These batches need no padding; padded batches could be
+    # rounded differently.
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         config = make_deployment_config(
             tmp_path,

@@ -1,4 +1,4 @@
-"""CANN 8.5 counts a shared block once for each request that uses it. It refuses a call if the sum
+"""CANN 8.5 counts a shared block once for each request that uses it. CANN refuses a call if the sum
 is larger than the number of blocks in the cache.
 """
 
@@ -17,7 +17,7 @@ NUM_BLOCKS = 8  # including the dummy block
 
 def test_requests_share_a_prefix_in_a_cache_that_is_nearly_full(references: Any) -> None:
     reference = references("Qwen3ForCausalLM")
-    (prefix,) = make_prompts([256], seed=1)  # two blocks
+    (prefix,) = make_prompts([256], seed=1)  # the prefix takes two blocks
     prompts = [prefix + end for end in make_prompts([3, 40, 90, 100, 7, 120], seed=2)]
     config = make_deployment_config(
         reference.directory,
@@ -30,8 +30,8 @@ def test_requests_share_a_prefix_in_a_cache_that_is_nearly_full(references: Any)
     )
 
     with lockstep(config) as group:
-        # The first request runs alone and puts the prefix into the cache; all other requests find
-        # it there.
+        # The first request runs alone and puts the prefix into the cache; all other requests use
+        # this prefix.
         answers = group.generate(prompts[:1], greedy_params(16), "first")
         answers += group.generate(prompts[1:], greedy_params(16))
         stats = group.scheduler.stats()

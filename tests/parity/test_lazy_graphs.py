@@ -60,7 +60,7 @@ def test_shapes_of_drafts_over_ranks_that_share_something_are_captured_while_ser
     count = 3 * parallel.get("dp", 1)
 
     with serving(config) as service:
-        # Each rank has three requests, so 6 tokens; they use size 24 until a graph of size 8
+        # Each rank runs three requests, so 6 tokens, which use size 24 until a graph of size 8
         # exists.
         for wave in range(4):
             prompts = reference.prompts[:count]

@@ -1,4 +1,4 @@
-"""With each made checkpoint, tokens equal those of transformers, or a sentence refuses it."""
+"""Each made checkpoint gives the tokens of transformers, or is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def make_prompts(made: Made) -> list[list[int]]:
 
 
 def read_model(directory: Path) -> Any:
-    """Return a model of transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts equal those of transformers, even if a prompt runs in chunks, beside
-other requests, or several times.
+"""Log-probabilities of prompts equal those of transformers, even if a prompt runs in chunks, in a
+batch with other requests, or several times.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ NUM_TOKENS = 4
 
 
 def assert_equal(reference: Reference, index: int, answer: Answer, num_best: int) -> None:
-    """Compare the log-probability of each token of a prompt, and those of the most probable tokens
-    at each position.
-    """
+    """Compare log-probabilities of a prompt's tokens, and of the best tokens at each position."""
     prompt, rows = reference.prompts[index], answer.prompt_logprobs
     with torch.no_grad():
         exact = torch.log_softmax(reference.model(torch.tensor([prompt])).logits[0].float(), -1)

@@ -63,9 +63,9 @@ def test_three_plan_versions_under_load_change_no_token(
         scheduler={"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 512},
         graph={
             "rebucket_s": 0.3,
-            # On a busy machine, there are few steps per second, and their measured times are
-            # inaccurate, so a new plan seems to save little time. So this test accepts few steps
-            # and any gain.
+            # On a busy machine, there are few steps per second, and measured times are inaccurate.
+            # Then a new plan seems to save little time, so this test accepts few steps and any
+            # gain.
             "rebucket_min_steps": 8,
             "rebucket_gain": 0.001,
             "traffic_half_life_s": 30.0,

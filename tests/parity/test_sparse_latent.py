@@ -1,7 +1,8 @@
 """Sparse latent attention: DeepSeek V3.2 and GLM-5 answer with the tokens of transformers.
 
-transformers runs one pass over prompt and answer; each token of the answer must be its most
-probable token. The indexer chooses 24 keys, so most queries attend to only some of their keys.
+transformers runs one pass over prompt and answer; each token of the answer must be the most
+probable token of this pass. The indexer chooses 24 keys, so most queries attend to only some of
+their keys.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Model:
     prompts: list[list[int]]
 
     def best_tokens(self, prompt: list[int], answer: list[int]) -> list[int]:
-        """Return the token that is most probable at each position of an answer."""
+        """Return the most probable token at each position of an answer."""
         best: list[int] = logprobs(self.model, prompt, answer).argmax(-1).tolist()
         return best
 
@@ -52,7 +53,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
-    """Return a function from an architecture and settings to a model, made once."""
+    """Return a function that makes a model for an architecture and settings, only once."""
     known: dict[str, Model] = {}
 
     def model(architecture: str, **settings: Any) -> Model:

@@ -96,9 +96,10 @@ def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[in
     return [answer.tokens for answer in answers]
 
 
-# These layouts have drafts, all_gather and MC2. All layouts together take minutes.
+# These layouts cover drafts, all_gather and MC2. All layouts together would take minutes.
 QUICK = (LAYOUTS[8], MC2_LAYOUTS[1])
-# With these, each architecture has each exchange; V3 has 1 to 3 drafts, and copies of experts.
+# These layouts cover each exchange with each architecture, 1 to 3 drafts with V3, and copies of
+# experts.
 MORE = [
     *(LAYOUTS[i] for i in (3, 4, 6, 9, 10, 13, 15, 16, 17, 18)),
     *(MC2_LAYOUTS[i] for i in (0, 2, 4)),
@@ -126,8 +127,8 @@ def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> 
         report = service.report()
 
     assert [answer.tokens for answer in answers] == reference.tokens
-    # On a busy machine, one group may have answered all requests before the client was connected to
-    # the other group.
+    # On a busy machine, it is possible that one group answers all requests before the client is
+    # connected to the other group.
     groups = [report, *report["groups"]]
     assert sum(bucket["replays"] for group in groups for bucket in group["buckets"]) > 0
 

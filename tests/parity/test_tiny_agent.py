@@ -1,4 +1,4 @@
-"""The demo model for tools calls a tool, with the same tokens as in transformers."""
+"""The demo model for tools calls a tool, and generates the same tokens as with transformers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def probe(probes, main=child.main, **emulated):
 
 
 def asked():
-    """Return quick questions, and those with artificial answers; all with the profile "full"."""
+    """Return quick questions, and those with artificial answers. The profile "full" has all."""
     quick = {probe.name for probe in probes_of("quick")}
     return [p for p in PROBES if laws.is_full() or p.name in quick or p.name in PLANTED]
 

@@ -1,4 +1,4 @@
-"""A report is stored as a file and shown as a page; rules for the emulator are made from it."""
+"""A report is stored as a file, shown as a page, and converted to rules for the emulator."""
 
 import re
 import tomllib

@@ -19,7 +19,7 @@ from tests.actors.leftovers import is_alive, wait_until
 
 
 def answering(task, parent):
-    """Do the work of the child process: answer "yes", or behave as the question's name says."""
+    """Act as the child process: answer "yes", or do what the question's name says."""
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")

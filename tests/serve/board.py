@@ -17,7 +17,8 @@ GRAFANA = Path(__file__).parents[2] / "cluster" / "grafana"
 
 
 BOARDS = ("dashboard.json", "operators.json")
-# Labels of metrics of Prometheus itself, and of npu-exporter, to which prometheus.yml adds "node".
+# Labels of Prometheus's metrics and of npu-exporter's metrics. prometheus.yml adds the label "node"
+# to npu-exporter's metrics.
 OTHERS = {
     "up": {"job", "instance"},
     "npu_chip_info_health_status": {"id", "node"},
@@ -30,13 +31,12 @@ def board(name: str = "dashboard.json") -> dict[str, Any]:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """Return all alert rules."""
     groups = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
-    """Return the label names of each sample in a response of /metrics, by the sample's name."""
+    """Return the label names of each sample in a /metrics response, by the sample's name."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -101,7 +101,8 @@ def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
     """Return the labels of an expression's result.
 
     Raises:
-        KeyError: the expression uses a metric or label that does not exist; the message names it.
+        KeyError: the expression uses a metric or label that does not exist; the message contains
+            the name.
     """
     match type(expression).__name__:
         case "VectorSelector":
@@ -120,7 +121,7 @@ def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
             return set()
         case "Call":
             vectors = [a for a in expression.args if type(a).__name__ not in LITERALS]
-            if not vectors:  # time()
+            if not vectors:  # the function time() has no labels
                 return set()
             inner = labels_after(vectors[-1], known)
             if expression.func.name == "label_replace":

@@ -113,9 +113,11 @@ class FakeEngine:
         skipped: number of messages that will be lost, beginning with the next message.
         token_limit: the engine generates no more tokens when ``metrics`` has this number of
             generated tokens; heartbeats continue.
-        metrics: the answer to queries for metrics; the engine counts generated tokens in it.
+        metrics: the answer to queries for metrics; the engine adds generated tokens to these
+            metrics.
         groups: the list of groups that is sent to clients.
-        others_tokens: number of waiting tokens that each client is told about other clients.
+        others_tokens: number of waiting tokens of other clients, which the engine reports to a
+            client.
         last_beat: the last heartbeat that any client has sent.
         embedding: returns the hidden state of a prompt, for requests that ask for it.
         share: returns the probability of the first of two allowed tokens after a prompt; None if
@@ -125,7 +127,8 @@ class FakeEngine:
         poison: id of a request that ends the engine when it runs; the engine then serves again.
         poison_after: the number of tokens that the poison gets before it ends the engine.
         num_deaths: number of times that the request ``poison`` has ended the engine.
-        is_proving: whether the requests with which clients test the engine get their token at once.
+        is_proving: whether probes, the requests with which clients test the engine, get a token at
+            once.
     """
 
     def __init__(
@@ -366,7 +369,7 @@ def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
 
 
 def _joined(deltas: list[StepDeltas]) -> StepDeltas:
-    """Join objects with the deltas of one request each into one object."""
+    """Join several ``StepDeltas``, each of one request, into one."""
     counts = [len(unpack_ints(delta.token_ids)) for delta in deltas]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     reports = [delta.logprobs or (None,) * n for delta, n in zip(deltas, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""Writes the demo model with a vocabulary that contains a reranker's two answers as tokens."""
+"""Writes the demo model with a vocabulary that has tokens for a reranker's two answers."""
 
 from __future__ import annotations
 

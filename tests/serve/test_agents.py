@@ -1,6 +1,6 @@
 """The requests of two coding agents are served, with a fake engine.
 
-``bodies/`` has one request of each agent, with the agent's fields, and with other texts.
+``bodies/`` has one request of each agent. The fields are the agent's; the texts are ours.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ FIRST, SECOND = "first-0123456789abcdef", "second-0123456789abcdef"
 
 
 class Clock:
-    """A clock that a test sets."""
-
     now_s = 0.0
 
     def __call__(self) -> float:
@@ -238,7 +236,7 @@ def test_keys_do_not_share_limits_and_no_limit_is_the_default():
 
 
 def test_a_client_above_its_rate_gets_a_429_that_says_when_to_try_again(tmp_path):
-    import anthropic  # takes seconds, so only tests that use it import it
+    import anthropic  # this import takes seconds, so only these tests do it
 
     path = write_keys(tmp_path / "keys", f"{FIRST} name=alice requests_per_minute=1\n{SECOND}")
     body = {"model": MODEL, "messages": HI}

@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_the_error_that_serve_shows(key, value):
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", slow(str(CONFIG.parent))])
 def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
-    """The error must be raised before the connection to Ray, which would raise another error."""
+    """The error must come before the connection to Ray, because the connection would fail, too."""
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "dist_aclgraph:app"]
 
     found = subprocess.run(
@@ -64,7 +64,7 @@ def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
 
 
 def test_serve_status_has_the_sentence_alone():
-    """Ray Serve shows only the text of its own errors, but a traceback of all other errors."""
+    """Ray Serve shows only the text of Ray Serve's errors, but tracebacks of all other errors."""
     with pytest.raises(RayServeException) as raised:
         app(AppArgs.model_validate({"config": str(CONFIG), "model": "/nowhere"}))
 
@@ -85,7 +85,7 @@ def test_groups_of_another_version_wait_for_the_npus_of_those_that_drain():
     GroupsReplica.func_or_class.__init__(Mock(), config, started.append)
 
     [found] = started
-    # The time in which an ingress ends; the groups end after it.
+    # An ingress ends within this time; the groups end after the ingress.
     ends_s = config.serve.drain_s + config.timeouts.stop_s
     assert found.timeouts.place_s >= config.timeouts.place_s + 2 * ends_s
     assert found.timeouts.join_s == config.timeouts.join_s

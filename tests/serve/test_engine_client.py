@@ -149,7 +149,7 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     until_all_have_answered(client)
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
-    # The new engine also sends a list of groups, but its list is older and changes nothing.
+    # The new engine also sends a list of groups, but this list is older and changes nothing.
     other.groups = GroupList(0, ())
     until(lambda: other.last_beat.groups_version == 1)
     assert client.capacity().total == 2
@@ -164,8 +164,8 @@ def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engin
 
     engine.groups = other.groups = list_groups(1, engine, other, draining="0")
 
-    # The client confirms the list on the same link as its earlier requests, so the engine has these
-    # requests now.
+    # The client confirms the list after its earlier requests, on the same link. So the engine now
+    # has these requests.
     until(lambda: engine.last_beat.groups_version == 1)
     assert both.capacity().by_state() == {"serving": 1, "draining": 1, "lost": 0}
     for i in range(4):

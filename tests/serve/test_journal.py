@@ -537,7 +537,7 @@ def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> No
 
 
 class Budget:
-    """A budget with room for ``room`` bytes."""
+    """A budget of ``room`` bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room

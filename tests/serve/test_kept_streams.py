@@ -53,7 +53,7 @@ class Answer:
     bodies: list[bytes] = field(default_factory=list)
 
     def read(self, stream: BinaryIO) -> None:
-        """Read one response; its headers determine where it ends."""
+        """Read one response; its headers determine the length."""
         status = stream.readline()
         assert status.startswith(b"HTTP/1.1 200"), status
         headers = {}
@@ -64,7 +64,7 @@ class Answer:
         body = b""
         if b"content-length" in headers:
             body = stream.read(int(headers[b"content-length"]))
-        elif b"transfer-encoding" not in headers:  # HTTP/1.0
+        elif b"transfer-encoding" not in headers:  # in HTTP/1.0, the connection's end ends the body
             body = stream.read()
         else:
             while size := int(stream.readline(), 16):
@@ -139,7 +139,7 @@ class Service:
 
     @contextmanager
     def stopped_after(self, count: int) -> Iterator[None]:
-        """Stop the engine after ``count`` more tokens; at the end of this context, it continues."""
+        """Stop the engine after ``count`` more tokens; it continues when the context ends."""
         self.engine.token_limit = self.engine.metrics["generation_tokens"] + count
         try:
             until(
@@ -151,7 +151,7 @@ class Service:
 
     @contextmanager
     def killed_after(self, *counts: int) -> Iterator[None]:
-        """In this context, kill the ingress once for each count, after so many more tokens."""
+        """Within this context, for each count: wait for so many tokens, then kill the ingress."""
 
         def strike() -> None:
             for count in counts:
@@ -372,7 +372,8 @@ def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
 ) -> None:
     """If the process dies during the first answer, both answers arrive.
 
-    If it dies during the second answer, the connection ends, because this answer has no journal.
+    If the process dies during the second answer, the connection ends, because this answer has no
+    journal.
     """
     [plain] = service.ask_all([KINDS["chat"]])
     answer = Answer()
@@ -395,7 +396,7 @@ def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
 
 
 def stop(pid: int) -> None:
-    """Stop a process; wait until all its threads have stopped, which takes a moment."""
+    """Stop a process; wait until all threads of the process have stopped."""
 
     def has_stopped() -> bool:
         found = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())
@@ -562,7 +563,7 @@ def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path
 
 
 def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
-    """If a response has begun without a journal, it ends when its process ends."""
+    """A response that has begun without a journal ends when its process ends."""
     get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     pid = service.ingress()
     with ExitStack() as stack:
@@ -707,7 +708,7 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        # Only deaths of a process that has the request count.
+        # A death counts only if the process has the request.
         for num_before in range(MAX_LOSSES):
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()

@@ -33,7 +33,7 @@ THOUGHT = "<think>\nhm, 2\n</think>\n\nFour."
 
 
 def client_of(service, key: str = "none") -> anthropic.Anthropic:
-    import anthropic  # takes seconds, so only tests that use it import it
+    import anthropic  # this import takes seconds, so only these tests do it
 
     return anthropic.Anthropic(base_url=service.url, api_key=key, max_retries=0, timeout=WAIT_S)
 

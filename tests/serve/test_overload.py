@@ -1,4 +1,4 @@
-"""A full service refuses at once, before it reads the body."""
+"""A full service refuses a request at once, before the service reads the body."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_full_service_refuses_and_says_when_to_come_back(full):
 
 
 def test_a_refusal_reads_nothing(full):
-    """Although the body is not JSON, the reason of the refusal is that all slots are used."""
+    """The body is not JSON, but the refusal says only that all slots are used."""
     assert_error(full.http.post(CHAT, content=b"{" * 1000), 503)
 
 

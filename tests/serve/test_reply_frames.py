@@ -17,7 +17,7 @@ REPORT = (PromptLogprobs(0, 1, b"", b"", b""),)
 
 
 class Texts(Shape):
-    """Makes a frame of the text of each piece. A frame with a report waits for ``is_free``."""
+    """Makes a frame of each text. A frame with a report waits for ``is_free``."""
 
     shows_usage_so_far = True
 

@@ -64,7 +64,7 @@ class Engines:
         return found
 
     def lose_running(self) -> None:
-        """Let the engine that runs the request report that it is dead, and later serve again."""
+        """Let the request's engine report that it is dead, and later serve again."""
         resumed, engine = self.client.num_resumed, self.running
         engine.fail_after = (0, "EngineDeadError")
         until(lambda: self.client.num_resumed > resumed)
@@ -185,9 +185,7 @@ def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) 
 
 @pytest.mark.parametrize("poison_after", [0, 1], ids=["prefill", "decode"])
 def test_its_neighbours_go_on(three: Engines, poison_after: int) -> None:
-    """Other requests lose their engine twice. Then they run again, one after the other, as any of
-    them could be the cause.
-    """
+    """Other requests lose their engine twice. Then they run one by one: each can be the cause."""
     names = [f"n{i}" for i in range(8)]
     deltas = {name: queue.Queue() for name in names}
     for name in names:
@@ -236,7 +234,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
 def test_what_is_asked_for_again_is_what_is_missing(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """After any number of losses, at any tokens, prompt and output have the same total length."""
+    """After any losses, prompt and output together are as long as without a loss."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

@@ -28,7 +28,7 @@ def service() -> Iterator[Service]:
 
 
 def ask(service: Service, method: str, path: str, **request: Any) -> httpx.Response:
-    """Send a request to the API in the same way as Ray's proxy."""
+    """Send a request to the API like Ray's proxy."""
     access = Access(ApiKeys(fixed=(ApiKey.of(KEY),)))
     api = make_api(service.state, access, names_requests=False)
 
@@ -46,7 +46,7 @@ def test_probes_and_the_page_need_no_key(service: Service, path: str) -> None:
 
 
 def test_the_prefix_alone_leads_to_the_page(service: Service) -> None:
-    """The page's own requests are relative, so its address must end with a slash."""
+    """The page requests relative URLs, so the page's address must end with a slash."""
     reply = ask(service, "GET", PREFIX)
 
     assert (reply.status_code, reply.headers["location"]) == (307, f"http://proxy{PREFIX}/")

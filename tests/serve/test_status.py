@@ -1,4 +1,4 @@
-"""Tests of the status page and of its numbers: who may read them, their cost, and their values."""
+"""Tests of the status page and of its numbers: access rights, costs, and values."""
 
 from __future__ import annotations
 

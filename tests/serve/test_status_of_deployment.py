@@ -30,7 +30,7 @@ def service(ray_cluster):
     running = start_deployment(config)
     try:
         state = open_state(config, Tokenizer(config.model), running.reach(), running.outlook)
-        state.metrics.restarts_left({"controller": 6, "owner": 6})  # from the owner, in a service
+        state.metrics.restarts_left({"controller": 6, "owner": 6})  # usually sent by the owner
         url, server = open_port(state)
         with httpx.Client(base_url=url, timeout=120) as http:
             yield SimpleNamespace(url=url, http=http)

@@ -72,7 +72,7 @@ def assert_equal(samples, scraped):
 
 
 def assert_in_between(samples, before, after):
-    """Check that the page's value of each counter is between its values in two scrapes."""
+    """Check that each counter on the page is between its values in two scrapes."""
     for path, (unit, text) in samples.items():
         if path[0] in RISING and text != NOTHING:
             slack = rounding_of(unit)

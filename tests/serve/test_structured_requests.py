@@ -1,4 +1,4 @@
-"""If a request demands an output format, its grammar is sent to the engine, or it is refused."""
+"""A request that demands an output format is refused, or its grammar is sent to the engine."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_process_that_died_is_replaced(service):
 
 
 def test_requests_that_wait_for_a_grammar_take_no_threads_from_others(service):
-    """More requests wait for grammars than the event loop has threads, but plain text is served."""
+    """More requests wait for grammars than there are threads, but plain text is still served."""
     compiler, go = service.state.grammars, threading.Event()
     compile_source = compiler.compile
     compiler.compile = lambda *args: (go.wait(60), compile_source(*args))[1]

@@ -31,7 +31,7 @@ def ask(service, **options):
 
 
 def joined(chunks) -> dict:
-    """Join the deltas of a stream in the same way as clients."""
+    """Join the deltas of a stream like clients."""
     message: dict = {"content": "", "reasoning": "", "calls": []}
     for chunk in chunks:
         for choice in chunk.choices:

@@ -27,8 +27,6 @@ BODY = {"model": MODEL, "messages": HI, "max_tokens": 3}
 
 
 class Spans:
-    """The spans that a service has exported."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
         self._exporter = InMemorySpanExporter()

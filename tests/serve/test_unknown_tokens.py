@@ -1,4 +1,4 @@
-"""A text is refused if the tokenizer has a token for it, but the model has no embedding row."""
+"""A text is refused if the tokenizer has a token for which the model has no embedding row."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Return a tokenizer like BERT's: ## before later parts of a word, no space before a point."""
+    """Return a tokenizer like BERT's: later parts of a word begin with ##."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)

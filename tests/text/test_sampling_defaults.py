@@ -1,5 +1,3 @@
-"""Sampling defaults of generation_config.json."""
-
 from __future__ import annotations
 
 import json

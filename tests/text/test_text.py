@@ -25,7 +25,8 @@ def naive(text: str, stops: list[str], immune: int = 0) -> str:
     """Cut a text at the first stop string; the function reads the text character by character.
 
     Args:
-        immune: number of characters at the beginning; a stop string that ends in them is ignored.
+        immune: number of characters at the beginning; a stop string that ends in these characters
+            is ignored.
     """
     for end in range(immune + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]

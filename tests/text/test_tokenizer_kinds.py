@@ -67,7 +67,7 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝e"), (0, "e")])
 def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
     ours, _ = both(kind)
-    # A letter can have a token besides its byte token; then the letter's token is used.
+    # Some letters have a byte token and a token of the letter; then the letter's token is used.
     ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
     by_bytes = {ours.token_bytes[i]: i for i in ids}
     first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]

@@ -1,5 +1,5 @@
-"""A model hub for tests. It implements the requests of Hugging Face's and ModelScope's HTTP APIs
-with which clients load the files of a model.
+"""A model hub for tests. It implements the HTTP requests with which clients of Hugging Face and
+ModelScope load a model's files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A child process reads an NPU's properties; the tests are about its reply and its end."""
+"""A child process reads an NPU's properties; the tests check the child's reply and exit."""
 
 from __future__ import annotations
 

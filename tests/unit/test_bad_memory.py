@@ -1,4 +1,4 @@
-"""CANN lists faulty memory; tests which tensors it affects, and whether a repair succeeded."""
+"""Tests which tensors are in the faulty memory that CANN lists, and whether a repair succeeded."""
 
 from __future__ import annotations
 

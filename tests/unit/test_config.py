@@ -184,7 +184,7 @@ def test_the_device_that_is_found_decides_what_nobody_asked_for(
     monkeypatch: pytest.MonkeyPatch, keys: Any, is_npu: bool, queue: str, segments: str | None
 ) -> None:
     for name in ("TASK_QUEUE_ENABLE", "PYTORCH_NPU_ALLOC_CONF", "HCCL_DETERMINISTIC"):
-        monkeypatch.setenv(name, "before")  # with this call, monkeypatch restores it after the test
+        monkeypatch.setenv(name, "before")  # so monkeypatch restores the variable after the test
         monkeypatch.delenv(name)
     device = make_config({"model": "m", "device": keys}).device
 

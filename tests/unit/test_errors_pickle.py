@@ -1,4 +1,4 @@
-"""Every error survives pickling with its fields, because Ray carries it."""
+"""Every error survives pickling with its fields, because Ray pickles errors."""
 
 from __future__ import annotations
 

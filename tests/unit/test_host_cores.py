@@ -1,4 +1,4 @@
-"""Each rank gets cores: laws of their division, reading of the host's files, and binding."""
+"""Laws of the division of cores between ranks; reading of the host's files; binding to cores."""
 
 from __future__ import annotations
 

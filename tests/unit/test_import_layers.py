@@ -124,7 +124,7 @@ def names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def names_called(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each call of a ``name`` or a ``name.attribute``."""
+    """Yield line and name of each call of ``name`` or ``name.attribute``."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -160,8 +160,8 @@ ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 EVALUATORS = {"eval", "exec", "__import__"}
 LOADERS_THAT_UNPICKLE = {"torch.load", "np.load", "numpy.load"}
-# Ray has no option for the program with which it starts workers, and none that keeps errors of its
-# processes away from stdout. So these modules assign Ray's attributes.
+# Two options are missing in Ray: for the program that starts workers, and for errors of processes,
+# which Ray writes to stdout. So these modules assign Ray's attributes.
 ASSIGNED = {
     ("actors.forks.forking_starter", "ray_constants"),
     ("actors.cluster.local_ray", "ray_worker"),

@@ -45,7 +45,7 @@ def test_what_a_worker_is_placed_with_does_not_load_the_torch_of_its_rank() -> N
 
 
 def test_recording_operators_does_not_load_the_compiler() -> None:
-    """If it did, a rank would load torch's compiler in its first capture."""
+    """Otherwise, a rank would load torch's compiler in its first capture."""
     code = (
         "import torch\n"
         "from dist_aclgraph.graphs.digest import OperatorDigest\n"

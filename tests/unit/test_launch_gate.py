@@ -1,4 +1,6 @@
-"""A device is stopped only while no thread launches; then threads wait until it works again."""
+"""A device is stopped only while no thread launches; then threads wait until the device works
+again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the lines of logs, and of the folder with the log files."""
+"""Tests of log lines, and of the folder with the log files."""
 
 from __future__ import annotations
 

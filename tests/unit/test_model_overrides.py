@@ -24,7 +24,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor"
 
 
 def read(config: Config) -> dict[str, Any]:
-    """Return values of the model, read as by each process of a deployment."""
+    """Return values of the model, as each process of a deployment reads them."""
     spec = read_servable_spec(config)
     return {
         "plan": Planner.from_config(config).max_model_len,

@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
 def walk(lengths: list[int]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the names of each token's inputs, and the names of each request's last inputs."""
+    """Return the names of each token's inputs, and of each request's last inputs."""
     inputs, last, token = [], [], 0
     for request, length in enumerate(lengths):
         seen = [f"state {request} {i}" for i in range(WIDTH - 1)]

@@ -12,7 +12,7 @@ MODEL = "models/tiny-qwen3"
 
 
 class TorchType:
-    """Stands for an object of torch, which is not imported here, and has the same text."""
+    """Replaces an object of torch with the same text, because torch is not imported here."""
 
     def __str__(self) -> str:
         return "torch.bfloat16"

@@ -1,4 +1,6 @@
-"""The answers that clients received, and conclusions from these answers. Uses no sockets."""
+"""The answers that clients received, and conclusions from these answers. The module uses no
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Answer:
         return not (self.is_whole or self.is_refused or self.given_up)
 
     def differs(self, wanted: Answer) -> bool:
-        """Whether the tokens differ from the tokens of ``wanted``, from a run without faults.
+        """Whether the tokens differ from those of ``wanted``, the answer without faults.
 
         An incomplete answer must be a prefix of the answer without faults.
         """
@@ -84,5 +86,5 @@ def first_after(times_s: Sequence[float], at_s: float) -> float | None:
 
 
 def count_different(answers: Sequence[Answer], wanted: Sequence[Answer]) -> int:
-    """Count the answers whose tokens differ from the tokens in ``wanted`` for the same body."""
+    """Count the answers whose tokens differ from the tokens of the same body in ``wanted``."""
     return sum(answer.differs(wanted[answer.body]) for answer in answers)

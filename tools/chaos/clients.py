@@ -31,7 +31,7 @@ class Clients:
 
     Args:
         bodies: bodies of the requests, by ``Answer.body``.
-        before_delta: called on the client's thread before it reads each delta; it may wait, or
+        before_delta: called on the client's thread before the client reads a delta; it may wait, or
             raise Hangup.
     """
 
@@ -62,7 +62,7 @@ class Clients:
             thread.start()
 
     def wait_for_deltas(self, count: int, timeout_s: float) -> bool:
-        """Wait for ``count`` deltas; return whether they arrived before all answers ended."""
+        """Wait for ``count`` deltas; return whether all arrived before the last answer ended."""
         with self._seen:
             self._seen.wait_for(
                 lambda: self._num_deltas >= count or not self._num_running, timeout_s

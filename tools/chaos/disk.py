@@ -28,7 +28,6 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def fill(disk: Path) -> None:
-    """Fill a disk completely."""
     with (disk / FILLING).open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Decides from samples over time whether the resources of a service grow, by their slopes."""
+"""Decides whether the resources of a service grow, by the slopes of samples over time."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one strike. Times are in seconds since the strike; None without such an event.
+    """The result of one strike. Times are in seconds since the strike; None if there is no event.
 
     Attributes:
         tried: number of requests that were sent.

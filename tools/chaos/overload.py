@@ -32,8 +32,8 @@ from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 
 PATH = "/v1/completions"
-# Number of tokens of an answer: for a usual request, for a stalled client, and for a client that
-# reads while other clients stall or send huge bodies.
+# Number of tokens of an answer for three clients: a usual client, a stalled client, and a client
+# that reads while other clients stall or send huge bodies.
 TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600
 NUM_PLACES, NUM_WAITING = 72, 8
 NUM_READERS, NUM_STALLED = 8, 64
@@ -202,7 +202,7 @@ async def readers(visitor: Visitor) -> list[Reply]:
 
 @asynccontextmanager
 async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run ``work`` during the ``with`` block, and cancel it at the block's end."""
+    """Run ``works`` during the ``with`` block, and cancel them at the block's end."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield
@@ -225,7 +225,7 @@ async def measure(service: Service, seconds: float, say: Callable[[str], None]) 
     """Return all figures, in seconds, tokens per second and bytes."""
     port = int(service.url.rpartition(":")[2])
     visitor = Visitor(port)
-    await at_the_peak(visitor, 2.0)  # warm
+    await at_the_peak(visitor, 2.0)  # warm-up
     say("the peak")
     peak = goodput(await at_the_peak(visitor, seconds))
     rate = TIMES * peak / TOKENS
@@ -293,7 +293,7 @@ def goodput(replies: Iterable[Reply]) -> float:
 
 
 def gaps(replies: Iterable[Reply]) -> dict[str, float]:
-    """Return the spread of the times between two tokens of an answer, in seconds."""
+    """Return median, 99th percentile and maximum of the seconds between two tokens of an answer."""
     return spread([gap for reply in replies for gap in reply.gaps_s])
 
 
@@ -331,7 +331,6 @@ def main(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Return a table of the figures and their aims."""
     refusal, quiet, huge = found["refusal_s"], found["pings_s"]["quiet"], found["pings_s"]["huge"]
     alone, stalled, reading = (found[f"{name}_s"] for name in ("alone", "stalled", "reading"))
     rows = {

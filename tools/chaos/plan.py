@@ -61,8 +61,9 @@ class Fault:
     """A fault, or a pair of faults.
 
     Attributes:
-        second: a second fault, which is injected during the recovery from the first fault: when the
-            first fault was noticed or, if ``second`` is a fault in a capture, in that capture.
+        second: a fault that is injected during the recovery from the first fault. A fault in a
+            capture is injected in a capture; any other fault is injected when the first fault is
+            noticed.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""The table of ``make chaos``: one line for all strikes with the same kind of fault."""
+"""The table of ``make chaos``: each line is for all strikes with one kind of fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOTAL = "all"
 
 
 def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
-    """Yield a line for each kind of fault, in the order of their first strikes, and a line for all.
+    """Yield a line for each kind of fault, in the order of first strikes, and a line for all kinds.
 
     A time in a line is the longest time of the line's strikes.
     """

@@ -50,7 +50,7 @@ PROCESSES = {
     Kind.KILL_INGRESS: INGRESS,
     Kind.STOP_INGRESS: INGRESS,
 }
-# Requests are not affected by these faults until the process that notices a fault kills others.
+# These faults affect requests only after the process that notices the fault kills others.
 LATE_STOPS = (Kind.STOP_OWNER, Kind.STOP_RAYLET, Kind.STOP_GCS)
 STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE, Kind.STOP_INGRESS, *LATE_STOPS)
 ARMED = (
@@ -87,7 +87,7 @@ class Watcher:
             self.sights.append(self.service.look())
 
     def knows_since(self, struck_s: float) -> bool:
-        """Whether a poll after ``since_s`` found that a group was missing."""
+        """Whether a poll after ``struck_s`` found that a group was missing."""
         groups = self.service.shape.num_groups
         return any(s.serving < groups and s.at_s >= struck_s for s in list(self.sights))
 
@@ -143,14 +143,13 @@ class Rig:
         return clients.answers
 
     def stop(self) -> list[str]:
-        """Stop the service, if one runs; return the files and processes that it left behind."""
+        """Stop the service, if one runs; return the files and processes that remain."""
         service, self._service = self._service, None
         return [] if service is None else service.end()
 
     # ---- one strike
 
     def run(self, strike: Strike) -> Outcome:
-        """Carry out a strike."""
         service = self.service()
         kind = strike.fault.kind
         normal = self._clients(service, self._shape.num_streams)

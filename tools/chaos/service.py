@@ -43,7 +43,7 @@ class Service:
     """Owns the processes of a service, and the folder of their temporary files.
 
     Args:
-        folder: an empty folder; its path must be short, because it will contain sockets.
+        folder: an empty folder with a short path, because paths of sockets are limited.
     """
 
     def __init__(self, shape: Shape, folder: Path) -> None:
@@ -202,7 +202,7 @@ class Service:
     # ---- the service's end
 
     def end(self) -> list[str]:
-        """Ask the service to stop, and kill it if necessary; return what it has left behind."""
+        """Stop the service, and kill it if necessary; return what the service left behind."""
         self._http.close()
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)
@@ -213,7 +213,6 @@ class Service:
         return left
 
     def kill(self) -> None:
-        """End all processes of the service now."""
         self._http.close()
         wait_for(self._kill_once, END_S)
         self._process.wait(END_S)
@@ -233,7 +232,7 @@ class Service:
     def _left_behind(self) -> list[str]:
         """Return the files and processes that the ended service has left behind.
 
-        The function first waits a moment, because some of them can still disappear.
+        The function first waits a moment, because files and processes can still disappear.
         """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]

@@ -16,7 +16,7 @@ COMMON = (
     "device.kind=emulated",
     "device.emulator.strict=false",
     "kv.num_blocks=64",
-    # With graphs that are captured later, the number of captures in a replacement group would vary.
+    # If graphs were captured later, the number of captures in a replacement group would vary.
     "graph.lazy='off'",
     "graph.rebucket_s=0",
     "recovery.restarts_per_hour=10000",

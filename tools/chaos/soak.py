@@ -58,7 +58,6 @@ makes this page.
 
 
 def take_sample(service: Service) -> Sample:
-    """Return the resources of a service now."""
     values: dict[tuple[str, str], float] = {}
 
     def add(resource: str, unit: str, value: float) -> None:
@@ -79,7 +78,7 @@ def take_sample(service: Service) -> Sample:
 def soak(
     shape: Shape, seconds: float, seed: int, console: Console
 ) -> tuple[list[Sample], list[Outcome], list[str]]:
-    """Run a service; return samples, outcomes of faults, and what the service has left behind."""
+    """Run a service; return samples, outcomes, and the files and processes that remain."""
     max_deltas = int(SHARE * shape.num_streams * shape.num_tokens)
     plan = make_plan(seed, MAX_FAULTS, max_deltas=max_deltas, kinds=KINDS)
     samples: list[Sample] = []

@@ -1,9 +1,9 @@
-"""Every rank runs this script. It captures two layers of attention, with a sharded cache and with a
-whole cache.
+"""Every rank runs this script. The script captures two layers of attention, with a sharded cache
+and with a whole cache.
 
-It prints a list. Each entry contains the kind of attention, the number of tokens, whether the cache
-is sharded, and three numbers per layer: operators, collectives, and unaligned views among the
-inputs of launches. Arguments: tp pcp dcp.
+The script prints a list. Each entry contains the kind of attention, the number of tokens, whether
+the cache is sharded, and three numbers per layer: operators, collectives, and unaligned views among
+the inputs of launches. Arguments: tp pcp dcp.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     python tests/emulator/scripts/decode_step.py [batch ...]
 
-Prints the milliseconds of a replay with an update of the attention lengths, and of a replay alone.
+Prints the milliseconds of a replay with updated attention lengths, and of a replay without updates.
 """
 
 import sys

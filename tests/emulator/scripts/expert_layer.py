@@ -3,9 +3,9 @@
 The script compares the results with a float32 computation on the CPU, in which every expert
 computes every token.
 
-It prints one JSON object: the errors of each check, and digests of captures. A failed check raises
-no exception, so that all ranks run the same collectives. Arguments: tp dp [algorithm of MC2]; with
-an algorithm, the script tests only the exchange by MC2.
+The script prints one JSON object: the errors of each check, and digests of captures. A failed check
+raises no exception, so that all ranks run the same collectives. Arguments: tp dp [algorithm of
+MC2]; with an algorithm, the script tests only the exchange by MC2.
 """
 
 import json
@@ -144,7 +144,7 @@ def expect_dense(what, out, x, live, with_shared=True, tolerance=1e-2):
 
 
 def expect_load(what, tally, total):
-    """Check the counted load, unless the exchange takes no mask and so counts padding tokens."""
+    """Check the counted load. Without a mask, an exchange counts padding, and is not checked."""
     if MC2.takes_mask:
         expect(what, tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
 
@@ -202,7 +202,7 @@ def run_captured(kind):
 
 
 def count_entries(graph):
-    """Return the number of operators of two layers on each lane; the main lane comes first."""
+    """Return the number of operators of two layers on each lane, beginning with the main lane."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         graph.debug_dump(file.name)
         nodes = json.loads(Path(file.name).read_text())
@@ -246,7 +246,7 @@ def run_in_int8(kind):
 
 
 def run_overflow():
-    """All tokens of a rank choose the same experts, which have room for only some of the tokens."""
+    """All tokens of a rank choose the same experts, whose capacity is too small for all tokens."""
     layer, n, live = make_layer(factor=1.0), 96, 90
     x, slots = batch(0, n, live)
     x[:live] = x[0]

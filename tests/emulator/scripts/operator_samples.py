@@ -3,8 +3,8 @@ per line.
 
 Arguments: the maximum number of samples of each operator and type, then names of operators. A line
 is "VERDICT" and a JSON list: name, type, number of equal samples, who refused samples (operators of
-CANN, or torch_npu), errors. If an operator stops the device, the script ends; its caller starts it
-again with the next operator.
+CANN, or torch_npu), errors. If an operator stops the device, the script ends; the caller starts the
+script again with the next operator.
 """
 
 import json

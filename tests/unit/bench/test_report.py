@@ -1,5 +1,3 @@
-"""Reports of benches have the expected tables and charts."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the outcome of a run with faults, which is computed from the clients' responses."""
+"""Tests how the outcome of a run with faults is computed from the clients' responses."""
 
 from __future__ import annotations
 

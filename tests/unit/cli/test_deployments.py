@@ -362,7 +362,8 @@ def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
     }
 
     assert buckets["legacy-last"] == 3
-    # The calibrated model counts a lane for HCCL in each graph, which the formula does not count.
+    # The calibrated model counts HCCL's lane in each graph, but the formula does not count this
+    # lane.
     assert buckets["calibrated"] == 2
 
 

@@ -1,5 +1,3 @@
-"""Tests the page of all configuration keys."""
-
 from __future__ import annotations
 
 from pathlib import Path

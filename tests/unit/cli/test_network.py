@@ -1,4 +1,4 @@
-"""The findings of doctor on HCCL's variables of this machine."""
+"""The findings of doctor about HCCL's environment variables on this machine."""
 
 from __future__ import annotations
 

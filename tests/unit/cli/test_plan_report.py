@@ -58,7 +58,7 @@ def test_the_report_has_nodes_and_the_requests_that_fit(checkpoint: Path) -> Non
         {"tokens": 1024, "requests": 5 * 4},
         {"tokens": 2048, "requests": 5 * 2},
     ]
-    assert (report["nodes"], report["node_npus"]) == (2, 8)  # ten NPUs
+    assert (report["nodes"], report["node_npus"]) == (2, 8)  # the plan needs ten NPUs
     console = Console(file=io.StringIO(), width=200)
     render_plan(report, console)
     shown = console.file.getvalue()

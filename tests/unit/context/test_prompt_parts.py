@@ -80,7 +80,7 @@ def test_launches_find_the_keys_that_shards_read_together(
     width = -(-int(kv_lens.max()) // shards.tokens_per_block)
     table = np.random.default_rng(0).permutation(len(step) * width).reshape(-1, width) + 1
     split = PromptSplit.of(query_lens, 1)
-    # The token in each slot of each shard, as (request, position).
+    # For each shard, the token in each slot, as (request, position).
     held = {}
     for request, length in enumerate(kv_lens):
         positions = np.arange(length)

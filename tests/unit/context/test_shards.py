@@ -39,9 +39,7 @@ def test_a_shard_has_nothing_of_requests_up_to_its_first_position(
 def test_a_shard_keeps_its_tokens_in_order_at_the_front_of_its_blocks(
     shards: Shards, length: int, random: np.random.Generator
 ) -> None:
-    """Because of this law, attention on a shard, with the block table and the shard's length,
-    attends to exactly the shard's tokens.
-    """
+    """With a shard's block table and length, attention attends to exactly the shard's tokens."""
     num_blocks = -(-length // shards.tokens_per_block)
     ids = list(range(1, num_blocks + 1))
     random.shuffle(ids)

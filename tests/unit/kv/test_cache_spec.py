@@ -65,7 +65,7 @@ def test_each_shard_keeps_its_part_of_a_request_within_a_block(
     kept = spec.total_bytes(spec.blocks_for(num_tokens))
 
     assert part <= kept < part + spec.bytes_per_block
-    # The tokens that each shard keeps fit into its blocks.
+    # A shard's tokens fit into the shard's blocks.
     shards = Shards(spec.block_size, num_shards, interleave)
     for shard in range(num_shards):
         length = shards.lengths(np.array([num_tokens], np.int32), shard).item()

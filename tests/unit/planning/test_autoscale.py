@@ -1,6 +1,6 @@
 """Laws of the number of groups.
 
-It stays within limits, changes only after a delay, and is constant under a constant demand.
+The number stays within limits, changes only after a delay, and is constant under a constant demand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_a_group_is_added_after_enough_has_waited_for_long_enough():
     scaler = make()
 
     assert [scaler.decide(t, spread(17, 1)) for t in (0.0, 9.0, 10.0)] == [1, 1, 2]
-    # The next group is added only after the same time has passed again.
+    # The next group is added only after a further delay of the same length.
     assert [scaler.decide(t, spread(40, 2)) for t in (11.0, 20.0, 21.0)] == [2, 2, 3]
 
 

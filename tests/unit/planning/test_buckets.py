@@ -1,5 +1,3 @@
-"""Tests the default sizes of buckets, and padding to buckets."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -57,8 +57,8 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
 
 def test_norms_over_the_heads_of_several_ranks_lengthen_what_comes_before_attention() -> None:
     pair, norms = (Workload(num_layers=4, tp=2, sums_norms=sums) for sums in (False, True))
-    # Additional entries of a layer: on the main lane, ten operators, a record and a wait; on HCCL's
-    # lane, four entries of the collective.
+    # In each layer, the main lane gets ten operators, a record and a wait, and HCCL's lane gets
+    # four entries of the collective.
     main, side = 10 + 2, 4
 
     [(length, hccl)] = lanes(DECODE, pair)
@@ -76,7 +76,7 @@ def test_buckets_take_what_they_took_on_the_emulator() -> None:
 
 @pytest.mark.parametrize(("layers", "queues"), [(91, 1), (92, 2), (182, 2), (183, 3)])
 def test_a_lane_longer_than_a_queue_takes_another(layers: int, queues: int) -> None:
-    # A graph has 22 entries for each layer, and 7 entries besides.
+    # A graph has 22 entries for each layer, and 7 other entries.
     assert price(DECODE, Workload(num_layers=layers)) == queues
 
 
@@ -175,9 +175,9 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     dense = Workload(num_layers=61, tp=8, dp=4, ep=32)
     experts = replace(dense, moe=True)
 
-    # In the dense model, 61 layers have 12 + 10 + 4 entries each. With 23 further entries, they fit
-    # in one queue. Experts on other ranks add 54 entries to each layer, and 4 entries for
-    # exchanges. Then two more queues are needed.
+    # In the dense model, 61 layers have 12 + 10 + 4 entries each. Together with 23 other entries,
+    # these entries fit in one queue. Experts on other ranks add 54 entries to each layer, and 4
+    # entries for exchanges. Then two more queues are needed.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
     # With all_gather, experts add 25 entries to each layer, and 4 entries for exchanges. Then one
     # more queue is needed.

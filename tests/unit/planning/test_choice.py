@@ -98,4 +98,4 @@ def test_four_times_as_many_sizes_take_at_most_the_square_as_long() -> None:
 
     few_s = min(processor_s(250) for _ in range(5))
     many_s = min(processor_s(1000) for _ in range(3))
-    assert many_s < 2.5 * 4**2 * few_s  # the time is quadratic; in cubic time, 4**2 would be 4**3
+    assert many_s < 2.5 * 4**2 * few_s  # quadratic time; cubic time would be 4**3

@@ -1,5 +1,5 @@
-"""Tests of the exchange of tokens with experts: the rule that chooses its kind, the capacity of an
-all-to-all, and MC2's buffer.
+"""Tests of the exchange of tokens with experts: the choice of the kind of exchange, the capacity of
+an all-to-all, and MC2's buffer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Laws of the placement of experts and their copies."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tests which shapes get a lazy graph, and which lazy graphs are evicted for it."""
+"""Tests which shapes get a lazy graph, and which older lazy graphs are evicted."""
 
 from __future__ import annotations
 

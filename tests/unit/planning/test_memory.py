@@ -88,8 +88,8 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
     # The numbers are for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
-    # A graph has two copies of the queries: as gathered, and in the order of heads. It has three
-    # copies of the float32 results: as computed, as sent, and as received.
+    # A graph has two copies of the queries: as gathered, and in the order of heads. The graph has
+    # three copies of the float32 results: as computed, as sent, and as received.
     assert 2 * queries + 3 * findings < more < 4 * queries + 8 * findings
 
 
@@ -100,8 +100,8 @@ def test_long_queries_hold_the_keys_of_a_chunk() -> None:
         parallel={"tp": 8, "dp": 4, "ep": 32, "dcp": 8}, max_model_len=65536, scheduler=few
     )
 
-    # Bytes for a chunk of 8192 tokens: keys and values of 16 heads (made), and the latents from
-    # which they are computed (read).
+    # For a chunk of 8192 tokens, ``made`` is the bytes of keys and values of 16 heads, and ``read``
+    # is the bytes of the latents from which keys and values are computed.
     made, read = 8192 * 16 * 320 * 2, 8192 * 576 * 2
     keys = account(long).eager_bytes - account(short).eager_bytes
     assert 0.99 < keys / (made + read) < 1.01
@@ -125,8 +125,8 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
     more = weights(account(with_drafts)) - weights(account(without))
 
-    # The module is a layer with experts, which has 11.6 billion parameters. A rank has 1/32 of the
-    # experts, but all of some other tensors.
+    # The module is a layer with experts, with 11.6 billion parameters. A rank has 1/32 of the
+    # experts, but a whole copy of some other tensors.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 
@@ -202,7 +202,7 @@ def test_activations_grow_with_tokens_and_hold_the_chosen_rows(
         )
 
     assert of(2 * num_tokens) == 2 * of(num_tokens) < of(2 * num_tokens, 1)
-    # Each token of all ranks that share the experts has 8 rows, as inputs and as outputs of its
-    # experts.
+    # The experts compute the tokens of all ranks. A token has 8 rows among the inputs, and 8 rows
+    # among the outputs.
     gathered = num_tokens * max(1, ep // tp)
     assert of(num_tokens) > gathered * 8 * 2 * spec.hidden_size * 2

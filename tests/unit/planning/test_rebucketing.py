@@ -1,4 +1,6 @@
-"""Single captures and releases adapt a plan to the traffic. Batches with a graph still have one."""
+"""Single captures and releases adapt a plan to the traffic. Every batch size that had a graph keeps
+a graph.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,6 @@ FAMILIES = (
 
 
 def apply(plan: GraphPlan, action: Action) -> GraphPlan:
-    """Return the plan after an action."""
     graph = action.graph
     families = []
     for family in plan.families:

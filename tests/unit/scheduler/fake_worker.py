@@ -1,4 +1,4 @@
-"""Workers without a model: they keep rows as step messages say, and checksums in place of KV."""
+"""Workers without a model: rows follow the step messages, and checksums replace the KV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG = -2  # the KV of a rejected draft or of a void step
 
 
 def next_token(tokens: Sequence[int], vocabulary: int) -> int:
-    """Return the token that the fake model generates after ``tokens``; it depends on all tokens."""
+    """Return the token that the fake model generates after all of ``tokens``."""
     return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes()) % vocabulary
 
 
@@ -30,14 +30,14 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step sampled
-    has_drafts: bool | None = False  # None if the row was sent again; the next step shows it
+    has_drafts: bool | None = False  # None after the row was sent again, until its next step
 
 
 class FakeWorker:
     """Runs the steps of one data-parallel rank, and asserts that the cache has the right KV.
 
     Args:
-        num_drafts: number of draft tokens of each row that has sampled.
+        num_drafts: number of draft tokens that each row gets after it has sampled a token.
         accept: returns the number of accepted drafts for each verification.
         has_state: whether the worker also checks recurrent states.
     """
@@ -222,7 +222,7 @@ class FakeGroup:
         lose: returns whether a step loses tokens; it is called only if the step's exchange can lose
             tokens.
         compile_steps: returns the number of further steps in which one rank still compiles the
-            grammar of a row that it samples; 0 if the grammar is compiled.
+            grammar of a sampled row; 0 if the grammar is compiled.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class FakeGroup:
         self._tp = tp
         self._lose = lose
         self._compile_steps = compile_steps
-        # For each rank and each row whose grammar it compiles, the number of further steps.
+        # For each rank, and each row whose grammar the rank compiles: the number of further steps.
         self._compiling: list[dict[int, int]] = [{} for _ in range(len(workers) * tp)]
         self.num_unmasked = 0
 

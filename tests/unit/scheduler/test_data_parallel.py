@@ -48,7 +48,7 @@ def start(scheduler: Scheduler, *requests: Request) -> StepPlan:
 
 
 def finish(scheduler: Scheduler, *tokens: list[int], tp: int = 1, **fields) -> list[RequestDelta]:
-    """Give the scheduler each data-parallel rank's tokens of the step in flight."""
+    """End the step in flight: give the scheduler the tokens of each data-parallel rank."""
     results = [
         StepResult(scheduler.epoch, scheduler.step, dp_rank * tp, pack_ints(found), **fields)
         for dp_rank, found in enumerate(tokens)

@@ -1,4 +1,4 @@
-"""If a request's KV contains NaN, it ends with an error; no other request reads the NaN."""
+"""A request whose KV contains NaN ends with an error; no other request reads the NaN."""
 
 from __future__ import annotations
 

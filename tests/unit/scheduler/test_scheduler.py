@@ -1,5 +1,3 @@
-"""Tests single decisions of the scheduler."""
-
 from __future__ import annotations
 
 import pytest

@@ -107,7 +107,7 @@ def test_a_prefix_ends_at_the_last_checkpoint_that_is_left() -> None:
 
 
 def test_a_checkpoint_without_all_of_its_blocks_is_not_used() -> None:
-    """The first block of a prefix was evicted, and the last block is still there."""
+    """The first block of a prefix was evicted; the last block is still in the cache."""
     group = Group(num_checkpoints=2, num_blocks=5)
     pool, request = group.pool, submit("r", PROMPT[:9], SamplingParams())
     prefixes = Prefixes(pool)

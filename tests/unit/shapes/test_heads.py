@@ -1,4 +1,4 @@
-"""Tests the number of heads on each rank, and of heads that attend together over a shared cache."""
+"""Tests two numbers: heads on each rank, and heads that attend together over a shared cache."""
 
 from __future__ import annotations
 

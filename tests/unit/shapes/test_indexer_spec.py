@@ -82,7 +82,8 @@ def test_a_checkpoint_may_say_how_its_indexer_rotates(tmp_path: Path, architectu
         ({}, [0, 1, 2, 3, 4, 5, 6]),
         ({"indexer_types": ["full", "shared", "shared", "full", "shared", "full"]}, [0, 3, 5, 6]),
         ({"index_topk_pattern": "FSSFFS"}, [0, 3, 4, 6]),
-        # Every third layer after the first two layers. The next-token module is layer 6.
+        # The first two layers have an indexer, then every third layer. Layer 6 is the next-token
+        # module.
         ({"index_topk_freq": 3}, [0, 1, 4, 6]),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [0, 2, 4, 6]),
         ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [0, 1, 2, 6]),

@@ -22,7 +22,7 @@ from tests.unit.shapes.test_linear_spec import NEXT_80B
 from tests.unit.shapes.test_model_spec import V3
 from tests.unit.shapes.test_quantised_formats import INPUTS, INT4, WEIGHTS, compressed, packed
 
-# As Kimi K2 Thinking is published: only routed experts have four bits.
+# In the published Kimi K2 Thinking, only routed experts have four bits.
 OTHERS = (
     "lm_head",
     "re:.*self_attn.*",
@@ -225,7 +225,7 @@ def test_each_matrix_that_a_tool_kept_in_floats_is_counted_in_floats(
 
     count = sum(3 * 111 if name.startswith("re:") else 1 for name in kept)
     elements = V3["hidden_size"] * V3["moe_intermediate_size"]
-    # An element has two bytes in place of half a byte and 1/32 of a scale of two bytes.
+    # An element has two bytes. In four bits, it has half a byte, and 1/32 of a scale of two bytes.
     assert found - narrow == count * elements * 23 // 16
 
 

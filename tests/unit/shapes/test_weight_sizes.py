@@ -27,7 +27,7 @@ def test_deepseek_v3_has_671_billion_parameters() -> None:
 
 
 def test_its_next_token_module_has_14_billion_with_the_embedding_and_head_it_shares() -> None:
-    # The model card says: 685B on Hugging Face, 671B of the main model and 14B of this module.
+    # The model card says 685B on Hugging Face: 671B of the main model, and 14B of this module.
     spec = read_model_spec(SHAPES / "deepseek-v3")
     alone = elements("deepseek-v3", drafts=True) - elements("deepseek-v3")
     assert round((alone + 2 * spec.vocab_size * spec.hidden_size) / 1e9) in (13, 14)

@@ -340,7 +340,7 @@ def test_lazy_graphs_come_and_go_and_take_time(checkpoint: Path) -> None:
         graph for graph in simulated.dispatcher.replays if graph.num_tokens in (8, 16, 64)
     }
     assert simulated.clock_s == 200 + 2 * 1000.0
-    # At any time, there are at most the plan's graph and one other graph.
+    # There are never more than two graphs: the plan's graph, and one other graph.
     assert simulated.most_streams["all"] == 2
 
 

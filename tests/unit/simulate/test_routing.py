@@ -43,7 +43,7 @@ def test_shared_beginnings_are_found_in_caches_more_often_than_by_counting_reque
     ours, other = found[BY_CACHE], found[BY_COUNT]
     assert ours["cached_share"] > other["cached_share"] + 0.15
     assert ours["first_token_s"]["mean"] < other["first_token_s"]["mean"]
-    # A group gets at least a third of an equal share, which is a quarter of the requests.
+    # An equal share is a quarter of the requests; each group gets at least a third of this share.
     counts = [group["requests"] for group in ours["groups"]]
     assert sum(counts) == 400 and min(counts) > 400 / 4 / 3
 

@@ -182,8 +182,8 @@ def test_the_same_batches_are_tried_with_other_graphs(checkpoint: Path, tmp_path
 
     found = rows(report)
     padding = {name: row["padding_share"] for name, row in found.items()}
-    # There are 6 batches of 3 and 3 batches of 20 live tokens. Candidate sizes: 1, 2, 4, 8, 16, 24,
-    # 32.
+    # Six batches have 3 live tokens, and three batches have 20. The candidate sizes are 1, 2, 4, 8,
+    # 16, 24, 32.
     chosen = 1 - 78 / (6 * 4 + 3 * 32)
     assert padding[AS_SIMULATED] == padding["first plan, held"] == chosen
     assert padding["powers of two"] == chosen

@@ -1,4 +1,6 @@
-"""Laws of steps that ranks split: their parts together are the step, and each finds all results."""
+"""Laws of steps that ranks split: the ranks' parts together are the whole step, and each rank finds
+the results of all requests.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
         owners, landings = share.prompts.owners, share.prompts.landings
         found = [shares[o].token_ids[i] for o, i in zip(owners, landings, strict=True)]
         assert found == step.places.tolist()
-        # The places that this rank owns point at the right tokens of its part.
+        # The places that this rank owns point at the right tokens of the rank's part.
         own = owners == share.prompts.rank
         assert (share.token_ids[share.places][own] == step.places[own]).all()
 
