@@ -202,7 +202,7 @@ class AttentionSteps:
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _reads_of(self, parts: Sequence[Part], block_table: IntArray) -> list[Reads]:
-        """Return the places of each chunk's keys; the chunks are in the order of the parts."""
+        """Return where each chunk's keys are in the cache, for the chunks of all parts in order."""
         place = self._place
         return [
             find_keys(chunk, block_table, place.shards, place.shard)
@@ -239,7 +239,7 @@ def _arrays_of(reads: Reads) -> list[IntArray]:
 def _on_device(
     parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
 ) -> tuple[DevicePart, ...]:
-    """Return parts with their arrays on the device.
+    """Return the parts for the device.
 
     Args:
         sent: for all reads in order, the arrays of ``_arrays_of`` as tensors.

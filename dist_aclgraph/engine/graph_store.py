@@ -104,7 +104,6 @@ class GraphStore:
             _release(captured)
 
     def release_all(self) -> None:
-        """Release all graphs."""
         for graph in [*self._uncommitted, *self._graphs]:
             self.release(graph)
 

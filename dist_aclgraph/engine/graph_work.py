@@ -90,8 +90,8 @@ class GraphWork:
             hidden = hidden.index_select(0, inputs.places)
         n = len(hidden)
         logits = self.model.logits(hidden, buffers.logits[:n])
-        # Every rank computes this, because all ranks must capture the same operators, although
-        # some ranks do not use the result.
+        # Every rank computes the sampled tokens, because all ranks must capture the same operators,
+        # although some ranks do not use these tokens.
         chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
         torch.max(logits, -1, out=(buffers.best[:n], chosen))
         buffers.sampled[:n].copy_(chosen)

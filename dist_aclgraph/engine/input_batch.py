@@ -59,7 +59,7 @@ class InputBatch:
             num_latest: number of latest tokens that the device keeps.
         """
         self._place = place
-        # The device has one spare row.
+        # One row more than the host has, because the device has a spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
         # For each row, the index of its sample in the last step that sampled the row; and the rows
@@ -121,7 +121,7 @@ class InputBatch:
         self.num_tokens[rows[starts]] += counts
 
     def step_inputs(self, records: IntArray, *, moves: bool = False) -> HostStep:
-        """Return the inputs of a step: this rank's share of the scheduled tokens.
+        """Return the inputs of a step: the scheduled tokens that this rank runs.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.

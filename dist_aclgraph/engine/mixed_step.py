@@ -17,7 +17,7 @@ def padded_size(plan: RankPlan, inputs: HostStep) -> StepSize:
     """Return this rank's size; if experts are spread, return the largest size of all ranks.
 
     So all ranks call the same collectives with equal shapes. Ranks that split a prompt always use
-    the size of the largest share.
+    the largest number of tokens of any rank.
     """
     if plan.exchange is not None:
         return plan.largest

@@ -30,7 +30,9 @@ class CapturedPieces:
         self.descriptor = descriptor
         self._recording = recording
         self.graphs: list[Any] = []
-        self._outputs: list[tuple[Tensor, ...]] = []  # weak references: the pool reuses memory
+        self._outputs: list[
+            tuple[Tensor, ...]
+        ] = []  # weak references, so that the pool can reuse memory
         self._next = 0
 
     def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -34,8 +34,8 @@ class EventPool:
     def give_back(self, events: Iterable[Any]) -> None:
         """Keep events of a released graph."""
         for event in events:
-            # The next capture waits for the event; torch_npu refuses a second wait without a
-            # record.
+            # The next capture waits for the event. torch_npu refuses a second wait for an event
+            # that was not recorded since the first wait.
             event.record(self._stream)
             self._free.append(event)
 

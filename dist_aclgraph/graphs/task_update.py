@@ -163,7 +163,7 @@ class _TasksAhead:
 
 
 class TaskUpdates:
-    """Synchronizes the tasks of one graph with its replays, as the module's text explains."""
+    """Synchronizes the tasks of one graph with its replays, as the module's docstring explains."""
 
     def __init__(self, tasks: list[UpdatableTask]) -> None:
         self._tasks = tasks

@@ -204,7 +204,7 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Have blocks, used or free, cleaned before the next step."""
+        """Let workers clean these blocks, used or free, before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def ref_count(self, block_id: int) -> int:

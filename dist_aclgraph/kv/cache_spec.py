@@ -134,7 +134,6 @@ class KVCacheSpec:
         return num_blocks * self.bytes_per_block + self.state_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:

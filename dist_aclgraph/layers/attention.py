@@ -43,7 +43,7 @@ class AttentionOperator:
 
     @cached_property
     def overload(self) -> Any:
-        """The overload that writes to given tensors."""
+        """The operator's overload that writes its results to given tensors."""
         return getattr(torch.ops.npu, self.name).out
 
     @cached_property

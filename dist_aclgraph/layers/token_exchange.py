@@ -60,7 +60,8 @@ class AllToAll:
     must run again.
 
     Attributes:
-        factor: this number, divided by the number that is expected if experts are chosen at random.
+        factor: number of tokens that a rank accepts from another rank, divided by the expected
+            number if experts were chosen at random.
     """
 
     group: CommGroup

@@ -262,7 +262,9 @@ class Checkpoint:
         stop: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the existing elements of ``[start, stop)`` along ``dim``, multiplied by scales."""
+        """Return elements ``[start, stop)`` along ``dim``, up to the tensor's end, with scales
+        applied.
+        """
         if (form := self._int4_of(name)) is not None:
             stored = self._stored_int4(name, (shape[0], shape[1]), form)
             floats = stored.read_floats(dim, min(start, shape[dim]), min(stop, shape[dim]))
@@ -310,7 +312,9 @@ class Checkpoint:
             )
 
     def _cut(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return the existing elements of ``[start, stop)`` of ``dim``, as stored, on the host."""
+        """Return elements ``[start, stop)`` of ``dim``, up to the tensor's end, as stored, on the
+        host.
+        """
         source = self._slice(name, shape)
         stop = min(stop, shape[dim])
         start = min(start, stop)

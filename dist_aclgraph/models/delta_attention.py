@@ -77,8 +77,9 @@ class DeltaHeads:
 
 
 class DeltaKind:
-    """State that the layers share: the rank's heads and the rule. Also loads the weights that all
-    forms have.
+    """State that all layers of such a kind share: the rank's heads and the rule.
+
+    Also loads the weights that all forms have.
     """
 
     def __init__(

@@ -42,17 +42,14 @@ class DummyCheckpoint:
         return False  # no optional tensor exists
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor in float32."""
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor in ``dtype``."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return the slice ``[start, stop)`` along ``dim``."""
         return self.read(name, _cut(shape, dim, start, stop))
 
     def read_member(
@@ -66,7 +63,6 @@ class DummyCheckpoint:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return the slice ``[start, stop)`` along ``dim`` of a member of a stack."""
         return self.read(name, _cut(shape[1:], dim, start, stop))
 
     def write_part(
@@ -79,7 +75,6 @@ class DummyCheckpoint:
         """Do nothing: no bias is stored."""
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return the form in which a product gets a matrix: ``dtype``, int8, or four bits."""
         stored = self._int4_formats.of(self._names.stored(name))
         return stored or (torch.int8 if self.quantises else self.dtype)
 
@@ -92,7 +87,6 @@ class DummyCheckpoint:
         stop: int,
         rearrange: Callable[[Tensor], Tensor] | None,
     ) -> Int4Matrix:
-        """Return the slice ``[start, stop)`` along ``dim`` of an [out, in] matrix of four bits."""
         form = self.form_of(name, shape)
         assert isinstance(form, Int4Format)
         out, num_inputs = _cut(shape, dim, start, stop)

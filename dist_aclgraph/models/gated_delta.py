@@ -51,7 +51,7 @@ class GatedDeltaAttention(DeltaAttention):
 
 
 class GatedDeltaKind(DeltaKind):
-    """State that the layers share."""
+    """State that all linear attention layers share."""
 
     def load(self, slices: WeightSlices, index: int) -> GatedDeltaAttention:
         """Return this rank's linear attention of layer ``index``."""

@@ -110,7 +110,7 @@ class GroupedQueryAttention:
 
 
 class GroupedQuery:
-    """State that the layers share: the rank's heads and the rotary tables."""
+    """State that all layers with this attention share: the rank's heads and the rotary tables."""
 
     slot_dtype = torch.int32
     takes_long_queries = True

@@ -20,7 +20,7 @@ from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import Int4Format
 
 WeightSource = Checkpoint | DummyCheckpoint
-# Gets the number of bytes of a weight when the weight is on the device.
+# A function that is called with the number of bytes of each weight that is on the device.
 NotePlaced = Callable[[int], None]
 
 

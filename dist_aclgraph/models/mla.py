@@ -82,8 +82,9 @@ class MultiHeadLatentAttention:
 
 
 class LatentKind:
-    """State that the layers of latent attention share: the rank's heads and the rotary tables. Also
-    reads the weights that all forms of latent attention have.
+    """State that all layers of latent attention share: the rank's heads and the rotary tables.
+
+    Also reads the weights that all forms of latent attention have.
     """
 
     slot_dtype = torch.int64
@@ -176,7 +177,7 @@ class LatentKind:
 
 
 class MultiHeadLatent(LatentKind):
-    """State that the layers share. In these layers, a query attends to all keys that it sees."""
+    """State that the layers share whose queries attend to all keys that they see."""
 
     takes_long_queries = False  # For direct attention, the operator accepts only few queries.
     reads_device_rows = False

@@ -59,7 +59,6 @@ class GroupRows(Columns):
         self._name_columns(self._columns)
 
     def of_rank(self, rank: int) -> RunningRows:
-        """Return the rows of a rank."""
         return RunningRows(self._columns[:, rank], self._recent[rank], self._num_drafts)
 
     def take_off(self, ranks: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ class Prefixes:
         """
         if not self._pool.prefix_cache or request.is_suspect:
             return []
-        if request.sampling.prompt_logprobs >= 0:  # Only computed tokens have logits.
+        if request.sampling.prompt_logprobs >= 0:  # cached tokens have no logits
             return []
         count = (len(request.tokens) - 1) // self._pool.block_size
         self._hash_blocks(request, count)

@@ -142,7 +142,9 @@ class RankScheduler:
     # ---- deciding a step
 
     def lack(self) -> Lack | None:
-        """Return the requests that have too few blocks for the next step; None on a quiet rank."""
+        """Return the requests that have too few blocks for the next step; None if none can lack
+        blocks.
+        """
         return None if self._is_quiet else self._missing_blocks()
 
     def must_wait(self, lack: Lack | None) -> bool:
@@ -455,7 +457,8 @@ class RankScheduler:
             else:
                 victims = {request: request.row for request in rows.select(places)}
                 self._preempt(list(victims))
-                # Workers report compilations by rows, so other requests get these rows last.
+                # Workers report compilations by row number, so these rows are given to other
+                # requests last.
                 left = list(victims.values())
                 self._free_rows = [*left, *(row for row in self._free_rows if row not in left)]
         if self._steady is None and rows.held.any():

@@ -66,7 +66,7 @@ class NewTokens(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the step gives every sampled request one token, and no other result."""
+        """Whether each sampled request got exactly one token, and no request got any other result."""
         return (
             self.counts is None
             and not len(self.non_finite)
@@ -198,7 +198,7 @@ class StepBuilder:
             chunk.length += more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # Exclude requests that arrive while the step runs.
+        if isinstance(indices, slice):  # without requests that arrive later
             indices = slice(0, num_decoding)
         if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]

@@ -18,8 +18,8 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 # Each open request counts as this many tokens, in addition to the uncomputed tokens of its prompt,
 # because it needs a place in every step until it ends.
 REQUEST_TOKENS = 64
-# A cached token counts twice: neither this request nor any other request must wait for its
-# computation.
+# A cached token counts twice, because it saves time for this request and for the requests that wait
+# behind it.
 WORTH_OF_CACHED = 2
 
 

@@ -157,7 +157,6 @@ class RunningRows(Columns):
         return int(self._index_of_row[request.row])
 
     def select(self, indices: Indices) -> list[Request]:
-        """Return the requests at these indices."""
         if isinstance(indices, slice):
             return self.requests[indices]
         return list(map(self.requests.__getitem__, indices.tolist()))

@@ -216,7 +216,7 @@ class Scheduler:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
         if self._in_flight and self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS:
-            return None  # this step may have to run again first
+            return None  # the step in flight may have to run again first
         lacks = [rank.lack() for rank in self.ranks]
         if any(lack and rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
             return None

@@ -14,7 +14,7 @@ from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 FLOAT32_BYTES = 4
-FLOAT32_ELEMENTS = 2  # a float32 takes the place of two elements of 16 bits
+FLOAT32_ELEMENTS = 2  # number of 16-bit elements with the size of a float32
 LOGS = 8  # maximum number of floats for a head's log-sum-exp, alignment included
 
 

@@ -3,8 +3,8 @@
 There are two kinds of changes. A change to a new plan version captures the new graphs one by one in
 quiet steps, and then releases the graphs that the new plan does not contain. A lazy graph is
 captured when the traffic needs it. Steps replay only graphs that exist on every rank. A failed
-capture is undone on all ranks. If another graph was released to make room for the failed capture,
-the released graph is captured again.
+capture is undone on all ranks. If the failed graph is a lazy graph that replaced another graph, the
+other graph is captured again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dist_aclgraph.topology import WorldRank
 
 # Number of steps between two captures, so that no token waits for more than one capture.
 STEPS_BETWEEN = 16
-MAX_FAILURES = 100  # only the latest failures are kept, because a failed shape is tried again
+MAX_FAILURES = 100  # limit of ``failures``, because every retry of a failed shape adds a message
 PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
 
 
@@ -68,7 +68,7 @@ class ChannelRanks:
 
 @dataclass
 class GraphChanges:
-    """Owns the changes that are still to be made.
+    """Owns the changes that have not been made yet.
 
     Attributes:
         costs: for each existing graph, its highest cost on any rank.
@@ -79,7 +79,7 @@ class GraphChanges:
     transaction: GraphTransaction
     costs: dict[BatchDescriptor, CaptureCost]
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
-    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # another thread sets it
+    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # other threads set it
     _coming: GraphPlan | None = None
     _todo: deque[Action] = field(default_factory=deque)
     _last_step: int = -STEPS_BETWEEN
@@ -92,7 +92,6 @@ class GraphChanges:
 
     @property
     def is_changing(self) -> bool:
-        """Whether the change to a new plan is not finished yet."""
         return self._wanted is not None or self._coming is not None
 
     # ---- the loop's thread
@@ -158,7 +157,7 @@ class GraphChanges:
             lazy.leave(victim)
 
     def _capture(self, graph: BatchDescriptor) -> CaptureFailure | None:
-        if graph in self.dispatcher.graphs:  # a lazy graph becomes part of a plan
+        if graph in self.dispatcher.graphs:  # until now, it was a lazy graph
             return None
         self._last_step = self.dispatcher.step
         outcome = self.transaction.capture(graph)

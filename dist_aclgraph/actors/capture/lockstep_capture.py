@@ -31,7 +31,6 @@ class CaptureRecord:
     """The result of capturing a plan.
 
     Attributes:
-        plan: the current plan.
         costs: cost of each graph; the maximum over the ranks.
         rollbacks: messages about captures that were undone.
     """

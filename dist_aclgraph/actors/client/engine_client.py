@@ -2,8 +2,9 @@
 
 One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link. The
 client gives these requests to another engine, or lets them wait (``request_table.py``). If no
-engine will be started, the requests end with an error, so that no request hangs. The client then
-opens a new link to the same engine, and uses this engine again after an answer.
+engine will be started, the requests end with an error, so that no request hangs. After the loss of
+a link, the client opens a new link to the same engine, and uses the engine again after its first
+answer.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
@@ -66,7 +67,7 @@ from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Assumed sizes of an engine's cache, until the engine has told the real sizes.
+# Assumed sizes of an engine's cache until the engine reports its sizes.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,6 @@ class EngineClient:
 
     @property
     def num_resumed(self) -> int:
-        """The number of requests that were resumed on another engine."""
         return self._table.num_resumed
 
     # -- any thread ---------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class EngineClient:
         self._wakeup.wake()
 
     def abort(self, request_id: str) -> None:
-        """End a request, because nobody reads its deltas; unknown ids are ignored."""
+        """Abort a request whose deltas nobody reads; ignore unknown ids."""
         with self._lock:
             engine = self._table.forget(request_id)
         if engine is not None:
@@ -226,7 +226,7 @@ class EngineClient:
                 raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
-        """Return why no group serves, and the progress of the next group's start; else "".
+        """Return why no group serves, and how far the next group's start is; "" if a group serves.
 
         A group serves if it both accepts and runs requests.
         """
@@ -258,17 +258,15 @@ class EngineClient:
             return {kind: self._table.losses[kind] for kind in LOSS_KINDS}
 
     def capacity(self) -> Capacity:
-        """Return the number of groups in each state."""
         with self._lock:
             return Capacity.of(self._table.engines.values())
 
     def states(self) -> dict[str, SeenGroupState]:
-        """Return the state of each group, by the group's name."""
         with self._lock:
             return {engine.name: engine.state for engine in self._table.engines.values()}
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` for the call of ``close``; return whether it was called."""
+        """Wait until ``close`` is called, ``timeout_s`` at most; return whether it was called."""
         return self._closing.wait(timeout_s)
 
     def routed(self) -> dict[str, RoutedCounts]:
@@ -353,7 +351,7 @@ class EngineClient:
             engine.link.send(Goodbye())
 
     def _look_at_outage(self) -> None:
-        """Use the controller's last outlook, and end requests that have waited too long."""
+        """Apply the controller's last ``Outlook``, and end requests that have waited too long."""
         outlook = None
         if self._table.outage.outlook_poller is not None:
             outlook = self._table.outage.outlook_poller.take_answer()
@@ -419,7 +417,7 @@ class EngineClient:
     def _follow(self, token: str, node_id: str) -> None:
         """If the token is new, switch to the deployment of this token.
 
-        The new deployment numbers its group lists from the beginning.
+        The versions of the new deployment's group lists begin again at the lowest number.
         """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
@@ -508,7 +506,7 @@ class EngineClient:
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
         """Let other engines continue this engine's requests; end the queries to this engine."""
-        # The lock is held during the whole move, so that an abort always finds the request at one
+        # The lock is held until all requests are moved, so that an abort finds each request at one
         # engine.
         with self._lock:
             queries, engine.queries = engine.queries, {}

@@ -119,7 +119,7 @@ class Outage:
         return self._past_s + (0.0 if self._began_s is None else now_s - self._began_s)
 
     def hold(self, request: OpenRequest, now_s: float) -> bool:
-        """Let a request wait for a group; return whether it may wait."""
+        """Let a request wait for a group; return False if no group can accept requests again."""
         if not self.may_end:
             return False
         self._requests[request.request_id] = request, self.deadline_s(now_s)
@@ -152,7 +152,7 @@ class Outage:
 
 
 class OutlookPoller:
-    """Asks for outlooks on a private thread, while outlooks are wanted."""
+    """Asks for outlooks on a private thread, while the client wants them."""
 
     def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask

@@ -24,7 +24,7 @@ from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, EngineUnava
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Number of different request numbers on one engine; then the numbers start again at 0.
+# The client numbers its requests on an engine from 0 to this limit, then from 0 again.
 NUMBERS = 1 << 31
 STOPPING = "the service is stopping"
 
@@ -96,7 +96,7 @@ class RequestTable:
         self.router.add(url, cache_blocks, tokens_per_block)
 
     def remove(self, engine: KnownEngine) -> None:
-        """Remove an engine without requests."""
+        """Remove an engine that runs no request of this client."""
         del self.engines[engine.url]
         self.router.remove(engine.url)
 
@@ -109,7 +109,6 @@ class RequestTable:
         return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
 
     def why_dead(self) -> str:
-        """Return why no engine accepts requests."""
         losses = [e.dead_because for e in self.engines.values() if e.dead_because]
         return self.outage.outlook.failure or "; ".join(losses) or STOPPING
 
@@ -172,13 +171,14 @@ class RequestTable:
         Returns:
             The requests that end.
         """
-        # The end of a drained group's process, for example after a roll, is no loss.
+        # The engine of a drained group exits on purpose, so its exit is not counted as a loss.
         if not (engine.dead_because or engine.has_drained or is_over):
             self.losses[engine.link.loss_kind] += 1
         engine.dead_because = reason
         engine.link.is_lost = True
         requests = list(engine.requests.values())
-        # Any request that has made no progress on this engine may be the cause.
+        # Any request that has made no progress on this engine may be the cause of the engine's
+        # death.
         untried = [request.request_id for request in requests if not request.has_run]
         alone = self._trials.alone if engine.is_proven else None
         if untried != [alone]:
@@ -230,7 +230,6 @@ class RequestTable:
         return over
 
     def take_waiting(self) -> list[OpenRequest]:
-        """Remove and return all requests that wait."""
         return self.outage.take_all() + self._trials.take_waiting()
 
     def _give(self, request: OpenRequest, among: Sequence[str] = ()) -> bool:
@@ -251,8 +250,8 @@ class RequestTable:
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
-        # This happens under the lock, so a request that was routed by one version of the group list
-        # is sent before the client confirms the next version.
+        # The request is sent under the lock. So a request that was routed by one version of the
+        # group list is sent before the client confirms the next version.
         self._send(engine, request.submit(number))
         return True
 
@@ -263,7 +262,7 @@ class RequestTable:
         if request.is_probe:
             return False
         request.is_resumed = True
-        # If the engine refused its client, the engine is not dead.
+        # An engine that refuses this client is alive, so the request did not cause its death.
         if engine.link.loss_kind != "refused":
             request.see_death(now_s, is_proof=is_proof)
         return not request.is_cause and self.place(request, now_s)

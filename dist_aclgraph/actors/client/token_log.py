@@ -74,8 +74,8 @@ class OpenRequest:
     def has_run(self) -> bool:
         """Whether the request has made progress on its present engine.
 
-        Its first new token comes from a prefill. So the first token does not show that the request
-        survives a decode step; only the second delta shows this.
+        The request's first new token comes from a prefill, so only its second delta shows that the
+        request survives a decode step.
         """
         return self.num_deltas > 1
 
@@ -94,11 +94,11 @@ class OpenRequest:
         self.num_deaths += 1
 
     def note(self, delta: RequestDelta) -> None:
-        """Store the tokens of a delta. After progress, earlier deaths do not count."""
+        """Store the tokens of a delta. The count of deaths returns to 0 after progress."""
         if delta.token_ids:
             self.append(delta.token_ids)
             self.num_deltas += 1
-            if self.num_deltas > 1:  # ``has_run``, without a call for each delta
+            if self.num_deltas > 1:  # ``has_run``, without the cost of a call
                 self.num_deaths = 0
 
     def append(self, output: bytes) -> None:

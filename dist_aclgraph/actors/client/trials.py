@@ -29,7 +29,6 @@ class Trials:
         self._running: set[str] = set()
 
     def __len__(self) -> int:
-        """The number of requests that wait for their turn."""
         return len(self._waiting)
 
     def __contains__(self, request_id: str) -> bool:
@@ -59,7 +58,7 @@ class Trials:
         self._running.update(request_ids)
 
     def begin_turn(self, has_engine: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Remove the requests of the next turn and return them; return none while a turn runs.
+        """Remove the requests of the next turn and return them; an empty list while a turn runs.
 
         The turns come in this order: requests that lost one engine; then requests that lost several
         engines, one request in each turn; then all requests that lost no engine.

@@ -58,13 +58,13 @@ NPUS_OF_A_NODE = 8
 # The control plane needs no object store memory, but Ray refuses less than 75 MiB.
 OBJECT_STORE_BYTES = 100 << 20
 RAYLET = "raylet"
-# TOO_SLOW is a part of Ray's error message.
+# TOO_SLOW identifies Ray's error for a start that took too long.
 START_ATTEMPTS, TOO_SLOW = 5, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S, ASK_S, RETRY_S = 10.0, 5.0, 1.0
 LOCAL_SILENT_S = 30.0
-# A raylet ends itself if it has waited too long for the control store. A process that cannot watch
-# the raylet waits this much longer.
+# A raylet exits after the control store has been silent for some time. A process that cannot watch
+# the raylet waits for that time plus these seconds.
 RAYLET_ENDS_S = 30.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 
@@ -78,7 +78,7 @@ class ConnectedRay:
 
     Args:
         silent_s: time limit in seconds; if Ray's control store is silent for longer, it counts as
-            dead. ``math.inf`` if its silence is no death.
+            dead. ``math.inf`` if a silent control store never counts as dead.
         daemons: names of Ray's daemons on this machine, by process id.
         clock: monotonic, in seconds.
 
@@ -133,7 +133,6 @@ class ConnectedRay:
             self.death = f"Ray's node manager (raylet) does not answer; see {ray_logs()}"
 
     def stop(self) -> None:
-        """End the watch and the connection to Ray."""
         self.unwatch()
         leave_ray()
 
@@ -152,7 +151,8 @@ class LocalRay(ConnectedRay):
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # Agents run up to a minute longer than their raylet, and hide their command lines.
+        # Agents run up to a minute longer than their raylet, and cannot be found by their command
+        # lines. So their handles are opened now.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
 
@@ -164,7 +164,7 @@ class LocalRay(ConnectedRay):
         self.kill()
 
     def kill(self) -> None:
-        """Kill all processes of this Ray now, even processes that are stopped."""
+        """Kill all processes of this Ray now, even processes stopped by SIGSTOP."""
         self.unwatch()
         processes.kill_handles(self._handles)
         for _ in range(KILL_ROUNDS):  # new processes can start during a round
@@ -248,8 +248,8 @@ def joined(
 ) -> ConnectedRay:
     """Return the connection to a cluster that another process has started.
 
-    Steps do not need the control store. So a control store that does not answer ends no service. If
-    it stays away, the raylet ends itself.
+    Steps do not need the control store. So a service continues while the control store is silent.
+    If the silence lasts too long, the raylet exits.
 
     Args:
         raylet: the id of the raylet's process; None if it cannot be watched.
@@ -273,7 +273,7 @@ def _raylet_of_this_node() -> int | None:
 def protect_token() -> None:
     """Create Ray's token file so that only this user can read it, because the token can run code.
 
-    If Ray created the file, other users could perhaps read it, because the umask would decide.
+    If Ray created the file, the umask would decide whether other users can read it.
     """
     path = _get_default_token_path()
     with suppress(FileNotFoundError):
@@ -358,7 +358,6 @@ def joined_ray(local_address: str | None) -> Iterator[None]:
 
 
 def leave_ray() -> None:
-    """End the connection of this process to Ray."""
     ray.shutdown()
     ray_worker._worker_logs_enabled = True
 
@@ -402,7 +401,7 @@ def _check_listener(address: str) -> None:
 
 def _init(address: str, **options: Any) -> None:
     _check_listener(address)
-    # Ray prints errors of all its processes on stdout, but stdout belongs to the caller.
+    # Ray prints errors of all its processes on stdout, but stdout is for the caller's results.
     ray_worker._worker_logs_enabled = False
     # Ray's messages about daemons and retries mean nothing to a user who runs a model.
     logging.getLogger("ray").setLevel(logging.ERROR)

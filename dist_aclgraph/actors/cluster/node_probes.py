@@ -1,7 +1,7 @@
 """Asks all nodes of a Ray cluster at the same time, with one short-lived actor on each node.
 
-Later questions do not wait for a node that did not answer in time, because it gets no more
-questions.
+A node that did not answer in time gets no more questions, so that later questions do not wait for
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports that a probe has tried. The probe listens on the free ports."""
+    """The ports that a probe has tried. The probe listens on those that were free."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]
@@ -41,7 +41,7 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Call a function of the package version that this node has; return the result."""
+        """Call a function of the package version that is installed on this node."""
         return question()
 
     def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:
@@ -130,7 +130,6 @@ class NodeProbes:
         ray.kill(self._actors[name])
 
     def end(self) -> None:
-        """End all probes."""
         for actor in self._actors.values():
             ray.kill(actor)
 

@@ -29,7 +29,8 @@ from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
-# An emulated NPU needs no resource; the small CPU share lets Ray count and spread the ranks.
+# An emulated NPU is no resource of Ray. Its rank requests this fraction of a CPU, so that Ray
+# counts the ranks and spreads them over the nodes.
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
@@ -264,7 +265,7 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
 
 
 def ask_for(request: BundleRequest, name: str) -> PlacementGroup:
-    """Return a placement group that gets its bundles as soon as there is room for them.
+    """Request a placement group, which gets its bundles when enough resources are free.
 
     Args:
         name: name of the placement group; ``release_all`` searches for it.
@@ -307,8 +308,8 @@ def release_all(prefix: str) -> None:
 def release_dead() -> None:
     """Free the bundles of deployments whose controller and driver have both ended.
 
-    A killed replica of Ray Serve cannot call ``release_all``. Ray does not free its bundles either,
-    because the job of Ray Serve never ends.
+    A killed replica of Ray Serve cannot call ``release_all``. Ray does not free the replica's
+    bundles either, because the job of Ray Serve never ends.
     """
     for entry in placement_group_table().values():
         found = OF_A_CONTROLLER.match(entry["name"])
@@ -326,7 +327,7 @@ def _is_actor(name: str) -> bool:
 
 
 def actor_options(group: PlacementGroup, request: BundleRequest, bundle: int) -> dict[str, Any]:
-    """Return the Ray options that start a worker with one rank's share of a bundle."""
+    """Return the Ray options that start a worker with the resources of one rank."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {

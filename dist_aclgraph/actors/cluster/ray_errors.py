@@ -71,7 +71,7 @@ def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
     """Return the error for a call to a worker; ``rank`` is -1 for a call to another actor."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if rank >= 0 and isinstance(cause, DeviceError | GraphError):
-        # A device error does not contain the rank.
+        # The message of a device error does not name the rank.
         return type(cause)(f"rank {rank} in {phase}: {cause}")
     if isinstance(cause, DistAclGraphError):
         return cause

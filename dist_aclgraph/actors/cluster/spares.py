@@ -12,12 +12,12 @@ from dist_aclgraph.errors import PlacementError
 class Spares:
     """Owns empty placement groups.
 
-    After a placement group was used, ``refill`` requests another one. Ray places it when NPUs are
-    free, e.g. after a node has returned.
+    After ``give`` has released a placement group, ``refill`` requests another one. Ray places that
+    group when NPUs are free, e.g. after a node has returned.
 
     Args:
         deployment: name of the deployment; names of the placement groups begin with it.
-        count: number of lockstep groups for which places are reserved.
+        count: number of lockstep groups for which NPUs are reserved.
     """
 
     def __init__(self, deployment: str, count: int) -> None:
@@ -26,7 +26,7 @@ class Spares:
         self._held: list[PlacementGroup] = []
 
     def hold(self, request: BundleRequest, num_groups: int, timeout_s: float) -> None:
-        """Reserve all places, and wait for them, before the deployment's groups are placed.
+        """Reserve all spares, and wait for their NPUs, before the deployment's groups are placed.
 
         Args:
             request: the resources that one group requests.
@@ -48,7 +48,7 @@ class Spares:
             self._held.append(placement.reserve(request, timeout_s, self._name))
 
     def give(self) -> bool:
-        """Release one reserved place for the next group; return whether a place was reserved."""
+        """Release the NPUs of one spare for the next group; return False if there is no spare."""
         for group in self._held:
             if placement.is_placed(group):
                 self._held.remove(group)
@@ -57,11 +57,10 @@ class Spares:
         return False
 
     def refill(self, request: BundleRequest) -> None:
-        """Request a new reserved place for each place that was released."""
+        """Request a new spare for each spare that was released."""
         while len(self._held) < self._count:
             self._held.append(placement.ask_for(request, self._name))
 
     def release(self) -> None:
-        """Release all reserved places."""
         while self._held:
             placement.release(self._held.pop())

@@ -88,7 +88,7 @@ class Controller:
         self._start_limit = StartLimit(term.slowest_start_s)
         self._entering = threading.Lock()
         self._state = State.PLACING
-        self._entered_s = time.monotonic()  # time when the state was entered
+        self._entered_s = time.monotonic()
         self._progress = Progress(self._state.value)
         self._failure = ""  # why the start failed
         self._groups: list[LockstepGroup] = []
@@ -109,7 +109,6 @@ class Controller:
         return found
 
     def pid(self) -> int:
-        """Return the process id of this process on its node."""
         return os.getpid()
 
     def failure(self) -> str:

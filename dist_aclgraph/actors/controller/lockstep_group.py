@@ -77,7 +77,6 @@ class LockstepGroup:
 
     @property
     def address(self) -> Address:
-        """Where clients reach the group's engine."""
         assert self.opened_at is not None, "opened before it is asked for"
         return self.opened_at
 
@@ -142,7 +141,6 @@ class LockstepGroup:
             self.workers.kill()
 
     def kill(self) -> None:
-        """Kill all actors of the group that are still alive."""
         if self.engine is not None:
             ray.kill(self.engine)
         self.workers.kill()

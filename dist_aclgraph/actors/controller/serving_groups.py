@@ -294,7 +294,7 @@ class ServingGroups:
                     if self.taking == before:
                         raise cause from e
                     raise RollError(self._early_end(planner, cause)) from e
-            self._spares.release()  # groups with the new configuration can have another size
+            self._spares.release()  # the new configuration can change the size of groups
             self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
@@ -396,8 +396,8 @@ class ServingGroups:
     def _make_room(self) -> None:
         """If there is a spare, release its NPUs for the group that replaces a lost group.
 
-        Otherwise Ray can place the group on a dead node, because Ray notices the death of a node
-        late, and counts the node's NPUs as free until then.
+        Without a spare, Ray can place the group on a dead node, because Ray notices the death of a
+        node late, and counts the node's NPUs as free until then.
 
         Raises:
             PlacementError: there is no spare, and there are not enough free NPUs.

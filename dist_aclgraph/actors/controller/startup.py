@@ -45,7 +45,7 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.restarts import StartLimit
 from dist_aclgraph.topology import GroupRank, Ranks
 
-# The first epoch of a group. The epoch grows by 1 each time that the group resumes in place.
+# The first epoch of a group. The epoch grows by 1 each time that the group resumes after a fault.
 EPOCH = 1
 MIB = 1 << 20
 TRIAL_BLOCKS = 2  # In trials, only padding rows use the cache.
@@ -298,7 +298,9 @@ class Startup:
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
-        """Negotiate a plan for ``groups``, give the other memory to caches, capture the plan."""
+        """Negotiate a plan for ``groups``, give the remaining memory to the caches, and capture the
+        plan.
+        """
         config, planner = self._config, self._planner
         negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
         plan = negotiated.plan

@@ -39,7 +39,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),
     State.LOADING: frozenset({State.NEGOTIATING, State.STOPPED}),
     State.NEGOTIATING: frozenset({State.CAPTURING, State.SERVING, State.STOPPED}),
-    # If a bucket fails, the plan shrinks, and ranks confirm the new plan.
+    # If the capture of a bucket fails, the plan shrinks, and ranks confirm the new plan.
     State.CAPTURING: frozenset({State.NEGOTIATING, State.SERVING, State.STOPPED}),
     State.SERVING: frozenset({State.RECOVERING, State.DRAINING, State.STOPPED}),
     State.RECOVERING: frozenset({State.SERVING, State.STOPPED}),

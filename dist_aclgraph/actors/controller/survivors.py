@@ -30,7 +30,7 @@ def gather_survivors(group: LockstepGroup) -> bool:
     """Let the surviving workers leave their group; record the group's lost ranks.
 
     Returns:
-        Whether survivors can join another group. If so, there are survivors, and the places of the
+        Whether survivors can join another group. If so, there are survivors, and the NPUs of the
         lost ranks are free.
     """
     config = group.planner.config

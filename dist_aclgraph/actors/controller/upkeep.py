@@ -177,8 +177,8 @@ class Upkeep:
     def _give_back(self) -> None:
         """Give a restart back for each newly lost group that had served for ``SOUND_S``.
 
-        The limit is for causes that a restart does not remove: such a cause ends each new group
-        soon.
+        The budget limits restarts for causes that a restart does not remove. Such a cause ends each
+        new group soon, so it did not end a group that had served for ``SOUND_S``.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):

@@ -81,7 +81,9 @@ class RayDeployment(Deployment):
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
+        """Return the plan, buckets with counters, eager steps by reason, the ranks and their
+        memory.
+        """
         try:
             return dict(ray.get(self._controller.report.remote(), timeout=2 * ANSWER_S))
         except RayError as e:

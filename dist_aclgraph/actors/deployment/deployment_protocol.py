@@ -19,9 +19,7 @@ class Deployment(Protocol):
         """Return where clients reach the deployment; raise EngineDeadError if it does not serve."""
         ...
 
-    def report(self) -> dict[str, Any]:
-        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
-        ...
+    def report(self) -> dict[str, Any]: ...
 
     def raise_if_dead(self) -> None:
         """Raise EngineDeadError if the deployment does not serve and will not serve again."""

@@ -301,7 +301,9 @@ class LLM:
         return SamplingParams(**self._sampling_defaults)
 
     def report(self) -> dict[str, Any]:
-        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
+        """Return the plan, buckets with counters, eager steps by reason, the ranks and their
+        memory.
+        """
         if self._deployment is None:
             raise EngineUnavailableError("this LLM is closed")
         return self._deployment.report()

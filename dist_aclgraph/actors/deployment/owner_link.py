@@ -1,7 +1,7 @@
 """An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket, so that each process can die: a new
-process then uses the same socket. The ingress repeats a question that got no answer.
+The supervisor of both processes holds the listening socket, so that a process that replaces a dead
+one uses the same socket. The ingress repeats a question that got no answer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OwnerAnswers(Protocol):
 
 
 def listen_for_ingress(path: str) -> socket.socket:
-    """Return a listening socket, which each next owner of the deployment uses again."""
+    """Return a listening socket, which every later owner of the deployment uses, too."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(WAITING)
@@ -103,7 +103,7 @@ class OwnerLink:
         self._thread.join()
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Wait until no ingress is connected, ``seconds`` at most; return whether this is so."""
+        """Wait at most ``seconds`` until no ingress is connected; return False after that time."""
         until_s = time.monotonic() + seconds
         while self._num_linked and time.monotonic() < until_s:
             time.sleep(LOOK_S)
@@ -156,7 +156,7 @@ class OwnerClient:
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Report whether this ingress is open; return the answer; None if no answer arrived."""
+        """Tell the owner whether this ingress admits requests; return its answer, if any."""
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 class EngineSettings:
     """The settings that the controller sends to a group's engine after the graphs are captured."""
 
-    group: int  # the group's number
+    group: int
     epoch: int
     num_blocks: int
     max_model_len: int

@@ -209,7 +209,9 @@ class EngineLoop:
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     def eager_times(self) -> dict[str, float]:
-        """Return the line that fits the times of eager steps; empty if there were too few steps."""
+        """Return the straight line that fits the times of eager steps; empty if there were too few
+        steps.
+        """
         if self._eager_times.count < MEAN_FROM:
             return {}
         base_s, token_s = self._eager_times.line()
@@ -422,7 +424,9 @@ class EngineLoop:
         return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
 
     def report(self) -> dict[str, Any]:
-        """Return plan, buckets with counters, eager steps by reason, ranks: see ``LLM.report``."""
+        """Return the plan, buckets with counters, eager steps by reason, and ranks; see
+        ``LLM.report``.
+        """
         ranks_report = self._report()
         return {
             **ranks_report,

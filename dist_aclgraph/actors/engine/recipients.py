@@ -47,7 +47,6 @@ class Recipients:
         return key is not None and self._links[self._link_of[key]] is link
 
     def remove(self, request_id: str) -> None:
-        """Remove a request."""
         key = self._key_of.pop(request_id)
         self._link_of[key] = NOBODY
         self._left.append(key)

@@ -80,7 +80,6 @@ class Resumption:
         return f"the group comes back from a failure, and goes on where it was: {begun[1]}"
 
     def note_step(self) -> None:
-        """Record that a step has run."""
         self._num_sound += 1
         if self._num_sound == SOUND_STEPS:
             self._in_a_row = 0

@@ -1,1 +1,1 @@
-"""The fork server imports torch_npu once, on machines with fewer cores than processes."""
+"""On machines with fewer cores than processes, one fork server imports torch_npu for all."""

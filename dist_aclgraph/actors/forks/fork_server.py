@@ -1,10 +1,10 @@
 """Forks workers from one process that has imported the libraries of workers.
 
 The import of Ray, torch and torch_npu keeps a core busy for seconds in every worker. On a machine
-with fewer cores than starting processes, the processes compete for the cores. There, the fork
-server imports the libraries once, and all workers are forked from the server, at the start and at
-each replacement. The server opens no device and has no threads, so a forked process is like a new
-process. Ray starts ``fork_client.py`` (``py_executable`` in the workers' runtime environment)
+with fewer cores than starting processes, the processes compete for the cores. On such a machine,
+the fork server imports the libraries once, and all workers are forked from the server, at the start
+and at each replacement. The server opens no device and has no threads, so a forked process is like
+a new process. Ray starts ``fork_client.py`` (``py_executable`` in the workers' runtime environment)
 instead of Python. This program sends arguments, environment and output streams to the server. Ray
 does everything else as usual.
 """
@@ -44,10 +44,10 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 # Limits of a client's request: time in seconds, size in bytes.
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
-# Ray's native library reads two variables once, when the server loads it. The server may start
-# before Ray, so the job's id must be known in advance. Therefore the server uses the id of Ray's
-# first job, and forks only processes of this job. The other variable is the process id of the
-# raylet to watch. The server sets it to the id of a process that never ends, because forked
+# Ray's native library reads two environment variables once, when the server loads it. The server
+# may start before Ray, so the job's id must be known in advance. Therefore the server uses the id
+# of Ray's first job, and forks only processes of this job. The other variable is the process id of
+# the raylet to watch. The server sets it to the id of a process that never ends, because forked
 # processes watch their raylets themselves.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
@@ -141,7 +141,7 @@ class ForkServer:
         self.address = ForkAddress(path, pid, start, child_environment(config))
 
     def disown(self) -> None:
-        """Give up the server in a forked process; the parent keeps the server."""
+        """Forget the server in a forked process; its parent still owns the server."""
         self._directory.disown()
 
     def close(self) -> None:
@@ -211,12 +211,12 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
 
 def _has_left(client: socket.socket) -> bool:
     poll = select.poll()
-    poll.register(client, 0)  # poll reports a hang-up even without a mask
+    poll.register(client, 0)  # poll reports a disconnected client even with an empty event mask
     return bool(poll.poll(0))
 
 
 def _fork() -> int:
-    """Call ``os.fork``. Return -1 if the system refuses; the client then starts a Python."""
+    """Call ``os.fork``. Return -1 if the system refuses; the client then starts a new Python."""
     try:
         return os.fork()
     except OSError as e:
@@ -258,7 +258,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Let Ray's native library read the variables again. It has read only the server's values."""
+    """Let Ray's native library read the variables again; it has read only the server's values."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # the module is compiled
 
     Config.initialize("")
@@ -271,7 +271,8 @@ def main() -> None:
     if os.getppid() != started_by:
         return  # the parent has ended already
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        # Imported objects stay. Collections would take a third of the time of the imports.
+        # Imported objects are never freed, and collections would take a third of the time of the
+        # imports.
         gc.disable()
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForkingStarter(ProcessStarter):
-    """Owns a fork server from the first command until ``close``. All methods: any thread.
+    """Owns a fork server from the first command until ``close``. Any thread may call all methods.
 
     If this object is sent to another process, the copy uses the server that the last command used.
 
@@ -56,7 +56,7 @@ class ForkingStarter(ProcessStarter):
     def _find_server(self, config: Config) -> ForkAddress | None:
         """Return a server that forks processes for this configuration; None if no server can."""
         if not is_emulated_here(config.device.kind):
-            # This class is chosen for emulated devices, but a roll can end the emulation.
+            # This class is chosen for emulated devices, but a roll can change to real devices.
             return None
         with self._lock:
             if self._lent is not None and self._lent.serves(config):

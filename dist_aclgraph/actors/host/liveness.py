@@ -39,8 +39,8 @@ class Silence:
     Args:
         limit_s: maximum silence in seconds.
         clock: monotonic, in seconds.
-        every_s: usual time between two calls of ``listen``; one call counts at most twice this
-            time. By default, the interval between heartbeats.
+        every_s: usual time between two calls of ``listen``; one call adds at most twice this time
+            to the silence. By default, the interval between heartbeats.
     """
 
     def __init__(

@@ -33,13 +33,13 @@ class ProcessStarter:
         return []
 
     def renew(self) -> None:
-        """Replace the fork server, which can hang. Does nothing without a fork server."""
+        """Replace the fork server, because it can hang. Does nothing without a fork server."""
 
     def end_started(self) -> None:
         """Kill all processes that Ray has not started itself."""
 
     def disown(self) -> None:
-        """Give up, in a forked process, everything that this object owns. The parent keeps it."""
+        """In a forked process, forget what this object owns; the parent still owns it."""
 
     def close(self) -> None:
         """Start no more processes, and free everything that this object owns."""

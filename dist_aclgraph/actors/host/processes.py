@@ -141,7 +141,7 @@ def count_threads(pid: int) -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return this machine's memory, and the part that programs can still get, in bytes."""
+    """Return this machine's memory, and the memory that programs can still get, in bytes."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     sizes = {name: int(kib) << 10 for name, kib, *_ in lines}
     return sizes["MemTotal:"], sizes["MemAvailable:"]

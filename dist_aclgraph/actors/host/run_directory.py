@@ -1,8 +1,9 @@
-"""A directory for socket files. Only this user may enter it. Paths of sockets must be short.
+"""A directory for socket files. Only this user may enter it.
 
-The owner holds a lock in the directory until the owner ends. A process id would not show whether
-the owner is alive, because several containers can share one temporary folder, and each container
-has its own process ids.
+Its path is short, because the system limits the length of a socket's path. The owner holds a lock
+in the directory until the owner ends. A process id would not show whether the owner is alive,
+because several containers can share one temporary folder, and each container has its own process
+ids.
 
 A directory has a hidden name while it is created or removed. If such a directory is unlocked, its
 process was killed, or the process has just begun to create the directory. In both cases ``sweep``
@@ -36,7 +37,7 @@ class RunDirectory:
             pass  # another process has removed the new directory
 
     def _make(self) -> bool:
-        """Create a directory and lock it; return whether the directory still exists."""
+        """Create a directory and lock it; return False if another process removed the directory."""
         new = Path(tempfile.mkdtemp(prefix=UNFINISHED))
         path = new.with_name(new.name.removeprefix("."))
         lock = -1

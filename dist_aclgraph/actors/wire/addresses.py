@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-# Seconds: first and longest pause while all ports are in use.
+# Seconds of the first pause, and of the longest pause, while all ports are in use.
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 
@@ -163,7 +163,8 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # Options apply only to addresses that are bound later, so these apply only to TCP.
+        # Socket options apply only to addresses that are bound later, so these options apply only
+        # to TCP.
         owned.curve_server = True
         # Without this option, any key would be accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -41,8 +41,8 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Maximum number of frames that wait for one peer. It limits peers that are no clients, because a
-# client reaches its limit of bytes first.
+# Maximum number of frames that wait for one peer. The limit matters only for peers that are no
+# clients, because a client reaches its limit of bytes first.
 MAX_QUEUED_FRAMES = 1 << 16
 # Maximum number of frames read at once, so that many frames do not delay a heartbeat.
 FRAMES_A_TURN = 256

@@ -30,7 +30,7 @@ FRAMES_A_TURN = 256
 LAST_WORDS_MS = 100
 # Why a link is lost. gone: the engine's process has ended. silent: no heartbeat for too long.
 # failed: the engine reports the end of its group. refused: the engine refuses the client. broken:
-# the engine has sent junk.
+# the engine has sent invalid frames.
 LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 REFUSALS = (

@@ -71,7 +71,7 @@ class FrameReader:
 
     @staticmethod
     def _end(data: bytes | bytearray) -> int:
-        """Return the end of the first frame; 0 while its length has not arrived."""
+        """Return the number of bytes of the first frame; 0 while its length has not arrived."""
         if len(data) < LENGTH.size:
             return 0
         (size,) = LENGTH.unpack_from(data)
@@ -222,7 +222,7 @@ class LocalPeers:
         return dp_rank
 
     def _send(self, peer: _Peer, data: bytes) -> None:
-        """Send the bytes that the connection accepts now, and later the other bytes."""
+        """Send as many bytes as the connection accepts now; the others are sent later."""
         sent = 0 if peer.unsent else self._sent(peer, data)
         if sent < len(data):
             if not peer.unsent:

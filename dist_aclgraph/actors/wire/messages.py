@@ -146,7 +146,10 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine refuses the client, or stops serving the client. The last message to a client."""
+    """The engine refuses the client, or stops serving the client.
+
+    This is the last message to the client.
+    """
 
     reason: str
 

@@ -143,7 +143,7 @@ class StepSender:
         return self._local.num_workers + remote
 
     def send(self, message: StepPlan | ToAllWorkers) -> None:
-        """Send each worker its part of a step's plan, or send one message to all workers."""
+        """Send each worker its data-parallel rank's plan, or send one message to all workers."""
         if isinstance(message, StepPlan):
             parts = map(message.for_rank, range(self._num_batches))
             frames = list(map(encoder.encode, parts))

@@ -99,7 +99,7 @@ def join_rank(
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # The check of the mode depends on this process's environment.
+    # The permitted graph modes depend on this process's environment.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_servable_spec(config)
     # Bind the cores before torch_npu starts its threads, because the threads inherit the cores.
@@ -169,7 +169,7 @@ def _check_chip(
 
 @contextmanager
 def _host_threads(num_processes: int) -> Iterator[None]:
-    """Let torch use this process's share of the cores, which ``num_processes`` processes share."""
+    """Limit torch's threads, because ``num_processes`` processes use the same cores."""
     import torch
 
     before = torch.get_num_threads()
@@ -412,7 +412,9 @@ class RunningRank:
         return "uce_kv" if lies_in(memory, caches) else "uce_tensor"
 
     def resume(self, *, keeps_kv: bool = True) -> None:
-        """Make the device usable again after an abort. Graphs and needed KV stay valid.
+        """Make the device usable again after an abort.
+
+        Graphs stay valid, and so does the KV that requests still need.
 
         Raises:
             DeviceError: the device does not recover, or memory that is still needed is faulty.

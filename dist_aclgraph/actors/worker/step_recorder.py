@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
 MAGIC = b"STEPS001"
 NUM_STEPS = 256
-# Number of files per node; a new file beyond it removes the oldest files of ended ranks.
+# Maximum number of files per node. When it is exceeded, the oldest files of ended ranks are
+# removed.
 KEPT_FILES = 64
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
 # States of the host. The name of a stage means that this stage has ended. BEGUN: a step has begun,
@@ -106,7 +107,8 @@ class FileRecorder(StepRecorder):
         _sweep(folder)
         path = folder / f"rank-{rank}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
         with open(path, "x+b") as file:
-            # Without this, a store to a page would kill the process if the disk were full.
+            # The space is reserved, because a store to a page would kill the process if the disk
+            # were full.
             os.posix_fallocate(file.fileno(), 0, SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         host = socket.gethostname().encode()[:64]

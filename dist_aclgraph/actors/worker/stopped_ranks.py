@@ -24,7 +24,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
 
 ENGINE_GONE = "EngineDeadError"
 MIN_STEPS = 16  # ranks are compared by their waits only after this number of steps
-SLOW = 0.5  # a rank is slow if it waits less than this share of the wait of each other rank
+SLOW = 0.5  # a rank is slow if it waits less than this fraction of every other rank's wait
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class Worker:
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
-        """Return this worker's place. After this call, the worker ends when its raylet ends."""
+        """Return where this worker runs. After this call, the worker ends when its raylet ends."""
         if self._stage is None:
             leave_with_raylet()
             self._log.open(self._config.logging)

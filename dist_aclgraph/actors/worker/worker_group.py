@@ -208,7 +208,6 @@ class WorkerGroup:
         return [place for place in places.values() if place is not None]
 
     def kill(self) -> None:
-        """Kill all workers now."""
         for worker in self.workers:
             ray.kill(worker)
         if self.bundles is not None:

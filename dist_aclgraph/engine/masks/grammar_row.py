@@ -64,7 +64,7 @@ class Row:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether the row must wait."""
+        """Whether the row must wait for the compilation of its grammar."""
         return not self._is_compiled
 
     @property
@@ -137,14 +137,14 @@ class Row:
         return matcher.try_consume_tokens([token]) == 1
 
     def charge(self, took_s: float, num_tokens: int) -> None:
-        """Count the CPU time of masks; complain if they take too much.
+        """Count the CPU time of masks; set ``complaint`` if it exceeds the limit.
 
         Args:
             num_tokens: number of tokens that were added.
         """
         self._spent_s += took_s
         self._num_charged += num_tokens
-        # Tokens of a continued output are added at once.
+        # ``num_tokens`` can be large, because the tokens of a continued output are added at once.
         if (
             took_s > MAX_MASK_S + TOKEN_S * num_tokens
             or self._spent_s > MAX_MASK_S + TOKEN_S * self._num_charged

@@ -42,7 +42,7 @@ class Grammars:
         self._second: tuple[llguidance.LLMatcher, int] | None = None  # see ``consume``
         self._kept: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
         self._sizes: dict[tuple[str, str], int] = {}  # number of bytes of each grammar in ``_kept``
-        self._num_bytes = 0  # their sum
+        self._num_bytes = 0  # sum of the values of ``_sizes``
 
     def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
         """Return the matcher of a structure's grammar as a future; begin to compile a new grammar.

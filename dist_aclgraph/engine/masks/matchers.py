@@ -202,7 +202,7 @@ class Matchers:
                 continue
             if complaint := self._rows[row].complaint:
                 self._failed[sample] = complaint
-            own[num_logits:] = own[num_logits - 1]  # the other places repeat the last one
+            own[num_logits:] = own[num_logits - 1]  # places without a logit repeat the last mask
         if not wanted:
             return None
         first = np.array([index for index, _ in wanted], np.int32) * size

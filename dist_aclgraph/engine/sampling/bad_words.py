@@ -23,8 +23,8 @@ class Forbidden(NamedTuple):
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
-        before: the preceding token after which ``tokens`` is forbidden; -1 if the host has found
-            this token itself.
+        before: the preceding token after which ``tokens`` is forbidden; -1 if the host has already
+            compared the preceding token.
         coming: index of the actual previous token among the tokens that a step in flight samples.
     """
 

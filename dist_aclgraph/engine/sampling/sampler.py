@@ -92,7 +92,8 @@ def _suppress(
 def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
     """Forbid the tokens that top-k, top-p or min-p excludes; other rows stay unchanged.
 
-    Top-p counts only tokens that top-k keeps. Top-k keeps or drops tokens of equal logits together.
+    Top-p counts only tokens that top-k keeps. Of several tokens with equal logits, top-k keeps all
+    or none.
     """
     if places.wide_top_k is not None:
         logits = _keep_top_k(logits, places.wide_top_k)

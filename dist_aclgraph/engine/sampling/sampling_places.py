@@ -114,7 +114,6 @@ class SamplingPlaces:
 
     @property
     def depends_on_positions(self) -> bool:
-        """Whether the tokens depend on their positions."""
         return self.temperature is not None or bool(self.suppressed)
 
     def suppressed_at(self, positions: IntArray) -> Iterator[tuple[int, int]]:
@@ -239,7 +238,9 @@ def _send_least(
 
 def _column(values: np.ndarray, to_device: ToDevice) -> Tensor:
     """Send [n] numbers, and return them as [n, 1]."""
-    return to_device(values.copy()).unsqueeze(-1)  # The copy closes gaps between record fields.
+    return to_device(values.copy()).unsqueeze(
+        -1
+    )  # a contiguous copy: values can be a column of records
 
 
 @dataclass(frozen=True)

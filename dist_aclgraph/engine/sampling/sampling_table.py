@@ -89,7 +89,6 @@ class SamplingTable:
         self.version = 0
 
     def set(self, row: int, sampling: RowSampling) -> None:
-        """Set the parameters of a row."""
         self.version += 1
         reported = self._settings["prompt_logprobs"]
         self._settings[row] = tuple(getattr(sampling, name) for name in COLUMNS.names or ())

@@ -79,9 +79,9 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
     output_config: Annotated[Raw, schemas.OUTPUT_CONFIG] = ABSENT
-    # A value in this field is refused.
+    # The service refuses a value in this field.
     mcp_servers: Annotated[Raw, IGNORED] = ABSENT
-    # Without effect.
+    # The service ignores these fields.
     betas: Annotated[Raw, IGNORED] = ABSENT
     cache_control: Annotated[Raw, IGNORED] = ABSENT
     context_management: Annotated[Raw, IGNORED] = ABSENT
@@ -188,7 +188,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    # Without effect.
+    # The service ignores these fields.
     metadata: Annotated[Raw, schemas.OBJECT] = ABSENT
     service_tier: str | None = None
     container: Annotated[Raw, IGNORED] = ABSENT

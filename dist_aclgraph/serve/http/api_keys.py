@@ -84,7 +84,8 @@ class ApiKeys:
         self._keys = fixed
         self._seen: Any = None
         self._problem = ""
-        # Minus infinity, not a reading of this machine's clock: another machine may use a copy.
+        # Minus infinity, so that a copy on another machine, whose clock differs, checks the file at
+        # once.
         self._next_look_s = -math.inf
         if path is not None:
             self._read(path)
@@ -100,7 +101,7 @@ class ApiKeys:
         return found[0] if found else None
 
     def _look(self, path: Path) -> None:
-        """Read the file if it has changed."""
+        """Read the file if it has changed. If it cannot be used, log the error once."""
         try:
             if self._read(path):
                 log.info("serve.api_keys_file %s was read again: %d keys", path, len(self._keys))

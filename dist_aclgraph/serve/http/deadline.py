@@ -31,7 +31,6 @@ class ClientDeadline:
             self.set(seconds)
 
     def clear(self) -> None:
-        """Remove the deadline."""
         self._due_s = None
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Edge:
-    """Checks access, limits and free slots, then admits the request. Streams are not changed.
+    """Checks access, limits and free slots, then admits the request. Responses are not changed.
 
     Owns the request counts of the API keys.
 

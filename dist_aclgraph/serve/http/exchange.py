@@ -69,7 +69,6 @@ class HttpExchange:
         self._has_news.set()
 
     async def run(self) -> None:
-        """Let the application answer."""
         try:
             await self._app(self.scope, self.receive, self.send)
             if not (self.is_complete or self._is_disconnected):

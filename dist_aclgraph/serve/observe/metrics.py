@@ -277,7 +277,7 @@ class _EngineCollector(Collector):
         self._client = client
 
     def describe(self) -> list[Metric]:
-        return []  # registering must not query the engines
+        return []  # registering the collector must not query the engines
 
     def collect(self) -> Iterator[Metric]:
         try:

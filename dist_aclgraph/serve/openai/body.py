@@ -96,7 +96,7 @@ class BodyBudget:
             )
 
     def take(self, num_bytes: int) -> bool:
-        """Count more bytes of a journal if the limit allows them; return whether it does."""
+        """Count more bytes of a journal; if the limit forbids this, return False instead."""
         has_room = self.num_bytes + num_bytes <= self.max_bytes // 2
         if has_room:
             self.num_bytes += num_bytes
@@ -163,7 +163,6 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def is_strict(self) -> bool:
-        """Whether the service is strict."""
         return bool(self.__struct_config__.forbid_unknown_fields)
 
 
@@ -258,10 +257,10 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Ite
 
 
 def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Yield index and fields of each object in a list; for a single object, an empty index and its
+    """Yield ``[index]`` and fields of each object in a list; for a single object, "" and its
     fields.
 
-    Other values have no parts. Wrong values are found later, when the field is decoded.
+    Yields nothing for other values. Wrong values are found later, when the field is decoded.
     """
     begin = bytes(memoryview(value)[:1])
     try:

@@ -46,7 +46,6 @@ class CompletionSlots:
 
     @property
     def is_full(self) -> bool:
-        """Whether no slot is free."""
         return self._taken >= self.total
 
     def acquire(self, count: int, *, is_owed: bool = False) -> None:

@@ -79,7 +79,7 @@ class NotJsonError(RequestError):
 
 
 class RateLimitError(RequestError):
-    """The request's API key has reached a limit. A retry makes sense after ``retry_after_s``."""
+    """The request's API key has reached a limit. A retry can succeed after ``retry_after_s``."""
 
     code = "rate_limit_exceeded"
 

@@ -143,7 +143,7 @@ class Generation:
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
     _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
-    _num_slots: int = 0  # in addition to the slot that the HTTP request already has
+    _num_slots: int = 0  # without the slot that the HTTP request already has
     _num_open: int = 0  # number of choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
 
@@ -252,7 +252,7 @@ class Generation:
         try:
             for piece in self._with_report(self._advance(choice, delta, now_s)):
                 sink.add_piece(piece)
-        except Exception as e:  # after any exception, the client must get an end
+        except Exception as e:  # any exception: the client must get an error
             self._fail(sink, e)
             return
         if choice.is_done:

@@ -1,4 +1,4 @@
-"""Reads texts in parts and makes messages for chat templates. For all APIs except chat."""
+"""Reads texts that clients send in parts; makes messages for templates of all APIs except chat."""
 
 from __future__ import annotations
 

@@ -108,12 +108,12 @@ class ResponsesRequest(Body, kw_only=True):
     thinking_tokens: int | None = None
     thinking_token_budget: int | None = None
     thinking_budget: int | None = None
-    # A value in one of these fields is refused.
+    # The service refuses a value in one of these fields.
     previous_response_id: str | None = None
     conversation: Annotated[Raw, schemas.NO_VALUE] = ABSENT
     prompt: Annotated[Raw, schemas.NO_VALUE] = ABSENT
     background: bool | None = None
-    # Without effect.
+    # The service ignores these fields.
     store: bool | None = None
     metadata: Annotated[Raw, schemas.OBJECT] = ABSENT
     user: str | None = None

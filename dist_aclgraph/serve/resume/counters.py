@@ -8,7 +8,7 @@ import struct
 import termios
 from typing import NamedTuple
 
-# tcpi_state, tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info, linux/tcp.h
+# Fields of struct tcp_info (linux/tcp.h): tcpi_state, tcpi_bytes_acked and tcpi_bytes_received.
 _INFO_BYTES = 232
 _COUNTS = struct.Struct("=B119xQQ")
 _ESTABLISHED = 1  # linux/tcp_states.h

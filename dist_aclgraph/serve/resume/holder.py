@@ -114,7 +114,7 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The supervisor's end of the link. Owns the descriptors that it holds."""
+    """The supervisor's side of the link. Owns the descriptors that it holds."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}
@@ -124,7 +124,7 @@ class ConnectionHolder:
         return len(self._held)
 
     def open(self) -> socket.socket:
-        """Return the other end of a new link, for the next process that is forked.
+        """Return the socket for the other side of a new link, which the next forked process uses.
 
         The signal SIGIO tells this process that a message has arrived. The caller must handle
         SIGIO, which would otherwise end this process.
@@ -139,7 +139,7 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """In the forked process: return the link. After that, this object owns no descriptors."""
+        """Return the link, in the forked process. After that, this object owns no descriptors."""
         self._close_link()
         left, self._held = self._held, {}
         return HolderLink(others, left)

@@ -39,7 +39,7 @@ class JournalBudget(Protocol):
     """Limits the memory of all journals."""
 
     def take(self, num_bytes: int) -> bool:
-        """Count more bytes if the limit allows them; return whether it does."""
+        """Count more bytes; return False, and count nothing, if the limit forbids it."""
         ...
 
     def give_back(self, num_bytes: int) -> None: ...

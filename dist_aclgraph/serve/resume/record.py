@@ -111,8 +111,8 @@ class ConnectionRecord:
         return self._resumed is not None and self._resumed.journal is not None
 
     def hold(self, descriptor: int) -> None:
-        """Let the supervisor hold the connection, unless it holds the maximum number. No request
-        may be running.
+        """Let the supervisor hold the connection, unless it holds the maximum number of
+        connections.
         """
         self._descriptor = descriptor
         if self._memory is not None or self._link is None or not self._link.has_room:
