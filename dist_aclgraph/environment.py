@@ -60,7 +60,6 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def take_over_environment(variables: Mapping[str, str]) -> None:
-    """Replace this process's environment."""
     os.environ.clear()
     os.environ.update(variables)
 

@@ -50,7 +50,7 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
         ConfigError: an option has no counterpart here.
     """
     left = deque(args)
-    # A model after these values would look like a further value.
+    # If the model followed these values, it would be read as a further value.
     is_model_first = bool(args) and not args[0].startswith("-")
     while left:
         argument = left.popleft()

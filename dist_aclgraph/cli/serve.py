@@ -36,7 +36,7 @@ from dist_aclgraph.serve.resume.holder import HolderLink
 
 log = logging.getLogger(__name__)
 SILENT_S = 30.0  # must be longer than the owner's time limit for its controller's answer
-END_S = 180.0  # time that the deployment has to stop after draining
+END_S = 180.0  # seconds that the deployment may take to stop after draining
 
 
 def serve(config: Config, start: Start | None = None) -> None:

@@ -3,7 +3,8 @@
 Requests with few tokens come first in the step, and run on all ranks. Each later request is cut
 into twice as many chunks as there are ranks, and rank r runs chunk r and chunk last - r. With
 causal attention, two such chunks together cost the same on every rank. Chunk lengths differ by at
-most one token; a chunk may be empty. Ranks pad their tokens to the largest share.
+most one token; a chunk may be empty. Every rank pads its tokens to the largest number of tokens of
+any rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PromptSplit:
-    """The shares of all ranks in one step.
+    """The tokens of one step that each rank runs.
 
     Attributes:
         num_whole_tokens: number of tokens that every rank runs; they are first in the step.
@@ -86,7 +87,7 @@ class PromptSplit:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the largest share; all ranks pad their tokens to this number."""
+        """Largest number of tokens of any rank; all ranks pad their tokens to this number."""
         shares = (sum(p.stop - p.start for p in share) for share in self.pieces)
         return self.num_whole_tokens + max(shares)
 

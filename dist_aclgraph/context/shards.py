@@ -58,7 +58,10 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position that a shard keeps; it has no token of a shorter request."""
+        """Return the first position that a shard keeps.
+
+        It keeps no token of a request that ends before.
+        """
         return shard * self.interleave
 
     def slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:

@@ -71,7 +71,6 @@ class LaunchGate:
         self._lock.release()
 
     def open(self) -> None:
-        """Open the gate again."""
         self._is_closed = False
 
     def _enter(self) -> None:

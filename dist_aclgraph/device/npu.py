@@ -170,12 +170,11 @@ class Npu:
         runtime().empty_cache()
 
     def fault_of(self, error: BaseException) -> DeviceFault | None:
-        """Return the cause of a stopped device, or None if unknown. Call this once for each error,
-        on the thread that got the error.
+        """Return the cause of a stopped device, or None if unknown.
 
-        A library above CANN's runtime may only report that the runtime has refused a launch: HCCL
-        uses one code for all causes. The runtime stores its own code for each thread, until the
-        code is read.
+        Call this once for each error, on the thread that got the error. A library above CANN's
+        runtime can hide the cause: HCCL uses one code for all refused launches. The runtime stores
+        its own code for each thread, until the code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)

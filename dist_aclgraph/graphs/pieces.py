@@ -32,7 +32,7 @@ class CapturedPieces:
         self.graphs: list[Any] = []
         self._outputs: list[
             tuple[Tensor, ...]
-        ] = []  # weak references, so that the pool can reuse memory
+        ] = []  # weak references, so the pool can reuse memory
         self._next = 0
 
     def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -126,7 +126,7 @@ class GatedDelta:
         n, heads, d = mixed.shape[0], 2 * self.num_key_heads, self.key_dim
         v = mixed[:, heads * d :].to(beta.dtype).view(n, self.num_value_heads, self.value_dim)
         rows = mixed[:, : heads * d].reshape(n, heads, d)
-        # The norm adds its epsilon to the mean of squares.
+        # The norm adds its epsilon to the mean of ``d`` squares, not to their sum.
         rows = torch.ops.npu.npu_rms_norm(rows, self.unit, UNIT_EPS / d)[0].to(beta.dtype)
         q, k = rows.chunk(2, 1)
         return DeltaInputs(q, k, v, g, beta)

@@ -262,9 +262,7 @@ class Checkpoint:
         stop: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return elements ``[start, stop)`` along ``dim``, up to the tensor's end, with scales
-        applied.
-        """
+        """Return ``[start, stop)`` along ``dim``, up to the tensor's end, multiplied by scales."""
         if (form := self._int4_of(name)) is not None:
             stored = self._stored_int4(name, (shape[0], shape[1]), form)
             floats = stored.read_floats(dim, min(start, shape[dim]), min(stop, shape[dim]))
@@ -312,9 +310,7 @@ class Checkpoint:
             )
 
     def _cut(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of ``dim``, up to the tensor's end, as stored, on the
-        host.
-        """
+        """Return ``[start, stop)`` of ``dim``, up to the tensor's end, as stored, on the host."""
         source = self._slice(name, shape)
         stop = min(stop, shape[dim])
         start = min(start, stop)

@@ -122,7 +122,7 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """State that the layers share; it is the state of latent attention."""
+    """State that all sparse layers share; it is the state of latent attention."""
 
     takes_long_queries = True
     reads_device_rows = True

@@ -32,8 +32,7 @@ class Autoscaler:
     One group is added if more than ``target_waiting`` requests per group have been waiting for
     ``up_s`` without a break. One group is removed if two conditions have been true for ``down_s``
     without a break: no request was waiting, and the running requests would have filled at most half
-    of the other groups. So the other groups have room after the removal, and no request has to
-    wait.
+    of the other groups. So after the removal, the other groups can run all requests at once.
     """
 
     config: AutoscaleConfig

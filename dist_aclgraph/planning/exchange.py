@@ -22,7 +22,7 @@ from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 # all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
 # times were not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-# Minimum number of rows per rank; a few tokens are spread less evenly than many tokens.
+# Minimum capacity in rows per rank, because a few tokens are spread less evenly than many tokens.
 MIN_CAPACITY = 16
 
 

@@ -3,9 +3,9 @@
 RESUME keeps all processes: their devices' work is aborted, their communicators are resumed, and the
 interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
 is lost: requests are computed again from their first token. REJOIN keeps the running processes and
-their weights: lost processes are started again in the same places, and all processes join a new
-group; KV and graphs are lost. REBUILD replaces the group by another group, which can run in other
-places. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
+their weights: lost processes are started again on the same NPUs, and all processes join a new
+group; KV and graphs are lost. REBUILD replaces the group by another group, which can run on other
+NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations

@@ -142,9 +142,7 @@ class RankScheduler:
     # ---- deciding a step
 
     def lack(self) -> Lack | None:
-        """Return the requests that have too few blocks for the next step; None if none can lack
-        blocks.
-        """
+        """Return the requests with too few blocks for the next step; None if all have enough."""
         return None if self._is_quiet else self._missing_blocks()
 
     def must_wait(self, lack: Lack | None) -> bool:

@@ -121,8 +121,8 @@ class Int4Matrix:
     Attributes:
         part: the part of the weights to which the matrix belongs (``matrices_of``).
         name: the matrix's name in a layer, ``experts.*`` for all experts.
-        num_layers: number of layers; a layer in which some experts have four bits is counted by
-            their share.
+        num_layers: number of layers; a layer in which only some experts have four bits counts as
+            the fraction of these experts.
     """
 
     part: str

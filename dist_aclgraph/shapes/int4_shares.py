@@ -53,7 +53,7 @@ class _Inner(NamedTuple):
     """An inner width of a layer.
 
     Attributes:
-        ending: the width concerns the matrices of the part whose names end so.
+        ending: ending of the names of the matrices that have this width.
         num_ranks: number of ranks that share the width.
     """
 

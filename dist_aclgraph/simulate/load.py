@@ -4,7 +4,7 @@ A trace is a file of JSON lines, or of CSV with a header. Each line is either
 
 - a batch, which is one step of a rank. Columns: ``decode`` (number of requests that decode); or
   ``num_reqs`` and ``query_len``; or ``tokens`` (a mixture of prefill and decode; if prompts are
-  split, the rank's share); or
+  split, only the rank's tokens); or
 - a request. Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``. Lines are in the order of
   arrival. Further columns if prompts share prefixes: ``shared_tokens``, the length of the shared
   prefix, and ``shared``, the number of the prefix if there are several prefixes.

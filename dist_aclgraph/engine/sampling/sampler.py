@@ -45,7 +45,7 @@ def choose_tokens(
 
     Args:
         logits: [n, vocab], any float type; they are not modified.
-        positions: [n], positions of the sampled tokens; not used unless
+        positions: [n], positions of the sampled tokens; used only if
             ``places.depends_on_positions``.
         counts: counts of earlier tokens, for rows that have penalties.
         to_device: copies a small array to the device.

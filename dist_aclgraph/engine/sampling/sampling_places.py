@@ -238,9 +238,7 @@ def _send_least(
 
 def _column(values: np.ndarray, to_device: ToDevice) -> Tensor:
     """Send [n] numbers, and return them as [n, 1]."""
-    return to_device(values.copy()).unsqueeze(
-        -1
-    )  # a contiguous copy: values can be a column of records
+    return to_device(values.copy()).unsqueeze(-1)  # ``copy`` makes columns contiguous
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class UpdatableGraph:
         operator: str = OPERATOR,
         at_once: bool = False,
     ) -> None:
-        # This imports torch; only a child process may do so.
+        # The next import loads torch; only a child process may do this.
         from dist_aclgraph.device.npu import update_at_once
 
         torch = bench.torch
@@ -226,7 +226,7 @@ class UpdatableGraph:
 
 def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
     """Ask about version 2 of attention, with the same way of updating as in the runtime."""
-    # This imports torch; only a child process may do so.
+    # The next import loads torch; only a child process may do this.
     from dist_aclgraph.device.npu import update_at_once
 
     return ask(bench, operator=OPERATOR_V2, at_once=update_at_once(OPERATOR_V2) is not None)
@@ -325,7 +325,7 @@ def _other_operator(bench: Bench) -> str:
 
 
 def _ai_cpu(bench: Bench) -> str:
-    # This imports torch; only a child process may do so.
+    # The next import loads torch; only a child process may do this.
     from dist_aclgraph.device.npu import ai_cpu_operators
 
     x = bench.torch.ones(8, device="npu")

@@ -9,7 +9,7 @@ from dist_aclgraph.shapes.families.experts import read_deepseek_experts
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
-ROTATED_PART = 0.5  # default value, if config.json has none
+ROTATED_PART = 0.5  # rotated part of a head, if config.json has no value
 
 
 def read_glm4_moe(config: ModelConfig) -> ModelSpec:

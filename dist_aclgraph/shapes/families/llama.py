@@ -1,4 +1,4 @@
-"""Llama: biases everywhere or nowhere."""
+"""Llama: all four products of attention have biases, or none has; the same holds for the MLP."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dist_aclgraph.shapes.families.qwen import read_qwen_experts
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 
-ROTATED_PART = 0.25  # default value, if config.json has none
+ROTATED_PART = 0.25  # rotated part of a head, if config.json has no value
 SHARED_NAME = (".mlp.shared_experts.", ".mlp.shared_expert.")
 # In a model with an image encoder, the names of the weights of the text part begin like this. The
 # name of the output head does not.
