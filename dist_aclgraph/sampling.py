@@ -111,7 +111,7 @@ class Structure:
 
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
-        is_slow: whether the computation of the allowed tokens may take longer than a step.
+        is_slow: whether the computation of the allowed tokens can take longer than a step.
         num_bytes: memory that the compiled grammar takes.
         salt: compiled grammars are shared only between requests with the same salt.
         end_ids: tokens that end the output. They are forbidden in reasoning before a grammar.
@@ -157,10 +157,10 @@ class SamplingParams:
             one.
         stop: strings that end the text.
         include_stop_str_in_output: whether the text contains the stop string that ended it.
-        stop_token_ids: ids that end the output, in addition to the model's end tokens.
-        ignore_eos: continue after the model's end token.
-        min_tokens: the first min_tokens tokens contain no end token. A stop string that ends within
-            these tokens does not end the text.
+        stop_token_ids: ids that end the output, in addition to the model's stop tokens.
+        ignore_eos: continue after the model's stop token.
+        min_tokens: the first min_tokens tokens contain no stop token. A stop string that ends
+            within these tokens does not end the text.
         logit_bias: number in [-100, 100] for each token id; it is added to the token's logit.
         allowed_token_ids: the only tokens that may be generated; empty allows all tokens.
         bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
@@ -169,8 +169,8 @@ class SamplingParams:
             tokenizer.json adds such spaces.
         detokenize: whether the outputs of `LLM` have a text.
         output_kind: has no effect, because `LLM` returns whole outputs only.
-        truncate_prompt_tokens: `LLM` uses this number of tokens from the end of the prompt; -1
-            uses as many as fit in the context together with the output.
+        truncate_prompt_tokens: `LLM` uses this number of tokens from the end of the prompt; -1 uses
+            as many as fit in the context together with the output.
         structured_outputs: the format that the answer must have.
         thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
             ends.

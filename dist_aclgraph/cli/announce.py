@@ -94,7 +94,7 @@ def _curl_options(config: Config) -> str:
     if api_key() is not None:
         options += f'-H "Authorization: Bearer ${API_KEY_VARIABLE}" '
     elif config.serve.api_keys_file is not None:
-        # Awk prints the first word of the line, the key. A name and limits may follow it.
+        # Awk prints the first word of the line, the key. A name and limits can follow it.
         found = f"awk '/^[^# ]/ {{print $1; exit}}' {shlex.quote(config.serve.api_keys_file)}"
         options += f'-H "Authorization: Bearer $({found})" '
     return options

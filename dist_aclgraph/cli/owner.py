@@ -246,7 +246,7 @@ class _IngressAnswers:
         running = self.running
         try:
             reach = None if running is None else running.reach()
-        except DistAclGraphError:  # the deployment may recover
+        except DistAclGraphError:  # the deployment might recover
             return None
         return reach if reach is not None and reach.addresses else None
 
@@ -264,7 +264,7 @@ class _IngressAnswers:
 
 
 class _Checks:
-    """Checks a deployment's health on a separate thread, because a check may hang if Ray hangs."""
+    """Checks a deployment's health on a separate thread, because a check can hang if Ray hangs."""
 
     def __init__(self, running: Deployment) -> None:
         self._running = running

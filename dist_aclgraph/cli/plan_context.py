@@ -40,7 +40,7 @@ def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, A
         return {**which.config.parallel.model_dump(), **asdict(room)}
 
     layouts = [describe(deployment, pool_bytes)]
-    with suppress(ConfigError):  # NPUs may have too little memory for the other layout
+    with suppress(ConfigError):  # NPUs can have too little memory for the other layout
         layouts.append(describe(deployment.without_shared_context(), 0))
     return {"request_tokens": request_tokens, "layouts": layouts}
 

@@ -1,4 +1,4 @@
-"""A picture of a plan: the share of padding for each batch size."""
+"""A picture of a plan: the fraction of padding for each batch size."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]
     If the object is a fork server, it loads its libraries before Ray starts, and outlives the owner
     of the deployment.
     """
-    if not is_on_own_ray:  # in a joined cluster, this node may have no device
+    if not is_on_own_ray:  # in a joined cluster, this node can have no device
         yield ProcessStarter()
         return
     prepare_ray_environment(is_local=True)

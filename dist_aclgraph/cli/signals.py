@@ -25,7 +25,7 @@ class Signals:
     def __init__(self) -> None:
         self.received = 0
         self.on_first: Callable[[], None] | None = None
-        # Not a threading.Event: a handler may interrupt a wait that holds the event's lock, and
+        # Not a threading.Event: a handler can interrupt a wait that holds the event's lock, and
         # ``set`` would then block forever. A write to a file descriptor does not block.
         self._came = os.eventfd(0)
 

@@ -14,7 +14,7 @@ from dist_aclgraph.simulate.simulation import LoadOptions, simulate
 from dist_aclgraph.simulate.times import StepTimes
 
 SHOWN_VERSIONS = 8
-MUCH_EAGER = 0.1  # share of tokens that run eagerly, above which a comparison is suggested
+MUCH_EAGER = 0.1  # fraction of tokens that run eagerly, above which a comparison is suggested
 
 
 def simulate_with_progress(

@@ -3,7 +3,7 @@
 Requests with few tokens come first in the step, and run on all ranks. Each later request is cut
 into twice as many chunks as there are ranks, and rank r runs chunk r and chunk last - r. With
 causal attention, two such chunks together cost the same on every rank. Chunk lengths differ by at
-most one token; a chunk may be empty. Every rank pads its tokens to the largest number of tokens of
+most one token; a chunk can be empty. Every rank pads its tokens to the largest number of tokens of
 any rank.
 """
 

@@ -33,8 +33,9 @@ class MemoryRange(NamedTuple):
 
 
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether the parts together contain all wanted ranges. A range may lie in several
-    adjacent parts.
+    """Return whether the parts together contain all wanted ranges.
+
+    A range can lie in several adjacent parts.
     """
     merged: list[MemoryRange] = []
     for part in sorted(parts):

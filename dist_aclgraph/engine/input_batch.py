@@ -215,7 +215,7 @@ class InputBatch:
 
     def _steps_left(self, positions: IntArray) -> int:
         """Return the number of steps before a request enters another block."""
-        # Slots do not simply increase by one, because the next token may be on another shard.
+        # Slots do not simply increase by one, because the next token might be on another shard.
         if self._place.is_sharded:
             return 0
         per_block = self._place.shards.tokens_per_block

@@ -158,10 +158,10 @@ class ModelRunner:
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
         # Four counts, for the decoder and for drafts: the tokens that experts computed, and the
-        # tokens for which an exchange had no room.
+        # tokens beyond the capacity of an exchange.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
-        # Number of tokens for which the decoder's exchanges had no room, in all steps until now.
+        # Number of tokens beyond the capacity of the decoder's exchanges, in all steps until now.
         self._num_unplaced = 0
         self._buffers = StepBuffers(
             npu,
@@ -239,7 +239,7 @@ class ModelRunner:
         No captured graph may exist, because graphs contain the addresses of the old cache.
         """
         assert self._graphs.is_empty
-        # The old caches are freed first, because the memory may be too small for two.
+        # The old caches are freed first, because the memory might be too small for two.
         self._caches.clear()
         room = CacheRoom(num_blocks, self._block_size, self._dtype, self._num_slots)
         self._caches += self._model.make_caches(room)

@@ -91,8 +91,9 @@ class StateSteps:
         self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
 
     def keep(self, kept: bytes, states: Sequence[Tensor]) -> None:
-        """Copy rows to checkpoints, after the decoder. Only steps with parts of prompts write
-        checkpoints; such steps do not replay full graphs.
+        """Copy rows to checkpoints, after the decoder.
+
+        Only steps with chunks of prompts write checkpoints; such steps do not replay full graphs.
 
         Args:
             kept: field of ``RankBatch``.

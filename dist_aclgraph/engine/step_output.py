@@ -32,8 +32,8 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
-# Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens for which an exchange
-# had no room. Axis 2 gives each number 32 bytes, because operators load 32 bytes at once.
+# Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens beyond the capacity
+# of an exchange. Axis 2 gives each number 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
 # A number is NaN or infinite if all bits of its exponent are set.
@@ -65,7 +65,7 @@ class HostOutput:
         counts: [num_samples], number of new tokens of each request.
         expert_tokens: number of tokens that this rank's experts have computed since the start,
             without the drafts of this step.
-        num_unplaced: number of tokens for which the decoder's exchanges had no room since the
+        num_unplaced: number of tokens beyond the capacity of the decoder's exchanges since the
             start.
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
@@ -175,7 +175,7 @@ class StepOutput:
             return
         self._find_last(step, token_ids)
         penalised = np.flatnonzero(rows.sampling.has_penalties).astype(np.int32)
-        # A row may have two new tokens, so each pass of the loop counts one token of each row.
+        # A row can have two new tokens, so each pass of the loop counts one token of each row.
         while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
             self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
             self._counted[late] += 1

@@ -24,7 +24,7 @@ MARKERS = (BEGIN, END)
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 BEGINS = (BEGIN, FUNCTION)
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# Models may forget the end tag of a parameter. So a line that begins like the next part also ends
+# Models can forget the end tag of a parameter. So a line that begins like the next part also ends
 # the parameter.
 ENDS = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)
 
@@ -49,7 +49,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             scanner.content(marker + scanner.give_back(closing))
             marker = closing
             continue
-        # Models may forget the first marker. Then the text is a call only if it has the name of a
+        # Models can forget the first marker. Then the text is a call only if it has the name of a
         # given tool.
         if closing != ">" or not name or (marker == FUNCTION and name not in tools):
             scanner.content(marker + scanner.give_back())

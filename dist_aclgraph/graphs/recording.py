@@ -91,7 +91,7 @@ def _record(graph: Any, body: Callable[[], None], pool_handle: Any) -> None:
     try:
         body()
     except BaseException:
-        # The capture may be invalid already; report the error that made it invalid.
+        # The capture might be invalid already; report the error that made it invalid.
         with suppress(RuntimeError):
             _end(graph, pool_handle)
         graph.reset()

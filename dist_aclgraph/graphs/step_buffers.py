@@ -126,7 +126,7 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # A piecewise step may have more places than the array; ``upload_step`` sends all places.
+        # A piecewise step can have more places than the array; ``upload_step`` sends all places.
         values = step.token_ids, step.positions, step.slots, step.places, step.rows
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(

@@ -73,8 +73,9 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that requests can still get. With ``counts_shared``, this may be smaller
-        than the number of blocks without a reference.
+        """Number of blocks that requests can still get.
+
+        With ``counts_shared``, this can be smaller than the number of blocks without a reference.
         """
         if self.counts_shared:
             return self.num_usable - self._num_references
@@ -99,7 +100,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}
-        self._condemned: set[int] = set()  # used blocks that may contain NaN
+        self._condemned: set[int] = set()  # used blocks that might contain NaN
         self._dirty: list[int] = []  # blocks that must be cleaned before the next step
         if self.checkpoints is not None:
             self.checkpoints.clear()
@@ -186,8 +187,8 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def condemn(self, block_ids: Iterable[int]) -> None:
-        """Record that used blocks may contain NaN: ``match`` no longer finds these blocks, and each
-        block is cleaned after it is freed.
+        """Record that used blocks might contain NaN: ``match`` no longer finds these blocks, and
+        each block is cleaned after it is freed.
         """
         for block_id in block_ids:
             self._forget(block_id)

@@ -110,7 +110,7 @@ class AttentionMetadata:
     token.
 
     Attributes:
-        num_tokens: number of live tokens of this rank; activations may have more rows.
+        num_tokens: number of live tokens of this rank; activations can have more rows.
         written: [num_written], slots of new KV; for slot -1 nothing is written. The slots belong to
             this rank's live tokens in order; if a prompt is split, to the tokens of all ranks.
         num_exchanged: if a prompt is split, number of tokens of each rank in ``written``; else 0.

@@ -29,7 +29,7 @@ class ExpertStep:
     Attributes:
         exchange: None if every tensor parallel group has all experts.
         tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
-            tokens for which an exchange had no room. None counts nothing.
+            tokens beyond the capacity of an exchange. None counts nothing.
     """
 
     exchange: ExchangeKind | None = None

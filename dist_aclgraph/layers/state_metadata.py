@@ -155,12 +155,12 @@ class PromptArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptStates:
-    """Parts of prompts, each of any length, which run outside full graphs.
+    """Chunks of prompts, each of any length, which run outside full graphs.
 
     Attributes:
-        lengths: [n] int32, number of tokens of each part.
+        lengths: [n] int32, number of tokens of each chunk.
         sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
-        slots: [n] int32, the slot that receives the state after the last token of the part; can
+        slots: [n] int32, the slot that receives the state after the last token of the chunk; can
             equal the source. No two requests name the same slot.
         is_new: [n] bool, whether the request has no state yet, and begins with zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
@@ -226,7 +226,7 @@ def direct_arrays(bases: IntArray, lengths: IntArray, width: int) -> DirectArray
 def prompt_arrays(
     sources: IntArray, slots: IntArray, lengths: IntArray, goes_on: IntArray, width: int
 ) -> PromptArrays:
-    """Return the arrays of parts of prompts.
+    """Return the arrays of chunks of prompts.
 
     Args:
         sources, slots, lengths: [n] int32, see ``PromptStates``.

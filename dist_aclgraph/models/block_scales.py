@@ -10,7 +10,7 @@ BLOCK = (128, 128)
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple[int, ...]:
-    """Return the shape of a weight's scales; blocks at the weight's edges may be smaller."""
+    """Return the shape of a weight's scales; blocks at the weight's edges can be smaller."""
     return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
 
 

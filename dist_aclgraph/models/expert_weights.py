@@ -1,6 +1,6 @@
 """Loads the experts of a layer.
 
-With expert parallelism, a rank loads some whole experts; other ranks may have copies of the same
+With expert parallelism, a rank loads some whole experts; other ranks can have copies of the same
 experts. Without expert parallelism, the tensor parallel group splits each expert by its inner
 width. Shared experts are always split.
 """

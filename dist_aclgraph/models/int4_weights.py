@@ -119,7 +119,7 @@ class StoredInt4:
                 f"a rank's outputs of {self._module}, which has values of four bits, begin at "
                 f"{start}, an odd number: choose another parallel.tp"
             )
-        scales = self._regrouped(scales, 0, num_inputs)  # The last group may be shorter.
+        scales = self._regrouped(scales, 0, num_inputs)  # The last group can be shorter.
         first, last, stop = min(start, out), min(stop, out), stop + stop % 2
         pairs = self._pairs(first, last, 0, num_inputs)
         below = (0, 0, 0, (stop - start) // 2 - len(pairs))

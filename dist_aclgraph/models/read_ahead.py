@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 CHUNK_BYTES = 16 << 20
-MEMORY_SHARE = 0.5  # share of free memory; more pages would be evicted before they are used
+MEMORY_SHARE = 0.5  # fraction of free memory; more pages would be evicted before they are used
 
 logger = logging.getLogger(__name__)
 

@@ -87,7 +87,7 @@ def expected_cost(
 
 
 def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float:
-    """Return the share of padding among all replayed tokens; 0 if nothing is replayed."""
+    """Return the fraction of padding among all replayed tokens; 0 if nothing is replayed."""
     padded = expected_cost(buckets, weights, {bucket: float(bucket) for bucket in buckets})
     reach = buckets[-1] if buckets else 0
     live = sum(weight * tokens for tokens, weight in weights.items() if tokens <= reach)

@@ -63,9 +63,9 @@ class ExchangeRule:
         setting: the configured exchange.
         capacity_factor: see ``expert_capacity``.
         max_tokens: maximum number of tokens of one batch.
-        may_run_again: whether a step may run a second time if its exchange had no room for some
-            tokens. False for a model with recurrent state; then no exchange that can lose tokens is
-            chosen.
+        may_run_again: whether a step may run a second time if its exchange had too little capacity
+            for some tokens. False for a model with recurrent state; then no exchange that can lose
+            tokens is chosen.
     """
 
     tp: int

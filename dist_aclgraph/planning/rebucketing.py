@@ -22,7 +22,7 @@ from dist_aclgraph.planning.negotiation import negotiate, step_seconds, tightest
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.traffic import Traffic, weights_of
 
-MIN_GAIN = 0.05  # share of the expected cost that a new plan must save
+MIN_GAIN = 0.05  # fraction of the expected cost that a new plan must save
 MIN_WEIGHT = 256.0  # minimum number of observed steps, after decay
 # A plan keeps only its latest reasons, because plans are sent to ranks and change again and again.
 MAX_REASONS = 32
@@ -107,7 +107,7 @@ def propose(
         traffic: traffic since the first use of the plan, with decay.
         offers: the offers from which ``plan`` was chosen, made before any capture.
         families: families with all candidate sizes.
-        min_gain: minimum share of the expected cost that the new plan must save.
+        min_gain: minimum fraction of the expected cost that the new plan must save.
         min_weight: minimum number of observed steps, after decay.
 
     Raises:

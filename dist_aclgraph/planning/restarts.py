@@ -102,7 +102,7 @@ class StartLimit:
     """Decides how long the processes of a group may take to start, from the time of earlier starts.
 
     Ray does not report the death of a process that has not registered yet, so only a time limit
-    detects it. Each start that exceeds the limit doubles the limit, because the machine may be
+    detects it. Each start that exceeds the limit doubles the limit, because the machine might be
     busy.
 
     Attributes:

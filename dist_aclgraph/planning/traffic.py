@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-PRIOR_SHARE = 0.02  # share of the prior in all weights, so that unseen sizes can get a bucket
+PRIOR_SHARE = 0.02  # fraction of the prior in all weights, so that unseen sizes can get a bucket
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ def weights_of(
 
     Decode batches up to the largest decode bucket count for the family that only decodes. All other
     batches count for the family that accepts any batch. A family without observed traffic gets the
-    prior; for any other family, a small share of the prior is added to the observed traffic.
+    prior; for any other family, a small fraction of the prior is added to the observed traffic.
     """
     traffic = traffic or Traffic()
     reach = max((f.buckets[-1] for f in families if f.query_len and f.buckets), default=0)

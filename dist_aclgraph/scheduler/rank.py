@@ -407,7 +407,7 @@ class RankScheduler:
     def release_non_finite(self, new: NewTokens) -> list[Request]:
         """Release and return the requests of the oldest step whose logits were NaN or infinite.
 
-        The KV of these requests may be NaN, so their blocks are cleaned before other requests get
+        The KV of these requests might be NaN, so their blocks are cleaned before other requests get
         these blocks.
         """
         flight = self._flights[0]

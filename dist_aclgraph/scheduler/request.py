@@ -114,7 +114,7 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        # Before ``min_tokens``, end tokens are forbidden; but a grammar may allow nothing else.
+        # Before ``min_tokens``, stop tokens are forbidden; but a grammar may allow nothing else.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
@@ -159,7 +159,7 @@ def row_sampling(
     structure = params.structure
     if structure is not None:
         structure = replace(structure, end_ids=tuple(end_ids))
-    # The grammar alone decides whether an end token is allowed, even before ``min_tokens``.
+    # The grammar alone decides whether a stop token is allowed, even before ``min_tokens``.
     has_grammar = structure is not None and bool(structure.grammar)
     allowed = params.allowed_token_ids
     if allowed and has_grammar:

@@ -261,12 +261,13 @@ class Scheduler:
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
         """Apply the results of all ranks for the oldest step in flight; return the outputs.
 
-        Results of another epoch or step are ignored. If the exchange between experts had no room
-        for a token, the results of the step are void, and ``schedule()`` issues the step again. If
-        the logits of a request are NaN or infinite, its blocks may be the cause: the request waits
-        again, and is computed once more from its first token, in clean blocks that it does not
-        share. If its logits are NaN or infinite again, the request ends. If a rank had not compiled
-        a request's grammar, the request gets no token, and waits until all ranks have compiled it.
+        Results of another epoch or step are ignored. If a token was beyond the capacity of the
+        exchange between experts, the results of the step are void, and ``schedule()`` issues the
+        step again. If the logits of a request are NaN or infinite, its blocks might be the cause:
+        the request waits again, and is computed once more from its first token, in clean blocks
+        that it does not share. If its logits are NaN or infinite again, the request ends. If a rank
+        had not compiled a request's grammar, the request gets no token, and waits until all ranks
+        have compiled it.
 
         Raises:
             WorkerError: the step failed on a rank, or a result does not have the expected tokens.
@@ -436,7 +437,7 @@ class Scheduler:
     # ---- void steps
 
     def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
-        """Store the token counts of experts; return whether an exchange had no room for a token."""
+        """Store the experts' token counts; return whether an exchange exceeded its capacity."""
         for result in results.values():
             self.expert_tokens[result.rank] = result.expert_tokens
             if result.num_unplaced and plan.exchange not in MAY_LOSE_TOKENS:
@@ -450,7 +451,7 @@ class Scheduler:
         return self._is_void
 
     def _run_again(self) -> StepPlan | None:
-        """Send the step in flight again, with an exchange that has room for all tokens.
+        """Send the step in flight again, with an exchange whose capacity is enough for all tokens.
 
         The step writes the same KV again. Returns None if all requests of the step have left.
         """

@@ -246,8 +246,9 @@ def read_model_config(
 
 
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all keys of an object. Keys of its text part replace keys beside this part, but the
-    end tokens are those of both.
+    """Return all keys of an object.
+
+    Keys of its text part replace keys beside this part, but the stop tokens are those of both.
     """
     text = raw.get("text_config")
     if not isinstance(text, dict):

@@ -42,7 +42,7 @@ class Shares:
 
     @property
     def padding_share(self) -> float:
-        """Share of padding among all replayed tokens."""
+        """Fraction of padding among all replayed tokens."""
         replayed = self.live_tokens - self.eager_tokens + self.padded_tokens
         return self.padded_tokens / replayed if replayed else 0.0
 

@@ -216,7 +216,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     number of new tokens of each sampled request: one plus its accepted drafts. Without drafts it is
     empty, and each request gets one token. ``expert_tokens`` is the number of tokens that the
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
-    step's tokens for which the exchange had no room; if it is not zero, the step is void and runs
+    step's tokens beyond the capacity of the exchange; if it is not zero, the step is void and runs
     again. ``non_finite`` lists the requests whose tokens are meaningless, because their logits are
     NaN or infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the
     requests whose tokens are meaningless, because this rank had not compiled their grammars yet.

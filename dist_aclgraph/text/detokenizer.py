@@ -41,7 +41,7 @@ class Detokenizer:
         self._without = tokenizer.unspoken_ids if skip_special_tokens else tokenizer.nameless_ids
         self._window = self._context(prompt_ids)
         before = self._decode(self._window)
-        # The bytes at the end of the prompt may become a character of the output. Otherwise, the
+        # The bytes at the end of the prompt can become a character of the output. Otherwise, the
         # replacement character of these bytes belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
         # Number of characters of the window's text that were returned or belong to the prompt.
@@ -51,7 +51,7 @@ class Detokenizer:
         self._token_texts: list[str] = []
 
     def feed(self, token_id: int) -> str:
-        """Add a token; return the new text that no later token changes. The text may be empty."""
+        """Add a token; return the new text that no later token changes. The text can be empty."""
         self._held.append(token_id)
         if token_id in self._without:
             if len(self._held) == 1:

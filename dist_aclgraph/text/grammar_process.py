@@ -1,6 +1,6 @@
 """The process that compiles the grammars of requests; ``structure`` starts it by its path.
 
-Compiling a hostile schema may take any time and memory. So each grammar is compiled in a fork of
+Compiling a hostile schema can take any time and memory. So each grammar is compiled in a fork of
 this process, and the kernel limits the fork. The process itself has one thread and the prepared
 vocabulary, so a fork takes milliseconds. Messages are those of ``template_process``: the first
 message contains the vocabulary and the limits, each later message contains one source of a grammar.
@@ -76,7 +76,7 @@ def compile_source(
 ) -> dict[str, str]:
     """Return the ``grammar`` of a source, or the ``error`` that is in the source.
 
-    ``slow`` is not empty if the computation of masks may take long. All grammars that clients write
+    ``slow`` is not empty if the computation of masks can take long. All grammars that clients write
     may have such masks, because the time depends on the text of the answer. ``bytes`` is the memory
     that the compiled grammar takes.
     """
@@ -87,7 +87,7 @@ def compile_source(
         return {"error": reason_of(str(e))}
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        # Computing the mask of the first token may take longer than compiling.
+        # Computing the mask of the first token can take longer than compiling.
         words = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
         begin_s = time.thread_time()
         llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)

@@ -24,13 +24,13 @@ class TextPiece(msgspec.Struct, frozen=True):
 
     Attributes:
         text: new text; no later token changes it.
-        token_ids: the output's new tokens, end token included; no tokens after a stop string.
+        token_ids: the output's new tokens, stop token included; no tokens after a stop string.
         logprobs: one report for each token whose text became certain since the last piece; empty if
             log-probabilities were not requested.
         token_texts: the text of each token that ``logprobs`` reports. Joined, the token texts of
             all pieces are the text before a stop string cuts it.
         finish_reason: "stop" or "length" in the last piece.
-        has_end_token: whether the last of the tokens is an end token, which has no text.
+        has_end_token: whether the last of the tokens is a stop token, which has no text.
         events: the text as events if there is a reader; then ``text`` is empty.
     """
 
@@ -101,7 +101,7 @@ class OutputText:
         Args:
             logprobs: one report for each token; empty if log-probabilities were not requested.
             finish_reason: why the engine ended the request with these tokens; "stop" means that the
-                last token is an end token.
+                last token is a stop token.
         """
         has_end_token = finish_reason == "stop"
         num_spoken = len(token_ids) - has_end_token
@@ -206,7 +206,7 @@ def with_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> SamplingPara
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
     """Return every token id that ends a request's output: the model's ids and the requested ids.
 
-    If the request demands an output format, only an end token of the model ends the output.
+    If the request demands an output format, only a stop token of the model ends the output.
 
     Raises:
         InvalidParameterError: a requested id lies outside the vocabulary.

@@ -34,7 +34,7 @@ class Compiled(NamedTuple):
     """A checked grammar.
 
     Attributes:
-        is_slow: whether the computation of its masks may take longer than a step.
+        is_slow: whether the computation of its masks can take longer than a step.
         num_bytes: memory that the compiled grammar takes.
     """
 
@@ -176,7 +176,8 @@ def with_structure(
         param: the field of the request that an error names: the source's, or the limit's.
 
     Raises:
-        InvalidParameterError: the source of a grammar is wrong, or the reasoning has no end token.
+        InvalidParameterError: the source of a grammar is wrong, or no token of the model ends the
+            reasoning.
     """
     source, most = params.structured_outputs, params.thinking_tokens
     if source is None and (most is None or thinking is None):

@@ -38,16 +38,16 @@ class Tokenizer:
     """Turns text into token ids and back. Threads may share it, as it has no state of requests.
 
     Attributes:
-        eos_ids: ids that end an output: the tokenizer's own end token, and the ids of
+        eos_ids: ids that end an output: the tokenizer's own stop token, and the ids of
             generation_config.json and of config.json.
-        special_ids: ids of tokens that are not shown to users, such as the end token.
+        special_ids: ids of tokens that are not shown to users, such as the stop token.
         nameless_ids: rows of the model for which the tokenizer has no token.
         unspoken_ids: ``special_ids`` and ``nameless_ids`` together.
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: all token ids are in [0, vocab_size).
         context_len: default length of the longest request, in tokens.
-        has_text: whether there is a tokenizer.json; without one, prompts are token ids and
-            outputs have no text.
+        has_text: whether there is a tokenizer.json; without one, prompts are token ids and outputs
+            have no text.
     """
 
     def __init__(self, directory: str | Path, overrides: Mapping[str, Any] | None = None) -> None:
@@ -147,7 +147,7 @@ class Tokenizer:
     def _check_parts(self, text: str, max_tokens: int) -> None:
         """Refuse a text that is too long after encoding only a part of it.
 
-        A cut between parts may split a token into as many tokens as the token has characters.
+        A cut between parts can split a token into as many tokens as the token has characters.
         """
         count = 0
         for start in range(0, len(text), PART_CHARS):

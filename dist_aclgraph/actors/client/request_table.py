@@ -2,8 +2,8 @@
 
 If an engine dies, the table gives the engine's requests to other engines. A request continues after
 the tokens that it already has (``token_log.py``). Requests of a dead engine run in turns, because
-one of these requests may be the cause of the death (``trials.py``). If no engine accepts requests,
-requests wait (``outage.py``).
+one of these requests might be the cause of the death (``trials.py``). If no engine accepts
+requests, requests wait (``outage.py``).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class RequestTable:
         engine.dead_because = reason
         engine.link.is_lost = True
         requests = list(engine.requests.values())
-        # Any request that has made no progress on this engine may be the cause of the engine's
+        # Any request that has made no progress on this engine might be the cause of the engine's
         # death.
         untried = [request.request_id for request in requests if not request.has_run]
         alone = self._trials.alone if engine.is_proven else None

@@ -51,11 +51,11 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add groups; the next ``look`` gives them the plan of the other groups. Any thread."""
+        """Add groups, from any thread; the next ``look`` gives them the plan of the other groups."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group. Any thread."""
+        """Remove a group; any thread may call this."""
         self._groups = [known for known in self._groups if known is not group]
 
     def look(self, now_s: float) -> None:

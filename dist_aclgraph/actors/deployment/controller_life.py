@@ -34,7 +34,7 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # seconds; longer than the keeper's limit for an answer
-NAME_S = 30.0  # seconds that Ray may need to free the name of a dead controller
+NAME_S = 30.0  # seconds that Ray might need to free the name of a dead controller
 LEASES = 2  # a controller must answer within 2 times the lease time of engines
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class ControllerKeeper:
         make: starts a controller's process; see ``make_controller``.
 
     Attributes:
-        controller: the current controller; it may be dead already.
+        controller: the current controller; it might be dead already.
         progress: progress of another controller's start; "" while no controller is being started.
         failure: why no other controller will be started; "" while another controller may be
             started.

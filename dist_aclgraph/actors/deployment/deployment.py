@@ -41,7 +41,7 @@ from dist_aclgraph.topology import NO_RANK
 
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
-# The controller has not answered. It may be dead or busy; its keeper will find the reason.
+# The controller has not answered. It might be dead or busy; its keeper will find the reason.
 UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 
@@ -131,7 +131,7 @@ class RayDeployment(Deployment):
         return found
 
     def restarts_left(self) -> int:
-        """Return how many lost controllers may still be replaced within this hour. Any thread."""
+        """Return how many lost controllers may still be replaced within this hour."""
         return self._keeper.restarts_left
 
     def _raise_end(self) -> None:

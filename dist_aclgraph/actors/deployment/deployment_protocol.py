@@ -30,7 +30,7 @@ class Deployment(Protocol):
         ...
 
     def restarts_left(self) -> int:
-        """Return how many lost controllers may still be replaced within this hour. Any thread."""
+        """Return how many lost controllers may still be replaced within this hour; thread-safe."""
         ...
 
     def shut_down(self) -> None:

@@ -168,7 +168,7 @@ class OwnerClient:
         return found or Outlook(progress="the deployment is being started again")
 
     def close(self) -> None:
-        """Disconnect. A question in progress then gets no answer. Any thread. Idempotent."""
+        """Disconnect. A question in progress then gets no answer. Thread-safe and idempotent."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()

@@ -116,8 +116,8 @@ class Engine:
 
         Args:
             node_id: Ray's id of this actor's node.
-            workers_host: this node's address if workers may be on other nodes; else None.
-            clients_host: this node's address if clients may be on other nodes; else None.
+            workers_host: this node's address if workers might be on other nodes; else None.
+            clients_host: this node's address if clients might be on other nodes; else None.
 
         Returns:
             The URL of a file. If all workers are on this node, they use the file to form the HCCL

@@ -1,7 +1,7 @@
 """Resumes a group after a fault of a device or a link, if all processes are alive.
 
 First, each rank aborts the work on its device. The rank does this on its control thread, because
-the thread that runs steps may be waiting for the device. After all ranks have aborted, each rank
+the thread that runs steps might be waiting for the device. After all ranks have aborted, each rank
 resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
 valid. The engine decides the interrupted steps again, so no request starts again. But if KV was in
 faulty memory, requests are computed again from their first token. If resuming fails or a rank takes
@@ -73,7 +73,7 @@ class Resumption:
         self.counts: Counter[DeviceFault] = Counter()
 
     def pause_now(self) -> str:
-        """Return why the group runs no step; "" if steps run or the pause is short. Any thread."""
+        """Return why the group runs no step; "" if steps run or the pause is short. Thread-safe."""
         begun = self._begun
         if begun is None or time.monotonic() - begun[0] < MOMENT_S:
             return ""

@@ -45,7 +45,7 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native library reads two environment variables once, when the server loads it. The server
-# may start before Ray, so the job's id must be known in advance. Therefore the server uses the id
+# can start before Ray, so the job's id must be known in advance. Therefore the server uses the id
 # of Ray's first job, and forks only processes of this job. The other variable is the process id of
 # the raylet to watch. The server sets it to the id of a process that never ends, because forked
 # processes watch their raylets themselves.

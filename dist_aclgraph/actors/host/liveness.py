@@ -149,7 +149,7 @@ class SharedHeartbeat:
 
 
 class Lease:
-    """Says whether this process (the holder) may act, e.g. as a group's engine. Any thread.
+    """Says whether this process (the holder) may act, e.g. as a group's engine. Thread-safe.
 
     The process that gave the lease (the giver) renews the lease with numbered questions. The giver
     sends a question after the previous question was answered. The lease begins with the first

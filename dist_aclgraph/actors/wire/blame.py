@@ -1,6 +1,6 @@
 """Finds out what the silent ranks do, and which of these ranks is to blame.
 
-A rank that waits for its device may be waiting for other ranks in a collective. The rank to blame
+A rank that waits for its device might be waiting for other ranks in a collective. The rank to blame
 is stuck on its host, or does not answer at all.
 """
 
@@ -22,7 +22,7 @@ class Verdict:
     """The rank to blame, and the operations of the silent ranks.
 
     Attributes:
-        rank: the rank to blame; NO_RANK if several ranks may be to blame.
+        rank: the rank to blame; NO_RANK if several ranks might be to blame.
         silent: the ranks that did not answer, e.g. ``rank 4, 5``.
         where: what each silent rank waits for.
         doing: the operation of the silent ranks; "" if no rank reports its operation.

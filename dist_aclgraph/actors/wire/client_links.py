@@ -175,7 +175,7 @@ class ClientLinks:
         self._wakeup.wake()
 
     def set_groups(self, groups: GroupList) -> None:
-        """Send the list of groups to all clients. Any thread.
+        """Send the list of groups to all clients. Any thread may call this.
 
         Calls can arrive in any order: the list with the latest version is used.
         """
@@ -184,7 +184,7 @@ class ClientLinks:
         self._wakeup.wake()
 
     def have_confirmed(self, version: int) -> bool:
-        """Return whether all clients use this version of the list or a later version. Any thread.
+        """Return whether all clients use this version of the list or a later version. Thread-safe.
 
         If so, the queue of events for the loop already contains every request that a client sent
         with an earlier version.

@@ -306,7 +306,7 @@ class LocalEngine:
             raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
 
     def end(self) -> None:
-        """Make all later calls of ``receive`` and ``send`` raise. Any thread."""
+        """Make all later calls of ``receive`` and ``send`` raise. Any thread may call this."""
         with contextlib.suppress(OSError):  # the socket is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
 

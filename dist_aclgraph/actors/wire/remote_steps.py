@@ -23,7 +23,7 @@ TOPIC = struct.Struct("<I")  # the data-parallel rank, with which each plan begi
 # The keys are the first byte of an XPUB frame: 1 for a new subscription, 0 for its end. The values
 # are the change of the number of workers.
 WORKERS_OF_FRAME = {1: 1, 0: -1}
-FAREWELL_MS = 200  # time limit for sending the last frame, because a worker may be dead
+FAREWELL_MS = 200  # time limit for sending the last frame, because a worker might be dead
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class RemoteEngine:
         return self._plans.recv()[TOPIC.size :]
 
     def end(self) -> None:
-        """Make a waiting ``receive`` raise. Any thread."""
+        """Make a waiting ``receive`` raise. Any thread may call this."""
         self._is_over.set()
 
     def send(self, frame: bytes) -> None:

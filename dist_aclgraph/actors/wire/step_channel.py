@@ -320,7 +320,7 @@ class StepReceiver:
         self._engine.send(encoder.encode(result))
 
     def end(self) -> None:
-        """Make ``receive`` raise as if the engine's process had ended. Any thread."""
+        """Make ``receive`` raise as if the engine's process had ended. Any thread may call this."""
         self._engine.end()
 
     def close(self) -> None:

@@ -384,9 +384,10 @@ class RunningRank:
         return self.loaded.joined
 
     def leave(self) -> LoadedRank:
-        """Leave the group, whose other ranks may be dead. The device must have been stopped before.
+        """Leave the group, whose other ranks might be dead.
 
-        Frees graphs, caches and communicators, and keeps the weights.
+        The device must have been stopped before. Frees graphs, caches and communicators, and keeps
+        the weights.
 
         Raises:
             DeviceError: the device does not recover.

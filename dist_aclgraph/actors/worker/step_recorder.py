@@ -215,7 +215,7 @@ def digest_of(plan: RankPlan) -> int:
 def batch_digest_of(plan: RankPlan) -> int:
     """Return a short hash of a batch. All ranks of a data-parallel rank have the same batch.
 
-    Prompts are left out, because they may be long.
+    Prompts are left out, because they can be long.
     """
     batch, found = plan.batch, 0
     for part in (batch.scheduled, batch.appended, batch.blocks, batch.cleaned):

@@ -76,7 +76,7 @@ class WorkerGroup:
         """Call a method on all workers and return their answers in rank order.
 
         After a rank has reported a failure, the other ranks have only a few more seconds to answer,
-        because they may be waiting for this rank in a collective.
+        because they might be waiting for this rank in a collective.
 
         Args:
             arguments: returns the arguments for a worker's index; the default is no arguments.

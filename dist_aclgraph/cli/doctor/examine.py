@@ -159,7 +159,7 @@ def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
 
 
 def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
-    """Return the finding about the build of an emulated NPU, which this machine may need.
+    """Return the finding about the build of an emulated NPU, which this machine might need.
 
     Args:
         npus: names of this machine's NPUs.

@@ -60,7 +60,7 @@ class DraftSteps:
         return self._drafter.k + 1
 
     def make_cache(self, room: CacheRoom) -> None:
-        # The old cache is freed first, because the memory may be too small for two caches.
+        # The old cache is freed first, because the memory might be too small for two caches.
         self._cache = None
         self._cache = self._module.make_cache(room)
 

@@ -126,6 +126,6 @@ class SlowRow(Row):
         return self._words
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        if matcher.is_stopped():  # if so, only an end token can follow
+        if matcher.is_stopped():  # if so, only a stop token can follow
             return super()._consume(matcher, token)
         return self._grammars.consume(matcher, token)

@@ -76,7 +76,7 @@ def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
 def _suppress(
     logits: Tensor, places: SamplingPlaces, positions: IntArray, to_device: ToDevice
 ) -> Tensor:
-    """Forbid end tokens at places whose output is shorter than ``min_tokens``."""
+    """Forbid stop tokens at places whose output is shorter than ``min_tokens``."""
     if not places.suppressed:
         return logits
     vocab = logits.shape[1]

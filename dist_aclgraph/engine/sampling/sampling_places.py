@@ -92,7 +92,7 @@ class SamplingPlaces:
 
     Attributes:
         seeds: [n], as ``make_keys`` needs them.
-        free_from: [n], the first position at which end tokens are allowed.
+        free_from: [n], the first position at which stop tokens are allowed.
         suppressed: for each place, the tokens that are forbidden before ``free_from``; empty if no
             place has any.
         biases, penalties: None if no place has any.
@@ -117,7 +117,7 @@ class SamplingPlaces:
         return self.temperature is not None or bool(self.suppressed)
 
     def suppressed_at(self, positions: IntArray) -> Iterator[tuple[int, int]]:
-        """Yield (index of the place, token id) for each end token that is forbidden at a place.
+        """Yield (index of the place, token id) for each stop token that is forbidden at a place.
 
         Args:
             positions: [n], positions of the sampled tokens.

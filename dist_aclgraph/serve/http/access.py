@@ -182,7 +182,7 @@ def _check_site(headers: Headers, host: str) -> None:
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
     # Sec-Fetch-Site decides if it is present, because no page can forge it, and behind a proxy Host
-    # may differ from the name that browsers know.
+    # can differ from the name that browsers know.
     if site == b"cross-site" or (is_foreign and site != b"same-origin"):
         raise ForbiddenError(
             "requests from pages of other sites are refused; serve.allowed_origins may name them"

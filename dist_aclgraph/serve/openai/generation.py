@@ -41,7 +41,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
         token_texts: the text of each token that has an entry in ``logprobs``.
         prompt_logprobs: if requested, one row for each token of the prompt except the first token.
             Only the first piece of a choice contains these rows.
-        has_end_token: whether the last entry of ``logprobs`` is for an end token, which has no
+        has_end_token: whether the last entry of ``logprobs`` is for a stop token, which has no
             text.
         events: for a chat, the text as events.
         embedding: hidden state of the prompt, float32 [hidden], if requested.

@@ -38,7 +38,7 @@ def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ends_without_effect(params: SamplingParams) -> list[str]:
-    """Return the fields about end tokens that have no effect, because the output format decides
+    """Return the fields about stop tokens that have no effect, because the output format decides
     where the answer ends.
     """
     if params.structured_outputs is None:

@@ -19,7 +19,7 @@ class Counters(NamedTuple):
     """The kernel's counts of a connection. Only the difference of two counts has a meaning.
 
     Attributes:
-        num_read: bytes that were read from the connection. The kernel may count the end of the
+        num_read: bytes that were read from the connection. The kernel can count the end of the
             connection (FIN) as one byte.
         num_sent: bytes that the kernel has got for sending, without bytes that wait in this
             process.

@@ -146,7 +146,7 @@ class Journal:
         return True
 
     def take_entries(self) -> tuple[Entry, ...]:
-        """Return a previous process's entries once, and drop them, because they may be large."""
+        """Return a previous process's entries once, and drop them, because they can be large."""
         entries, self._entries = self._entries, ()
         return entries
 

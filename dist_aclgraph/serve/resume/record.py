@@ -18,7 +18,7 @@ from dist_aclgraph.serve.resume.journal import (
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
 # If this number of processes died during a request, and its answer made no progress between the
-# deaths, the request may be the cause.
+# deaths, the request might be the cause.
 MAX_LOSSES = 3
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Buffer for the bytes of connections that cannot outlive this process.
