@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-# SIGHUP arrives when the terminal is closed. ``nohup`` makes a process ignore it.
+# SIGHUP arrives when the terminal is closed. ``nohup`` makes a process ignore SIGHUP.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 

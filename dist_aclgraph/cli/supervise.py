@@ -287,7 +287,7 @@ class Supervisor:
         while True:
             self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # all have ended, so none of them can start another process
+            if not orphans:  # all orphans have ended, so none can start another process
                 break
             processes.kill_all(orphans)
             for pid in orphans:

@@ -610,7 +610,7 @@ class ModelRunner:
         """Run any mixture of requests: the decoder piecewise or eagerly, everything else eagerly.
 
         Args:
-            answer: called between segments; it reports the previous step if that step has ended.
+            answer: called between segments; reports the previous step if that step has ended.
         """
         graph = None if pieces is None else pieces.descriptor
         static = None if graph is None else self._buffers.inputs(graph)

@@ -209,7 +209,7 @@ def _run_chunks(
     """
     n = q.shape[1]
     size = min(CHUNK_TOKENS, 1 << (n - 1).bit_length())
-    # Zeros after the last token change no state: they neither decay it nor add to it.
+    # Zeros after the last token neither decay a state nor add to it.
     padding = (0, 0, 0, -n % size)
     q, k, v, g, beta = (torch.unflatten(pad(x, padding), 1, (-1, size)) for x in (q, k, v, g, beta))
     sums = g.cumsum(2)  # [heads, chunks, size, 1 or key_dim], logarithms of decays
@@ -274,6 +274,6 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
 
 
 def _below(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
-    """Return [..., 2 n, 2 n] with two triangles on its diagonal and ``corner`` below it."""
+    """Return [..., 2 n, 2 n]: two triangles on the diagonal, and ``corner`` below the diagonal."""
     above = torch.cat([first, torch.zeros_like(first)], -1)
     return torch.cat([above, torch.cat([corner, second], -1)], -2)

@@ -108,8 +108,8 @@ class ExpertLayer:
     ) -> Tensor:
         """Exchange this rank's slice of the tokens, then join the slices of all ranks."""
         tp, n = self.groups.tp, x.shape[0]
-        # Only the last ranks lack tokens, but all ranks pad, because they must capture the same
-        # operators.
+        # Only the last ranks lack tokens, but every rank pads, because all ranks must capture the
+        # same operators.
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))

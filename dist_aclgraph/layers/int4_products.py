@@ -33,7 +33,7 @@ class W4A16Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
+        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
         groups = self.scale.shape[0]
         y: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
             x,
@@ -89,7 +89,7 @@ class W4A8Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
+        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
         npu = torch.ops.npu
         rows, row_scale = npu.npu_dynamic_quant(x)
         y: Tensor = npu.npu_quant_matmul(

@@ -31,7 +31,7 @@ class Int8Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
+        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
         npu = torch.ops.npu
         rows, row_scale = npu.npu_dynamic_quant(x)
         y: Tensor = npu.npu_quant_matmul(

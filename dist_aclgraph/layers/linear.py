@@ -23,7 +23,7 @@ class Product(Protocol):
         """[in, out]."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
+        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
+        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
         if self.bias is None:
             return torch.mm(x, self.weight, out=out)
         return torch.addmm(self.bias, x, self.weight, out=out)

@@ -57,7 +57,7 @@ class VocabularyHead:
     group: CommGroup
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab]. If ``out`` is given, the result is written to it."""
+        """[n, hidden] -> [n, vocab]. ``out``, if given, receives the result."""
         if self.group.size == 1:
             return torch.mm(hidden, self.weight, out=out)
         parts = self.group.all_gather(torch.mm(hidden, self.weight))  # [size, n, vocab / size]

@@ -178,7 +178,7 @@ class Checkpoint:
             out.narrow(dim, there.shape[dim], missing).zero_()
 
     def _gathered(self, piece: Tensor) -> Tensor:
-        """Return a piece with contiguous elements; it is valid until the next call."""
+        """Return a piece with contiguous elements, which is valid until the next call."""
         if piece.is_contiguous():
             return piece
         if self._room.numel() < piece.nbytes:

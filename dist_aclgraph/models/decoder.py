@@ -42,7 +42,7 @@ class Decoder:
 
         Args:
             drafts: whether the next-token module is also loaded.
-            note: called with the number of bytes of each weight after it is on the device.
+            note: called with the number of bytes of each weight after the weight is on the device.
             experts: None means the defaults of ``ExpertSetup``.
 
         Raises:
@@ -97,9 +97,7 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab], on every rank. If ``out`` is given, the result is written to
-        it.
-        """
+        """[n, hidden] -> [n, vocab], on every rank. ``out``, if given, receives the result."""
         return self._head(hidden, out)
 
 

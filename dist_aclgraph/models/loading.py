@@ -70,7 +70,7 @@ class WeightSlices:
     Attributes:
         group: tensor parallel ranks among which weights are split.
         experts: how experts are divided among ranks, and how they run.
-        note: called with the number of bytes of each weight after it is on the device.
+        note: called with the number of bytes of each weight after the weight is on the device.
         zeros: one tensor of zeros for all products of experts that need offsets.
     """
 

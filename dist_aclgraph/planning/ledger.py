@@ -19,7 +19,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     term: str
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
-    measured: int | None = None  # the rank that captures sets it
+    measured: int | None = None  # set by the rank that captures
     parts: dict[str, int] = {}  # the prediction, divided by owner of the streams, if known
 
     @property

@@ -272,7 +272,7 @@ def fit_memory(
 
 
 def _room(family: GraphFamily, offer: StreamOffer, budget_model: BudgetModel) -> float:
-    """Return the size of the largest bucket that fits in a rank's memory; it may be infinite."""
+    """Return the size of the largest bucket that fits in a rank's memory; can be infinite."""
     each = budget_model.bytes_per_token(family, offer)
     return offer.free_bytes / each if each else math.inf
 

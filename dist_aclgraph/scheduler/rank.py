@@ -106,7 +106,7 @@ class RankScheduler:
         # Number of tokens that each request can still get in quiet steps, see ``_measure_margin``.
         self._margin = 0
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
-        # for each stop id, the number of running requests that stop at it
+        # For each stop token id, the number of running requests that end at this token.
         self._stop_ids: Counter[int] = Counter()
         self._knows_nothing = False  # Whether workers have lost all rows.
         # Rows that workers must get again from their first token.
@@ -707,7 +707,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return a step without the requests that have left since it was decided."""
+    """Return a step without the requests that have left since the step was decided."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

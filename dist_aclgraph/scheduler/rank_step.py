@@ -66,7 +66,7 @@ class NewTokens(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each sampled request got exactly one token, and no request got any other result."""
+        """Whether each sampled request got exactly one token, and nothing else was reported."""
         return (
             self.counts is None
             and not len(self.non_finite)

@@ -237,7 +237,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     failed: dict[int, str] = {}  # the keys are indices among the sampled requests
     unmasked: bytes = b""  # int32 [k], indices among the sampled requests
     compiling: bytes = b""  # int32 [k], rows
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if not requested
     prompts: tuple[PromptLogprobs, ...] = ()
     embeddings: dict[int, bytes] = {}  # the keys are indices among the sampled requests
     expert_tokens: int = 0

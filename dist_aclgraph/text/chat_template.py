@@ -187,7 +187,7 @@ class ChatTemplate:
             return ChildProcess(template_process, imports, first, self._limits.wait_s)
         if process.is_alive():
             return process
-        process.close()  # the system's OOM killer may have ended it
+        process.close()  # the system's OOM killer may have killed the process
         return self._take_process()
 
 

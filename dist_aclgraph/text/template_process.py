@@ -222,7 +222,7 @@ def _joined(pieces: Iterable[str], max_chars: int) -> str:
 
 def main() -> None:
     """Render until the parent closes the socket, which is standard input and output."""
-    # Only the parent reacts to Ctrl-C, because it may drain.
+    # This process ignores Ctrl-C, because its parent may still drain requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = receive(incoming)

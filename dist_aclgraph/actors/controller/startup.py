@@ -387,7 +387,7 @@ def _wait_for_engine(engine: Any, timeout_s: float) -> None:
     """Wait until the process of an engine has started.
 
     Raises:
-        WorkerStartTimeoutError: it did not start in time.
+        WorkerStartTimeoutError: the process did not start in time.
     """
     ready, _ = ray.wait([engine.__ray_ready__.remote()], timeout=timeout_s)
     if not ready:

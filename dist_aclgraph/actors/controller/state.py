@@ -33,7 +33,8 @@ class State(Enum):
 
 
 # An error can lead from every state to STOPPED. No state follows STOPPED. The deployment's state
-# does not change with the phases of groups that start while it is SERVING or RECOVERING.
+# does not change with the phases of groups that start while the deployment is SERVING or
+# RECOVERING.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),

@@ -157,7 +157,7 @@ class ControllerKeeper:
                 death = self._look()
                 if death and self._has_ray():  # without Ray, every call of Ray hangs
                     self._replace(death)
-            except RayError as e:  # Ray itself has failed; the owner of this Ray notices it
+            except RayError as e:  # Ray itself has failed; the owner of Ray will notice
                 logger.debug("asking the controller failed: %s", e)
             except Exception:  # catch any exception, because the next check can succeed
                 logger.exception("looking after the controller failed")

@@ -129,8 +129,8 @@ class ClientLinks:
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        # With this option, a frame that cannot be sent raises an error. Without it, ZeroMQ would
-        # drop the frame silently.
+        # With this option, a frame that cannot be sent raises an error; by default, ZeroMQ drops
+        # such a frame silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)

@@ -34,7 +34,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     token: str
     client: str
-    protocol: str = ""  # hash of all messages, see ``protocol``; older versions do not send it
+    protocol: str = ""  # hash of all messages, see ``protocol``; "" from older versions
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

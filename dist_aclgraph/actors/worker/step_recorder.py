@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
 MAGIC = b"STEPS001"
 NUM_STEPS = 256
-# Maximum number of files per node. When it is exceeded, the oldest files of ended ranks are
-# removed.
+# Maximum number of files per node; beyond this number, the oldest files of ended ranks are removed.
 KEPT_FILES = 64
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
 # States of the host. The name of a stage means that this stage has ended. BEGUN: a step has begun,

@@ -117,7 +117,7 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """Return the error for workers that did not answer; it can name the rank to blame."""
+        """Return the error for workers that did not answer, with the rank to blame, if known."""
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(

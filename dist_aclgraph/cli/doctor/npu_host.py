@@ -23,7 +23,7 @@ from dist_aclgraph.device.host_cores import (
 from dist_aclgraph.errors import NotBoundError
 
 # The driver's device nodes for management, for shared memory, and for the channel to the device. A
-# process needs them in addition to davinci0, davinci1, ...
+# process needs these nodes in addition to davinci0, davinci1, ...
 MANAGEMENT = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 

@@ -101,7 +101,7 @@ class ApiKeys:
         return found[0] if found else None
 
     def _look(self, path: Path) -> None:
-        """Read the file if it has changed. If it cannot be used, log the error once."""
+        """Read the file if it has changed; log only once why a file cannot be used."""
         try:
             if self._read(path):
                 log.info("serve.api_keys_file %s was read again: %d keys", path, len(self._keys))

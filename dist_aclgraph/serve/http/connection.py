@@ -216,7 +216,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # These bytes are not HTTP. The request before them is still answered.
+            pass  # The bytes are not HTTP, but an earlier request is still answered.
         except httptools.HttpParserError:
             if self._has_answered_all:
                 self.write(self.server.malformed.with_headers(self.server.headers))

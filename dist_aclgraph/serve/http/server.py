@@ -27,7 +27,7 @@ from dist_aclgraph.serve.resume.holder import HeldConnection, HolderLink
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-# Size of the kernel's send buffer of a connection; without this limit, it grows to megabytes.
+# Size of the kernel's send buffer of a connection; by default, a buffer grows to megabytes.
 SEND_BUFFER_BYTES = 64 << 10
 # Limit of connections that wait to be accepted. Beyond the limit, clients retry after a second.
 BACKLOG = 4096

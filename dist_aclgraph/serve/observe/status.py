@@ -69,7 +69,7 @@ class StatusNumbers:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())
             # Other requests wait for the same task, so a client that disconnects must not cancel
-            # it.
+            # the task.
             await asyncio.shield(self._asking)
         return self._answer
 

@@ -138,8 +138,8 @@ async def reply(
                 def make() -> Response:
                     return json_response(shape.whole(generation, pieces))
 
-                # Log-probabilities of a long prompt take long to encode. On a thread, they do not
-                # delay the streams of other requests.
+                # Log-probabilities of a long prompt take long to encode. A thread encodes them, so
+                # that the streams of other requests are not delayed.
                 is_long = any(piece.prompt_logprobs for choice in pieces for piece in choice)
                 response = await asyncio.to_thread(make) if is_long else make()
                 return _Held(response, stack.pop_all())

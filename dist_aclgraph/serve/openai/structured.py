@@ -185,10 +185,10 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
 
 
 def _schema(raw: Raw, param: str) -> str:
-    """Return the text of a schema. The value is an object, a boolean, or a string that contains one
-    of these as JSON.
+    """Return the text of a schema.
 
-    The text is not changed, because the order of the schema's keys is the order in the answer.
+    The value is an object, a boolean, or a string with the JSON text of an object or boolean. The
+    text is not changed, because the order of the schema's keys is the order in the answer.
     """
     data = bytes(raw)
     if data.startswith(b'"'):
