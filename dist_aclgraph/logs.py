@@ -132,7 +132,6 @@ class ProcessLog:
 
 
 def _attach(name: str, level: str, *handlers: logging.Handler, propagates: bool = True) -> None:
-    """Replace the handlers of a logger."""
     target = logging.getLogger(name)
     for old in list(target.handlers):
         if isinstance(old, _FileHandler):

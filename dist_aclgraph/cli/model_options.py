@@ -180,7 +180,6 @@ def _parameter(name: str, option: Option | None) -> inspect.Parameter:
 
 
 def _value(name: str, given: Any) -> Any:
-    """Convert the text of an option on the command line to a value."""
     from dist_aclgraph.config import parse_overrides
 
     kind = str if name in SAME else OPTIONS[name].kind

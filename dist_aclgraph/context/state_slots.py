@@ -41,7 +41,6 @@ class StateSlots:
         return 1 + rows * self.num_places
 
     def checkpoints(self, numbers: IntArray) -> IntArray:
-        """Return the slot of each checkpoint."""
         return 1 + self.num_rows * self.num_places + numbers
 
 

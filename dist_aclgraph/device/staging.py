@@ -33,12 +33,11 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory. Uses the parts of the memory in turn; adds a part if the device has not read
-    the next part yet.
+    """Owns the memory.
+
+    Uses the parts of the memory in turn; adds a part if the device has not read the next part yet.
 
     Args:
-        stream: the stream of all copies.
-        make_event: returns an event of the device.
         waiting: context in which the host waits; see ``Npu.waiting``.
     """
 

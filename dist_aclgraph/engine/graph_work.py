@@ -107,7 +107,6 @@ class GraphWork:
         buffers.accepted[: graph.num_reqs].copy_(accepted)
 
     def _draft_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
-        """Draft from the outputs of ``_run_whole``."""
         assert self.drafts is not None
         buffers, n = self.buffers, graph.num_tokens
         self.drafts.propose_whole(

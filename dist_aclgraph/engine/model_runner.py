@@ -253,12 +253,10 @@ class ModelRunner:
         return [*self._block_tensors(), *self._state_tensors()]
 
     def _block_tensors(self) -> list[Tensor]:
-        """Return the tensors in blocks."""
         caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
     def _state_tensors(self) -> list[Tensor]:
-        """Return the tensors in slots."""
         return [tensor for cache in self._caches for tensor in cache.states]
 
     def note_stages(self, note: Callable[[str], None]) -> None:
@@ -474,7 +472,6 @@ class ModelRunner:
         return flight, read
 
     def _result(self, flight: _Flight, read: HostOutput) -> StepResult:
-        """Return the report of a finished step for the engine."""
         plan = flight.plan
         self._replays.book_wait(flight.span)
         self._watch.lap_of(flight.stages, "read")
@@ -588,7 +585,6 @@ class ModelRunner:
     def _sample_whole(
         self, graph: BatchDescriptor, inputs: HostStep, span: ReplaySpan | None
     ) -> Sampled:
-        """Sample after the decoder's replay."""
         n = len(inputs.places)
         tokens, best = self._buffers.sampled[:n], self._buffers.best[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)

@@ -29,10 +29,8 @@ class StateSteps:
     """Makes the metadata of steps, and copies states. Owns constants only.
 
     Args:
-        slots: the slots of this rank.
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
-        width: width of the convolution.
     """
 
     def __init__(self, npu: Npu, slots: StateSlots, passed: Tensor | None, width: int) -> None:

@@ -162,7 +162,6 @@ class StepOutput:
         """Count tokens for penalties: all tokens of new rows, and the latest tokens of other rows.
 
         Args:
-            step: the inputs of this step.
             token_ids: returns the tokens of [n] references, [n] int32 on the device.
         """
         rows = self._batch

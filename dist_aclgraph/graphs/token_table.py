@@ -15,7 +15,6 @@ class TokenTable:
 
     Attributes:
         latest: [num_latest] int32; a reference names one of them.
-        num_latest: number of latest tokens.
     """
 
     def __init__(self, vocab_size: int, num_latest: int, device: torch.device) -> None:

@@ -69,7 +69,6 @@ class KVCacheSpec:
     Attributes:
         paged: tensors in blocks. All layers use the same block ids.
         states: tensors in slots, of layers with recurrent state.
-        num_slots: number of slots of ``states``.
         num_shards: number of ranks that share a request's tokens; a block id means one block on
             each of these ranks.
         dtype: name of the cache's type, as in the configuration.

@@ -55,7 +55,6 @@ class Router:
         top_k: number of experts of a token.
         renormalizes: whether the weights of a token sum to one before they are scaled.
         bias: [num_experts] float32, added to the scores only for the choice of experts.
-        num_groups: number of groups of experts.
         top_groups: number of groups from which a token may choose experts.
         group_score: how groups are compared. "max" compares the best score of each group; "top2"
             compares the sum of the two best scores of each group.

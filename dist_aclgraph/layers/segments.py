@@ -22,5 +22,4 @@ def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
 
 
 def run_directly(segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Run a segment immediately."""
     return segment(*inputs)

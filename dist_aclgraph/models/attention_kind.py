@@ -23,7 +23,6 @@ class CacheRoom:
 
     Attributes:
         num_blocks: number of KV blocks, the dummy block included.
-        block_size: number of tokens of a block.
         num_slots: number of slots of recurrent states, slot 0 for padding included; 0 if the model
             has no such state.
         dtype: type of keys and values.

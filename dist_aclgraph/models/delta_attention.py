@@ -60,8 +60,6 @@ class DeltaAttention:
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """The heads of one rank."""
-
     keys: range
     values: range
 

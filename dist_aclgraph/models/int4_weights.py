@@ -66,7 +66,6 @@ class Int4Matrix:
         return Int4Matrix(pack_pairs(values.contiguous()), scales)
 
     def with_sums(self) -> Int4Matrix:
-        """Return the matrix with its sums."""
         grouped = (len(self.pairs), self.scales.shape[1], -1)
         sums = [half.view(grouped).sum(2, dtype=torch.int32) for half in _halves(self.pairs)]
         total = torch.stack(sums, 1).flatten(0, 1) * self.scales

@@ -52,8 +52,6 @@ class Mlp:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer of this rank."""
-
     input_norm: RmsNorm
     attention: LayerAttention
     post_attention_norm: RmsNorm

@@ -46,7 +46,6 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
 
     Attributes:
         plan_hash: hash of the plan that the rank uses.
-        cost: cost of a capture.
         free_streams: number of the device's free streams; None if captures do not change it.
         live_bytes: number of used bytes of the graph pool.
         pool_bytes: number of all bytes of the graph pool.

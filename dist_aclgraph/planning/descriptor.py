@@ -18,7 +18,6 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
         num_reqs: padded number of requests; 0 for a graph without attention, which any number of
             requests can replay.
         query_len: uniform query length, 0 if lengths differ.
-        mode: mode of the capture.
     """
 
     num_tokens: int

@@ -35,7 +35,7 @@ class GraphDispatcher:
         self.lazy = lazy
         self.graphs = set(plan.capture_order)
         self.replays: Counter[BatchDescriptor] = Counter()
-        self.padding: Counter[BatchDescriptor] = Counter()  # padded tokens
+        self.padding: Counter[BatchDescriptor] = Counter()
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0

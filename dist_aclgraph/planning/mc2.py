@@ -66,7 +66,6 @@ class Mc2Operators:
     Attributes:
         comm_alg: name of the algorithm as the operators' argument.
         max_rows: maximum number of tokens of one rank.
-        hidden_sizes: supported hidden sizes.
         buffer_bytes: function that returns the necessary bytes of HCCL's buffer.
         pays_from_ep: smallest number of ranks for which other projects use MC2.
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
@@ -137,7 +136,6 @@ class Mc2:
     Attributes:
         num_experts: number of experts on all ranks together, copies included.
         element_bytes: bytes of one element of activations.
-        node_npus: number of NPUs of each node.
         buffer_mb: size of HCCL's buffer for MC2's domain, in MB; None means the size that the
             largest batch needs.
         algorithm: the configured algorithm.

@@ -31,7 +31,6 @@ class NegotiatedPlan:
     """A plan, and the offers from which it was chosen.
 
     Attributes:
-        plan: the negotiated plan.
         offers: the offers of all ranks; ``reserve`` includes the streams for lazy graphs.
         lazy_capacity: number of lazy graphs for which streams are reserved.
     """

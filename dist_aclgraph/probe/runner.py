@@ -37,7 +37,6 @@ class Runner:
     """Owns the child processes of the question that is running.
 
     Args:
-        device: the device of all questions.
         rules: returns the known answers of a chip with a version of CANN, by name of the question.
             Known answers replace the emulator's answers.
         child: runs in each child process, with a ``Task`` and a pipe as arguments.
@@ -222,7 +221,6 @@ class _Child:
 
 
 def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:
-    """Return the ids of devices that a question may use."""
     if kind == "emulated":
         return tuple(range(ranks))
     visible = visible_devices()

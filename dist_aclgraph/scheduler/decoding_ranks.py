@@ -20,7 +20,6 @@ def land_decoding(
     """Apply the results of the oldest step to the ranks that only decode.
 
     Args:
-        rows: the rows of all ranks.
         brought: the results of each rank.
 
     Returns:

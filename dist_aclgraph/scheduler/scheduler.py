@@ -123,7 +123,7 @@ class Scheduler:
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
-        self.num_admitted_tokens = 0  # number of tokens of admitted requests
+        self.num_admitted_tokens = 0
         # Number of tokens of admitted requests that were found in the prefix cache.
         self.num_cached_tokens = 0
         # The keys are ranks; the values are numbers of tokens that their experts computed.

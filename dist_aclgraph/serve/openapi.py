@@ -176,7 +176,6 @@ def document(
 
 
 def _schemas(is_strict: bool) -> dict[str, Json]:
-    """Return the schemas that operations refer to, by name."""
     kinds = [*BODIES.values(), ChatMessage]
     _, found = msgspec.json.schema_components(
         [strict(kind) if is_strict else kind for kind in kinds], ref_template=REF

@@ -26,7 +26,6 @@ class References:
     Attributes:
         num_latest: number of latest tokens that the device keeps.
         k: number of drafts of each row.
-        num_rows: number of rows on the device.
     """
 
     num_latest: int

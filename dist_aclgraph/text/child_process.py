@@ -72,7 +72,6 @@ class ChildProcess:
         return int(self._process.wait())
 
     def close(self) -> None:
-        """End the process."""
         self._incoming.close()
         self._socket.close()
         self._process.kill()

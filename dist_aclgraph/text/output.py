@@ -79,7 +79,6 @@ class OutputText:
 
     @property
     def num_thought_tokens(self) -> int:
-        """Number of tokens of reasoning."""
         return 0 if self._reader is None else self._reader.num_thought_tokens
 
     @property

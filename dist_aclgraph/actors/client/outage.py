@@ -27,7 +27,6 @@ class Outlook:
     """The controller's answer about its deployment.
 
     Attributes:
-        groups: all groups of the deployment.
         failure: why no group will accept requests again; "" if a group can accept requests again.
         progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
         token: connection token of the deployment; "" if the token is unchanged.

@@ -69,7 +69,6 @@ class RequestTable:
         return any(request_id in place for place in (self._owner, self.outage, self._trials))
 
     def __len__(self) -> int:
-        """The number of open requests."""
         return len(self._owner) + self.num_held
 
     @property

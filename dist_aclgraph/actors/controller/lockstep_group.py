@@ -51,7 +51,7 @@ class LockstepGroup:
     is_rejoined: bool = False  # whether survivors of another group are part of this group
     lost_because: str = ""  # why the group is lost; "" while it is not lost
     lost_s: float = 0.0  # time when the loss was noticed
-    lost_ranks: set[GroupRank] = field(default_factory=set)  # the known lost ranks
+    lost_ranks: set[GroupRank] = field(default_factory=set)
     _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
 
     @property

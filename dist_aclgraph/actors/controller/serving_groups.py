@@ -412,7 +412,6 @@ class ServingGroups:
             logger.warning("no spares are held: %s", e)
 
     def _add(self, planner: Planner, count: int) -> None:
-        """Start groups while other groups serve."""
         size = len(planner.layout.lockstep_groups[0])
         ranks = ranks_of_groups(size, self._num_ranks, count)
         self._start(planner, lambda startup: startup.run(ranks, deployment=self._deployment))

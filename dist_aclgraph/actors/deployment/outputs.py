@@ -61,7 +61,6 @@ class CompletionOutput:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + added
 
     def finished(self) -> bool:
-        """Whether the output is complete."""
         return self.finish_reason is not None
 
 

@@ -138,11 +138,7 @@ class Engine:
         return f"file://{self._directory.path}/rendezvous"
 
     def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
-        """Return where each rank connects to the step channel.
-
-        Args:
-            node_ids: the node of each rank.
-        """
+        """Return where each rank connects to the step channel."""
         assert self._channel is not None
         return [
             self._channel.address_for(node_id, GroupRank(rank))

@@ -80,7 +80,6 @@ class EngineLink:
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """The sockets to poll."""
         return self._socket, self._monitor
 
     def send(self, message: ToEngine) -> None:

@@ -284,7 +284,6 @@ class Worker:
         return touches(tuple(self._bad_memory), self._joined.npu.tensor_memory())
 
     def _give_back(self) -> None:
-        """Return unused memory to the device."""
         gc.collect()
         assert self._joined is not None
         self._joined.npu.give_back()

@@ -38,7 +38,6 @@ class NodeFacts:
 
 
 def node_facts() -> NodeFacts:
-    """Return the facts of this node."""
     npus = tuple(npus_here())
     ascend = {
         "CANN": read_cann_version(ascend_toolkit()) or "none",

@@ -137,11 +137,7 @@ class Row:
         return matcher.try_consume_tokens([token]) == 1
 
     def charge(self, took_s: float, num_tokens: int) -> None:
-        """Count the CPU time of masks; set ``complaint`` if it exceeds the limit.
-
-        Args:
-            num_tokens: number of tokens that were added.
-        """
+        """Count the CPU time of masks; set ``complaint`` if it exceeds the limit."""
         self._spent_s += took_s
         self._num_charged += num_tokens
         # ``num_tokens`` can be large, because the tokens of a continued output are added at once.

@@ -65,7 +65,6 @@ def choose_tokens(
 
 
 def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
-    """Return float32 logits with biases."""
     if biases is None:
         return logits.float()
     if biases.where is None:

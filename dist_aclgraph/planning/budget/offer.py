@@ -43,7 +43,6 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, self.available - self.reserve)
 
     def with_probe(self, probe: Probe) -> StreamOffer:
-        """Return the offer with one more probe."""
         return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:

@@ -111,7 +111,6 @@ class _MessageReply(Shape):
         return self._message(self._blocks.blocks, reason, stop, generation.usage)
 
     def _add(self, piece: ChoicePiece) -> Iterator[Json]:
-        """Add a piece to the blocks, and yield its events."""
         events: Iterable[Event] = [Content(piece.text)] if piece.text else piece.events
         yield from self._blocks.add(events)
         if piece.finish_reason is not None:

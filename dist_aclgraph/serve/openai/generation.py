@@ -37,7 +37,6 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     """New text of one choice.
 
     Attributes:
-        token_ids: the new tokens.
         token_texts: the text of each token that has an entry in ``logprobs``.
         prompt_logprobs: if requested, one row for each token of the prompt except the first token.
             Only the first piece of a choice contains these rows.

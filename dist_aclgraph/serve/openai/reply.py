@@ -55,11 +55,7 @@ class Shape(ABC):
 
     @abstractmethod
     def whole(self, generation: Generation, pieces: list[list[ChoicePiece]]) -> dict[str, Any]:
-        """Return the body of a reply that is not streamed.
-
-        Args:
-            pieces: the pieces of each choice.
-        """
+        """Return the body of a reply that is not streamed."""
 
     def error_frames(self, generation: Generation, error: Exception) -> bytes:
         """Return the frames that end a stream after an error, in place of ``last_frames``."""
@@ -98,7 +94,6 @@ class Reply(Shape):
         self._chunk_end = b'],"usage":null}\n\n' if self._shows_usage else b"]}\n\n"
 
     def body(self, choices: list[dict[str, Any]], usage: dict[str, object]) -> dict[str, Any]:
-        """Return a whole reply."""
         return {**self._common, "object": self._kind, "choices": choices, "usage": usage}
 
     def chunk(self, usage: Usage | None, choice: dict[str, Any]) -> bytes:

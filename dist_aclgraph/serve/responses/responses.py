@@ -92,7 +92,6 @@ class _ResponseReply(Shape):
         return self._response(generation.usage)
 
     def _add(self, piece: ChoicePiece) -> Iterator[Json]:
-        """Add a piece to the items, and yield its events."""
         events: Iterable[Event] = piece.events
         if piece.text:
             events = [Content(piece.text)]

@@ -59,7 +59,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """A record after the first record: the content of one delta for one choice."""
 
-    index: int  # index of the choice
+    index: int
     token_ids: bytes
     finish_reason: FinishReason | None
     logprobs: tuple[RowLogprobs | None, ...]

@@ -93,7 +93,6 @@ class JournalMemory:
         return self._request[start : start + READ_BYTES]
 
     def request(self, start: int, end: int) -> bytes:
-        """Return a part of the request."""
         return self._map[REQUEST_AT + start : REQUEST_AT + end]
 
     def append(self, record: bytes) -> bool:
@@ -111,11 +110,9 @@ class JournalMemory:
 
     @property
     def num_record_bytes(self) -> int:
-        """Number of bytes that all records take."""
         return self._records_end
 
     def records(self) -> list[bytes]:
-        """Return all records."""
         start, end = RECORDS_AT, RECORDS_AT + self._records_end
         found = []
         while start < end:

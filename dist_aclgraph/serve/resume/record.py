@@ -215,7 +215,6 @@ class ConnectionRecord:
 
     @property
     def _num_request(self) -> int:
-        """Number of bytes of the request in the journal."""
         return 0 if self._memory is None else self._num_read - self._memory.num_read
 
     def _begin_journal(
