@@ -43,8 +43,9 @@ class ModelCommand(TyperCommand):
 
 
 def _known_arguments(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments without options that have no effect. If an option has several values,
-    repeat the option before each value.
+    """Yield the arguments, but leave out options that have no effect.
+
+    If an option has several values, repeat the option before each value.
 
     Raises:
         ConfigError: an option has no counterpart here.

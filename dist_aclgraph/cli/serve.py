@@ -127,7 +127,9 @@ def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
-    """Serve until a signal, with owner and ingress in this process. Its death ends the service.
+    """Serve until a signal, with owner and ingress in this process.
+
+    The death of this process ends the service.
 
     Raises:
         ConfigError, ModelError: see ``open_service``.

@@ -1,4 +1,6 @@
-"""The place of a rank in context parallelism: its shard of KV caches, and its part of prompts."""
+"""The indices of a rank in context parallelism: of its shard of KV caches, and of its share of
+prompts.
+"""
 
 from __future__ import annotations
 

@@ -435,7 +435,7 @@ def external_event() -> Any:
 
 def clear_event(event: Any, stream: Any) -> None:
     """Reset an external event of unknown state, on ``stream``."""
-    # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
+    # torch_npu 2.13 resets an event when a stream waits for it, and its ``reset`` does nothing.
     event.record(stream)
     event.wait(stream)
     event.reset(stream)

@@ -55,7 +55,7 @@ class InputBatch:
         """Allocate the arrays.
 
         Args:
-            place: place of this rank among the ranks that share the context of its requests.
+            place: indices of this rank among the ranks that share the context of its requests.
             num_latest: number of latest tokens that the device keeps.
         """
         self._place = place

@@ -20,8 +20,8 @@ class Outcome(Enum):
 def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Outcome]:
     """Read the object of a call; the arguments are passed on piece by piece.
 
-    The call begins when its name is known and its arguments begin. If the object has, before that,
-    a key that calls do not have, it is no call. Later members of the object are left out. A missing
+    The call begins when its name is known and its arguments begin. If a key that calls do not have
+    comes earlier, the object is no call. Later members of the object are left out. A missing
     closing brace of the object is not an error.
 
     Args:

@@ -108,14 +108,14 @@ class Scanner:
         self._kept = self._at
 
     def give_back(self, marker: str = "") -> str:
-        """Return the kept text without the marker at its end, and end keeping."""
+        """Return the kept text without the marker at its end, and stop keeping text."""
         assert self._kept is not None
         text = self._text[self._kept : self._at]
         self._kept = None
         return text.removesuffix(marker)
 
     def let_go(self) -> None:
-        """End keeping, without returning the kept text."""
+        """Stop keeping text, and drop the kept text."""
         self._kept = None
 
     @property

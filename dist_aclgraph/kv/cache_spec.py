@@ -19,8 +19,8 @@ MIN_BLOCKS = 2  # number of blocks: the dummy block, and one block for requests
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
     """Return the number of elements that one TP rank keeps for a token in each layer.
 
-    These elements are keys and values of the rank's heads. With latent attention, they are the
-    latent and the rotated key; all heads share both, and every rank keeps both.
+    These elements are keys and values of the rank's heads. With latent attention, the elements are
+    the latent and the rotated key; all heads share both, and every rank keeps both.
 
     Raises:
         ConfigError: the heads cannot be divided evenly among the ranks.

@@ -158,7 +158,7 @@ class AttentionMetadata:
 
         Args:
             window: number of latest keys that a query sees, including its own key; None means all
-                keys up to its own.
+                keys up to the query's own key.
         """
         if window is not None:
             return {

@@ -32,7 +32,7 @@ class ContextParallel:
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
-        pcp: ranks that share the computation of a request's prompt. All of them are in ``dcp``,
+        pcp: ranks that share the computation of a request's prompt. All these ranks are in ``dcp``,
             unless ``dcp`` is a group of one.
     """
 

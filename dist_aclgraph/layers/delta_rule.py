@@ -115,7 +115,8 @@ class FusedDeltaRule:
 
 
 class PlainDeltaRule:
-    """Computes with plain operators in float32; ``g`` may have either form.
+    """Computes with plain operators in float32; ``g`` can have one number for each head or for each
+    channel.
 
     CANN's operators return bfloat16 only.
     """

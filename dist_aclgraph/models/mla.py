@@ -177,7 +177,7 @@ class LatentKind:
 
 
 class MultiHeadLatent(LatentKind):
-    """State that the layers share whose queries attend to all keys that they see."""
+    """State of the layers in which a query attends to all keys that it sees."""
 
     takes_long_queries = False  # For direct attention, the operator accepts only few queries.
     reads_device_rows = False

@@ -26,7 +26,7 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
             capture the graph; ``commit``: allow replays of the graph; ``release``: release the
             graph, committed or not.
         graph: set for all actions except ``adopt``.
-        plan: set for ``adopt``.
+        plan: the new plan; only set for ``adopt``.
     """
 
     epoch: int

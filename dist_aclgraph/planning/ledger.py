@@ -20,7 +20,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
     measured: int | None = None  # set by the rank that captures
-    parts: dict[str, int] = {}  # the prediction, divided by owner of the streams, if known
+    parts: dict[str, int] = {}  # the predicted streams of each owner, if known
 
     @property
     def is_off(self) -> bool:

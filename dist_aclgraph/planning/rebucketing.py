@@ -29,13 +29,13 @@ MAX_REASONS = 32
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
-    """Capture one graph on all ranks."""
+    """The action that captures one graph on all ranks."""
 
     graph: BatchDescriptor
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Release one graph on all ranks."""
+    """The action that releases one graph on all ranks."""
 
     graph: BatchDescriptor
 

@@ -42,7 +42,8 @@ class Backoff:
     def could_not_begin(self, now_s: float) -> None:
         """Record that an attempt did not begin: resources were missing, or another change ran.
 
-        The next attempt follows soon, even during a pause, because the reason can end at any time.
+        The next attempt follows soon, even during a pause, because the obstacle can disappear at
+        any time.
         """
         self._next_s = now_s + self._first_s
 
@@ -93,7 +94,7 @@ class RestartBudget(Backoff):
         return True
 
     def give_back(self) -> None:
-        """Remove the oldest restart from the count, because a process has served for long."""
+        """Remove the oldest restart from the count, because a process has served for a long time."""
         if self._taken_s:
             self._taken_s.popleft()
 

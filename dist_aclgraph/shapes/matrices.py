@@ -85,7 +85,7 @@ def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> Elements:
     hidden, heads, rank = spec.hidden_size, spec.num_heads // tp, latent.q_rank
     query = heads * (latent.plain_dim + latent.rope_dim)
     others = {
-        # Not split over ranks.
+        # These matrices are not split over ranks.
         "self_attn.kv_a_proj_with_mqa": hidden * (latent.kv_rank + latent.rope_dim),
         "self_attn.o_proj": heads * latent.value_dim * hidden,
     }

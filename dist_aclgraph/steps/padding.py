@@ -39,7 +39,7 @@ class GraphLens:
     step arrives. So this object keeps the last result.
 
     Args:
-        place: place of the rank; KV lengths count the keys that this rank keeps.
+        place: indices of the rank; KV lengths count the keys that this rank keeps.
         num_drafts: k, number of drafts of each request that decodes.
     """
 

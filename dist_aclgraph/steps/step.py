@@ -104,7 +104,7 @@ class StepSize(msgspec.Struct, frozen=True):
     """The size of a step on one rank: its tokens, and its sampled requests.
 
     If prompts are split between ranks, ``num_tokens`` is the number of tokens of the rank with the
-    largest share.
+    most tokens.
     """
 
     num_tokens: int = 0

@@ -1,9 +1,9 @@
 """A client stores the tokens of each request, so that another engine can continue the request.
 
 Sampling depends only on seed, position and tokens. So a request that is submitted again with its
-existing tokens gets the same next tokens as without the loss. Only rounding can change the tokens,
-unless ``recovery.exact`` is set. In ``tokens``, the output follows the prompt; ``sampling`` says
-where the output begins.
+existing tokens gets the same next tokens as if its engine had not been lost. Only rounding can
+change the tokens, unless ``recovery.exact`` is set. In ``tokens``, the output follows the prompt;
+``sampling`` says where the output begins.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OpenRequest:
         """Record that this request's engine died.
 
         Args:
-            now_s: on a monotonic clock.
+            now_s: the time, on a monotonic clock.
             is_proof: whether this death proves that a suspect is the cause. It is a proof if the
                 engine had started after ``first_death_s``, had run another request before, and ran
                 no other suspect.

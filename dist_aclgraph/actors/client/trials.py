@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 
 from dist_aclgraph.actors.client.token_log import OpenRequest
 
-# If more requests than this wait, several requests share a turn, so that a large batch does not
-# wait for thousands of turns.
+# If more than this number of requests wait, several requests share a turn, so that a large batch
+# does not wait for thousands of turns.
 MAX_TURNS = 64
 
 

@@ -173,7 +173,7 @@ class LocalRay(ConnectedRay):
         self._starter.end_started()
 
     def stop(self) -> None:
-        """Stop this Ray in order; if a daemon has died, kill Ray."""
+        """Stop this Ray gracefully; if a daemon has died, kill Ray."""
         self.unwatch()
         if self.death:
             self.kill()
@@ -420,9 +420,9 @@ def own_process_group() -> Iterator[None]:
     """Start child processes in another process group, then return to this process's own group.
 
     ``timeout``, a shell or a supervisor sends signals to whole groups, so Ray's daemons would die
-    before the driver has stopped in order. If this process leads its group, the child processes
-    stay in that group. If this process was the last member of its group, for example after a
-    script has ended, this process leads a new group afterwards.
+    before the driver has stopped gracefully. If this process leads its group, the child processes
+    stay in that group. If this process was the last member of its group, for example after a script
+    has ended, this process leads a new group afterwards.
     """
     group = os.getpgrp()
     if group == os.getpid():

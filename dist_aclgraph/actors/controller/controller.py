@@ -1,9 +1,9 @@
 """The controller actor: starts a deployment from its configuration, and ends it.
 
 A deployment's states are PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING,
-STOPPED (``state.py``). A failure before SERVING stops the whole deployment in order
-(``startup.py``). A later failure stops only the lockstep group that failed (``group_watch.py``).
-If all groups are lost, the deployment is RECOVERING as long as groups may be started again
+STOPPED (``state.py``). A failure before SERVING stops the whole deployment gracefully
+(``startup.py``). A later failure stops only the lockstep group that failed (``group_watch.py``). If
+all groups are lost, the deployment is RECOVERING as long as groups may be started again
 (``upkeep.py``).
 """
 
@@ -282,7 +282,9 @@ class Controller:
     # ---- the end
 
     def shut_down(self) -> None:
-        """Stop in order: engines dismiss workers, workers exit, remaining processes are killed."""
+        """Stop in this order: engines dismiss workers, workers exit, remaining processes are
+        killed.
+        """
         self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
         self._enter(State.STOPPED, only_from=NOT_STOPPED)

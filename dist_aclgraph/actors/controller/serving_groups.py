@@ -545,7 +545,9 @@ def check_count(count: int) -> None:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Stop in order: engines dismiss workers, workers exit, and remaining processes are killed."""
+    """Stop in this order: engines dismiss workers, workers exit, and remaining processes are
+    killed.
+    """
     stopping = [
         ref
         for group in groups

@@ -1,8 +1,9 @@
 """Finds the workers of a lost group that can join another group with their loaded weights.
 
-A worker survives if all of the following is true: its process answers; its step loop ended in order
-or because the engine died; its device can be stopped and used again; the failure has not damaged
-its memory. All other workers are killed. Their bundles are free when ``gather_survivors`` returns.
+A worker survives if all of the following is true: its process answers; its step loop ended
+gracefully or because the engine died; its device can be stopped and used again; the failure has not
+damaged its memory. All other workers are killed. Their bundles are free when ``gather_survivors``
+returns.
 """
 
 from __future__ import annotations

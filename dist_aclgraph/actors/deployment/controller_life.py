@@ -33,7 +33,7 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
 POLL_S = 0.1
 LOOK_S = 1.0
-JOIN_S = 5.0  # seconds; longer than the keeper's limit for an answer
+JOIN_S = 5.0  # seconds; longer than the keeper waits for an answer
 NAME_S = 30.0  # seconds that Ray might need to free the name of a dead controller
 LEASES = 2  # a controller must answer within 2 times the lease time of engines
 

@@ -31,8 +31,9 @@ class ForkingStarter(ProcessStarter):
     If this object is sent to another process, the copy uses the server that the last command used.
 
     Args:
-        lent: a fork server that another process owns and that ends later than this process. It is
-            used while it serves. After that, this object starts its own server.
+        lent: a fork server that another process owns and that ends later than this process. This
+            object uses the lent server as long as the server serves, and then starts its own
+            server.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:

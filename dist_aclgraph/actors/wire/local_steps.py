@@ -257,7 +257,7 @@ class LocalEngine:
     """A worker's side of the channel. Owns its connection; for one thread."""
 
     def __init__(self, address: SocketFile) -> None:
-        """Connect.
+        """Connect to the engine.
 
         Raises:
             EngineDeadError: no engine listens.

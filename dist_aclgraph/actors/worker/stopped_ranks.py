@@ -187,7 +187,7 @@ def _not_waiting(recordings: Sequence[Recording]) -> Explanation | None:
 
 
 def _slow(recordings: Sequence[Recording]) -> Explanation | None:
-    """If all ranks ended in order, blame a rank for which the other ranks waited."""
+    """If all ranks stopped gracefully, blame a rank for which the other ranks waited."""
     waits = [mean_wait_us(recording) for recording in recordings]
     known = [wait for wait in waits if wait is not None]
     if len(known) < len(recordings) or len(known) < 2:

@@ -401,10 +401,10 @@ class Worker:
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
         """Execute steps until the engine dismisses this worker.
 
-        With two steps in flight, the worker answers a step after the next step is queued on the
-        device. The worker reports every failure to the engine. If a known fault stopped the device,
-        the worker runs no step until the engine resumes the group. Any other failure ends the loop;
-        then the group is rebuilt or stopped.
+        With two steps in flight, the worker sends the result of a step after the next step is
+        queued on the device. The worker reports every failure to the engine. If a known fault
+        stopped the device, the worker runs no step until the engine resumes the group. Any other
+        failure ends the loop; then the group is rebuilt or stopped.
         """
         self._phase, self._log.group = "SERVING", group
         event(logger, "rank_serving")

@@ -100,8 +100,8 @@ class Matchers:
         # whose grammars were not compiled yet.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
-        # Rows that were sampled without a mask, until requests begin these rows again. Steps that
-        # are already in flight sample these rows once more, after a token that is discarded.
+        # Rows that were sampled without a mask and that no request has begun again. Steps that are
+        # already in flight sample these rows once more, although the previous token is discarded.
         self._late: set[int] = set()
         # The sampled rows that the last call of ``concern`` got, and its result.
         self._asked: IntArray | None = None

@@ -22,7 +22,7 @@ FORBIDS_ALL = (
 
 
 class Permitted:
-    """The tokens that the lists of one row permit.
+    """The tokens that ``allowed_token_ids`` and ``bad_words`` of one row permit.
 
     Args:
         num_words: number of words of a mask.

@@ -1,4 +1,6 @@
-"""The captured work of every rank: the facts of model and configuration that determine prices."""
+"""The work that every rank captures in graphs: the facts of model and configuration that determine
+prices.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Domain:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The captured work of every rank.
+    """The work that every rank captures in graphs.
 
     Attributes:
         num_layers: number of hidden layers of the main model.

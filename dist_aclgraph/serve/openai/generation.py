@@ -142,7 +142,7 @@ class Generation:
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
     _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
-    _num_slots: int = 0  # without the slot that the HTTP request already has
+    _num_slots: int = 0  # number of slots besides the request's first slot
     _num_open: int = 0  # number of choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
 

@@ -21,8 +21,8 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant")
 _NOTHING = (b"", b"null", b"[]")
-# The keys are the functions' names for the model. The values are the namespace and the name of the
-# function.
+# The keys are the names by which the model knows the functions. The values are the namespace and
+# the name of the function.
 Namespaces: TypeAlias = Mapping[str, tuple[str, str]]
 
 
