@@ -1,6 +1,4 @@
-"""The indices of a rank in context parallelism: of its shard of KV caches, and of its share of
-prompts.
-"""
+"""The indices of a rank in context parallelism: its KV shard, and its index for prompts."""
 
 from __future__ import annotations
 

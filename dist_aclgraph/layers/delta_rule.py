@@ -115,8 +115,7 @@ class FusedDeltaRule:
 
 
 class PlainDeltaRule:
-    """Computes with plain operators in float32; ``g`` can have one number for each head or for each
-    channel.
+    """Computes with plain operators in float32. ``g`` has one number for each head or channel.
 
     CANN's operators return bfloat16 only.
     """
@@ -130,7 +129,8 @@ class PlainDeltaRule:
         out = v.new_empty(n + 1, *v.shape[1:])
         state = states.index_select(0, at.sources)
         for i in range(layout.max_tokens):
-            # A request with fewer tokens repeats a token, in slot 0 and in the last row of ``out``.
+            # A request with fewer tokens repeats its last token; slot 0 and the last row of ``out``
+            # receive the results, which are not used.
             is_live = layout.lengths > i
             token = (layout.starts + i).clamp(max=n - 1)
             key = k.index_select(0, token)[..., None]  # [num_reqs, heads, key_dim, 1]

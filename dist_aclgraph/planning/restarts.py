@@ -94,7 +94,7 @@ class RestartBudget(Backoff):
         return True
 
     def give_back(self) -> None:
-        """Remove the oldest restart from the count, because a process has served for a long time."""
+        """Stop counting the oldest restart, because a process has served for a long time."""
         if self._taken_s:
             self._taken_s.popleft()
 

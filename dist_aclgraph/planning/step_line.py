@@ -39,7 +39,10 @@ class LineFit:
         self.count += 1
 
     def line(self) -> Line:
-        """Return the line, without negative values. At least one step must have been added."""
+        """Return the fitted line; its values are not negative.
+
+        At least one step must have been added.
+        """
         weight, tokens, seconds, squares, products = self._sums.tolist()
         spread = weight * squares - tokens**2
         slope = 0.0

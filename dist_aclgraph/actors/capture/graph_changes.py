@@ -157,7 +157,7 @@ class GraphChanges:
             lazy.leave(victim)
 
     def _capture(self, graph: BatchDescriptor) -> CaptureFailure | None:
-        if graph in self.dispatcher.graphs:  # until now, it was a lazy graph
+        if graph in self.dispatcher.graphs:  # ``graph`` was lazy until now
             return None
         self._last_step = self.dispatcher.step
         outcome = self.transaction.capture(graph)

@@ -4,8 +4,8 @@ The order is: prepare, vote, capture, vote, commit. Each action has a deadline. 
 the capture contains a digest of the recorded operators. If the digests differ, the graph is
 refused, because ranks with different graphs would hang in the first replay. A capture that fails on
 one rank is undone on all ranks. Then every rank proves that its memory pool has as many bytes as
-before the capture. If the device counts streams, the rank also proves that as many streams are
-free.
+before the capture. If the device counts streams, the rank also proves that as many streams are free
+as before.
 """
 
 from __future__ import annotations

@@ -129,7 +129,9 @@ class Outage:
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests: the most output tokens first, then the oldest first."""
+        """Remove and return all requests: most output tokens first; of equal ones, the oldest
+        first.
+        """
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
         return sorted(requests, key=lambda request: -request.num_output_tokens)

@@ -107,7 +107,7 @@ class OpenRequest:
 
     @classmethod
     def probe(cls, request_id: str) -> OpenRequest:
-        """Return a request for one token that tests an engine; nobody needs the token."""
+        """Return a request for one token, which tests an engine; the token is not used."""
         sampling = row_sampling(
             SamplingParams(max_tokens=1), seed=0, num_prompt_tokens=1, end_ids=()
         )

@@ -95,7 +95,7 @@ class ConnectedRay:
         self.death = ""
         self._daemons = daemons
         self._stopped = threading.Event()
-        # The next look follows about a second after a look without an answer.
+        # After a check without an answer, the next check follows about a second later.
         self._silence = Silence(silent_s, clock, every_s=ASK_S + RETRY_S)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
 
@@ -167,7 +167,7 @@ class LocalRay(ConnectedRay):
         """Kill all processes of this Ray now, even processes stopped by SIGSTOP."""
         self.unwatch()
         processes.kill_handles(self._handles)
-        for _ in range(KILL_ROUNDS):  # new processes can start during a round
+        for _ in range(KILL_ROUNDS):  # new processes can start while others are killed
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
         self._starter.end_started()

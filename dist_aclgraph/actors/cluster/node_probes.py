@@ -28,7 +28,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports that a probe has tried. The probe listens on those that were free."""
+    """The ports that a probe has tried. The probe listens on the tried ports that were free."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]

@@ -168,7 +168,7 @@ def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
     Every node has whole bundles, so a tensor parallel group stays on one node.
 
     Args:
-        landed: node and NPUs of each worker.
+        landed: the node and the NPUs that each worker has got.
     """
     return sorted(range(len(landed)), key=lambda i: (*landed[i], i))
 

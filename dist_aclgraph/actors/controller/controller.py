@@ -282,9 +282,7 @@ class Controller:
     # ---- the end
 
     def shut_down(self) -> None:
-        """Stop in this order: engines dismiss workers, workers exit, remaining processes are
-        killed.
-        """
+        """Let engines dismiss workers, let workers exit, and then kill the remaining processes."""
         self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
         self._enter(State.STOPPED, only_from=NOT_STOPPED)

@@ -44,8 +44,8 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # An error of this call does not prove the actor's death. Only the end of the actor's
-            # running call (``_owner``) does.
+            # An error of this call does not prove the actor's death; only the end of the actor's
+            # running call (``_owner``) proves it.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"

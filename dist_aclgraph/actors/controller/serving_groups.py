@@ -545,9 +545,7 @@ def check_count(count: int) -> None:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Stop in this order: engines dismiss workers, workers exit, and remaining processes are
-    killed.
-    """
+    """Let engines dismiss workers, let workers exit, and then kill the remaining processes."""
     stopping = [
         ref
         for group in groups

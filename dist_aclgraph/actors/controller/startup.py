@@ -53,7 +53,7 @@ TRIAL_BLOCKS = 2  # In trials, only padding rows use the cache.
 T = TypeVar("T")
 Job = TypeVar("Job")
 OnPhase = Callable[[State], object]
-OnGraph = Callable[[int, int, str], None]  # captured graphs, total graphs, the next graph
+OnGraph = Callable[[int, int, str], None]  # arguments: captured graphs, all graphs, next graph
 
 
 class Startup:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config
 
-# A controller makes fewer groups and versions than these limits, so two terms share no number.
+# A controller makes fewer groups and versions than these limits, so two terms never use the same
+# number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 

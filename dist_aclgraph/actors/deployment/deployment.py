@@ -51,7 +51,8 @@ class RayDeployment(Deployment):
     Owns the keeper of its controller, and the connection to Ray if this process made it.
 
     Args:
-        connected: the Ray to which this process has connected; None if it was connected before.
+        connected: the Ray to which this process has connected; None if this process was connected
+            before.
     """
 
     def __init__(

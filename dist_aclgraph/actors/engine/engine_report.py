@@ -24,7 +24,7 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    resumptions: Mapping[DeviceFault, int]  # by the fault that had stopped a device
+    resumptions: Mapping[DeviceFault, int]  # the keys are the faults that had stopped a device
 
 
 def group_metrics(

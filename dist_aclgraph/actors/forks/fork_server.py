@@ -271,8 +271,7 @@ def main() -> None:
     if os.getppid() != started_by:
         return  # the parent has ended already
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        # Imported objects are never freed, and collections would take a third of the time of the
-        # imports.
+        # Imported objects stay, and garbage collections would take a third of the import time.
         gc.disable()
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:

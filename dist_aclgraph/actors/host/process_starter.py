@@ -17,7 +17,7 @@ class ProcessStarter:
     """
 
     def command(self, config: Config) -> str | None:
-        """Return the command that Ray runs in place of Python for a process; None means Python
+        """Return the command that Ray runs in place of Python for a process; None for Python
         itself.
         """
         return None

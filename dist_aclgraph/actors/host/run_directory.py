@@ -54,7 +54,7 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """Give up the directory in a forked process; the parent remains the owner."""
+        """Forget the directory in a forked process; its parent still owns the directory."""
         os.close(self._lock)
         self._lock = -1
 

@@ -3,7 +3,7 @@
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
 ``LoadedRank``, which can join another group. torch_npu reads the environment once, during its
-import. Ray must set the environment before that, so heavy imports are inside the functions.
+import. Ray must set the environment before this import, so heavy imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class JoinedRank:
                 experts=self._make_expert_setup(),
             )
         self.npu.synchronize()
-        self.npu.give_back()  # the temporary memory that loading used
+        self.npu.give_back()  # frees the temporary memory that loading used
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
         return LoadedRank(self, model, taken_bytes, memory.eager_bytes)

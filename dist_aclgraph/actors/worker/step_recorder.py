@@ -3,10 +3,12 @@
 A rank records the beginning of each step, and what its host does now. For each of these events, the
 rank stores one or two records in mapped memory, without waiting for the device or the disk.
 
-| offset | content | | --- | --- | | 0 | ``_HEAD``: the process, rank, group and host that wrote the
-file | | ``STATE_AT`` | ``_STATE``: what the host does now | | ``WORDS_AT`` | the error that ended
-the steps, or the command for graphs; UTF-8, ends with zeros | | ``STEPS_AT`` | ``NUM_STEPS``
-records: ``_STEP``, then the end of each stage of ``STAGES`` |
+| offset | content |
+| --- | --- |
+| 0 | ``_HEAD``: the process, rank, group and host that wrote the file |
+| ``STATE_AT`` | ``_STATE``: what the host does now |
+| ``WORDS_AT`` | the error that ended the steps, or the command for graphs; UTF-8, ends with zeros |
+| ``STEPS_AT`` | ``NUM_STEPS`` records: ``_STEP``, then the end of each stage of ``STAGES`` |
 """
 
 from __future__ import annotations

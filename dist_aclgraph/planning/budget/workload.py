@@ -1,6 +1,4 @@
-"""The work that every rank captures in graphs: the facts of model and configuration that determine
-prices.
-"""
+"""The facts of model and configuration that determine the prices of every rank's graphs."""
 
 from __future__ import annotations
 
