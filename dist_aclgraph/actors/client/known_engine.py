@@ -59,8 +59,8 @@ class Capacity:
     """The lockstep groups of a deployment, counted by state.
 
     Attributes:
-        serving: groups that accept requests.
-        draining: groups that only finish their running requests.
+        serving: number of groups that accept requests.
+        draining: number of groups that only finish their running requests.
         lost: the reason why a group is dead, by the group's name.
     """
 

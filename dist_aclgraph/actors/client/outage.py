@@ -129,8 +129,8 @@ class Outage:
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests: most output tokens first; of equal ones, the oldest
-        first.
+        """Remove and return all requests, sorted by number of output tokens (descending), then by
+        age.
         """
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()

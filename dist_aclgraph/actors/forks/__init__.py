@@ -1,1 +1,1 @@
-"""On machines with fewer cores than processes, one fork server imports torch_npu for all processes."""
+"""On a machine with few cores, one fork server imports torch_npu for all processes."""

@@ -311,7 +311,7 @@ class Worker:
         return offer
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
-        """Do one action of a graph transaction; Ray or a message of the engine calls this."""
+        """Do one action of a graph transaction, for a call of Ray or a message of the engine."""
         from dist_aclgraph.device.failures import classify
 
         rank = self._running

@@ -63,7 +63,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # the phase that errors of graph transactions name
+    phase: str = "NEGOTIATING"  # the phase that errors of graph transactions report
     _num_commands: int = 0
 
     def call(
@@ -134,7 +134,7 @@ class WorkerGroup:
         )
 
     def find_out(self, timeout_s: float) -> None:
-        """Ask the workers for their places, and assign neighbouring ranks to neighbouring NPUs.
+        """Ask the workers where they run, and assign neighbouring ranks to neighbouring NPUs.
 
         If the group has survivors of another group, all workers keep their ranks.
 

@@ -22,7 +22,7 @@ from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
 T = TypeVar("T")
 MAX_KEPT_BYTES = 1 << 28  # maximum memory of all grammars that are kept for further requests
 # We measured that a compiled grammar usually needs up to 500 bytes for each of its characters. Some
-# need much more, such as the multiples of a large number.
+# grammars need much more, for example a grammar of the multiples of a large number.
 BYTES_OF_CHAR = 500
 
 

@@ -1,9 +1,9 @@
 """Computes the tokens that the grammars of rows allow next, as bits.
 
 A row's mask is a function of its grammar and its output. So every rank that samples computes the
-mask itself, and nothing is sent between ranks. Before each step, a row's matcher is brought to the
-row's output: forward by new tokens, or back if tokens were discarded (a void step, a rewind, drafts
-that were not accepted).
+mask itself, and nothing is sent between ranks. Before each step, a row's matcher is moved to the
+end of the row's output: forward by new tokens, or back if tokens were discarded (a void step, a
+rewind, drafts that were not accepted).
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only tokens that end the output are forbidden. After a maximum number of tokens, the

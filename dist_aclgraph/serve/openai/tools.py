@@ -170,7 +170,7 @@ def leave_out_hosted(
     tools.
 
     A tool that a provider runs itself, such as ``web_search``, is left out, because no client can
-    run it. A strict service leaves out no tool, and refuses it later.
+    run it. A strict service does not leave such a tool out, but refuses it later.
     """
     kept = {i: t for i, t in enumerate(tools) if is_strict or not type_of(t).startswith(HOSTED)}
     return kept, [f"tools[{i}]" for i in range(len(tools)) if i not in kept]

@@ -225,7 +225,7 @@ class ResponsesRequest(Body, kw_only=True):
 
     def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
         """Return the tools that the answer may call, the functions of namespaces, and the names of
-        the fields with tools that are left out (``leave_out_hosted``).
+        the fields whose tools are left out (``leave_out_hosted``).
 
         Raises:
             InvalidParameterError: a tool is wrong, or is of a type that is not offered.

@@ -2,9 +2,9 @@
 
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. The serving process
 (``HolderLink``) sends the supervisor two descriptors for each connection: one of the connection,
-and one of its journal. It also reports the end of each connection. If the serving process is
-killed, the supervisor's descriptors stay open. The next serving process inherits these descriptors,
-and continues the connections.
+and one of its journal. The serving process also reports the end of each connection. If the serving
+process is killed, the supervisor's descriptors stay open. The next serving process inherits these
+descriptors, and continues the connections.
 """
 
 from __future__ import annotations

@@ -96,7 +96,10 @@ class JournalMemory:
         return self._map[REQUEST_AT + start : REQUEST_AT + end]
 
     def append(self, record: bytes) -> bool:
-        """Add a record; if it does not fit, make the journal void. Return whether it was added."""
+        """Add a record; if it does not fit, make the journal void.
+
+        Return whether the record was added.
+        """
         end = self._records_end + _LENGTH.size + len(record)
         if end > RECORD_BYTES:
             self.void()
