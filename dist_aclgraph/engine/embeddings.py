@@ -27,9 +27,7 @@ class ComingEmbeddings:
     states: Tensor
 
     def read(self) -> dict[int, bytes]:
-        """Return the embeddings by index among the sampled requests; requires that the copy has
-        ended.
-        """
+        """Return the embeddings by index among the sampled requests; the copy must have ended."""
         states = np.ascontiguousarray(self.states.numpy(), "<f4")
         return {i: row.tobytes() for i, row in zip(self.samples.tolist(), states, strict=True)}
 

@@ -33,7 +33,7 @@ class ComingPrompt:
     num_best: int
 
     def read(self) -> PromptLogprobs:
-        """Return the report; requires that the copy has ended."""
+        """Return the report; the copy must have ended."""
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1  # number of columns of ids and rank
         ids = values[:, :width].view(np.int32)

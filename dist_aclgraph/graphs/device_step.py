@@ -49,8 +49,9 @@ class SharedPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """The inputs of a step on the device, all int32. Names are those of ``HostStep``; the shapes
-    differ only by padding.
+    """The inputs of a step on the device, all int32.
+
+    The names are the same as in ``HostStep``; the shapes differ only by padding.
 
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.

@@ -148,7 +148,7 @@ class RankScheduler:
     def must_wait(self, lack: Lack | None) -> bool:
         """Whether the rank must wait for steps in flight, instead of preempting a request now.
 
-        The steps in flight can free enough blocks.
+        This is so if the steps in flight can free enough blocks.
         """
         if lack is None or not self._flights:
             return False

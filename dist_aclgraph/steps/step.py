@@ -34,7 +34,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
     prompt_logprobs: int = -1  # like ``logprobs``, for positions of the prompt
     num_prompt_tokens: int = 0  # position where the output begins
-    suppressed: tuple[int, ...] = ()  # end ids, forbidden until the output has min_tokens
+    suppressed: tuple[int, ...] = ()  # stop token ids, forbidden before min_tokens
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
     biases: bytes = b""  # float32 [n], added to the logits of these tokens

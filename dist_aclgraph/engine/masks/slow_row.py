@@ -93,7 +93,7 @@ class SlowRow(Row):
         return error
 
     def _compute(self, output: list[int]) -> tuple[IntArray, str]:
-        """Move the state to the end of an output; return the next mask and the reason of a failure."""
+        """Move the state to the end of an output; return the next mask and a failure's reason."""
         pairs = enumerate(zip(self._read, output, strict=False))
         shorter = min(len(self._read), len(output))
         num_same = next((i for i, (old, new) in pairs if old != new), shorter)

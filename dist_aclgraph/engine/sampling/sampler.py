@@ -132,7 +132,7 @@ class ComingLogprobs:
     packed: Tensor
 
     def read(self) -> dict[int, RowLogprobs]:
-        """Return a report for each place, by its index; requires that the copy has ended."""
+        """Return a report for each place, by its index; the copy must have ended."""
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1
         ids, logprobs = values[:, :width].view(np.int32), values[:, width:].tolist()

@@ -3,8 +3,8 @@
 A place is special if its token is not simply the most probable token, or if the request wants
 log-probabilities. Parameters are sent only when rows or parameters change; until then every step
 reads the same tensors. No tensor on the device is written twice: changes are sent to new tensors,
-while steps in flight read the old tensors. The order of the stream keeps the old memory valid for
-these steps.
+while steps in flight read the old tensors. The old memory stays valid for these steps, because the
+NPU stream runs its work in order.
 """
 
 from __future__ import annotations
