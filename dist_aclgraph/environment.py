@@ -20,7 +20,7 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 EMULATED_VARIABLE = "EMULATED_NPU"  # the emulated libraries read it, too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets it for all processes that a raylet starts
 GCS_WAIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-GCS_WAIT_S = 300.0  # the value of cluster/environment.sh
+GCS_WAIT_S = 300.0  # the same value as in cluster/environment.sh
 # Plans and limits depend on these variables, so all nodes get the configuration's values.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",

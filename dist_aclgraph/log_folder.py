@@ -1,9 +1,9 @@
 """The folder on this node for the log files of one start of a service.
 
 Each process holds a shared lock on a file in its folder until the process ends. When a new folder
-is created, old folders whose lock is free are removed. A folder without a lock file is not ours,
-and stays. A folder that is used by many processes one after the other, as under Ray Serve, keeps
-the newest files of the processes that have ended.
+is created, old folders whose lock is free are removed. A folder without a lock file was not made by
+this package, and stays. A folder that is used by many processes one after the other, as under Ray
+Serve, keeps the newest files of the processes that have ended.
 """
 
 from __future__ import annotations

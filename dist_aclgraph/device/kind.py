@@ -18,7 +18,7 @@ DeviceKind = Literal["npu", "emulated"]
 def npus_here() -> list[str]:
     """Return the names of this machine's NPUs, in the order of their ids.
 
-    A name contains the number that the host gives to the NPU. In a container with a part of the
+    A name contains the number that the host gives to the NPU. In a container with only some of the
     host's NPUs, CANN's ids are the positions in this list.
     """
     names = (path.name for path in DEV.glob("davinci[0-9]*"))

@@ -22,8 +22,8 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether copies from this part may still run. If so, ``sent`` was recorded after
-            these copies.
+        is_left: whether copies from this part can still be running. If so, ``sent`` was recorded
+            after these copies.
     """
 
     def __init__(self, sent: Any) -> None:

@@ -120,8 +120,9 @@ class UpdateWait:
             span.end.record(update_stream)
 
     def take_us(self, span: ReplaySpan) -> float:
-        """Return the wait of a finished step. On the emulator, return the sum of all waits since
-        the last call.
+        """Return how long the device waited in a finished step.
+
+        On the emulator, return the sum of all waits since the last call.
         """
         if self._is_counted:
             before_ns, self._taken_ns = self._taken_ns, self._counted_ns()

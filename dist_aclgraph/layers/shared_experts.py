@@ -62,7 +62,9 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum, [n, hidden]; complete at the end of the context."""
+        """Yield this rank's summand, [n, hidden]; its values are complete at the end of the
+        context.
+        """
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)

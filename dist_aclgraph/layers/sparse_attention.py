@@ -29,7 +29,7 @@ ABSORBED_MODE = 2  # attention_mode of npu_sparse_flash_attention; other modes d
 class SparseCache(LatentCache):
     """One layer's latents, rotated keys, and index keys, [num_blocks, block_size, 1, 128].
 
-    A layer that uses the choice of an earlier layer has no index keys.
+    A layer that uses the keys chosen by an earlier layer has no index keys.
     """
 
     index_keys: Tensor | None = None
@@ -94,14 +94,14 @@ class SparseLatentAttention:
                 the live tokens stay unchanged.
             q_rope: [num_tokens, heads, 64], rotated.
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
-            index: None if this layer has no indexer. Such a layer uses ``chosen``, the choice of
-                the last earlier layer with an indexer.
+            index: None if this layer has no indexer. Such a layer uses ``chosen``, the keys that
+                the last earlier layer with an indexer has chosen.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
             metadata: its slots are int64, and it has the rows on the device.
 
         Returns:
-            [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by
-            -1. None if the rank has no tokens.
+            [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by -1.
+            None if the rank has no tokens.
         """
         if metadata.is_idle:
             return None
@@ -133,7 +133,7 @@ class SparseLatentAttention:
     def _choose(
         self, index: IndexRows, cache: SparseCache, metadata: AttentionMetadata, rows: DeviceRows
     ) -> Tensor:
-        """Write index keys to the cache; return the choice of each query."""
+        """Write index keys to the cache; return the chosen keys of each query."""
         assert cache.index_keys is not None
         n = metadata.num_direct
         torch.ops.npu.npu_scatter_nd_update_(

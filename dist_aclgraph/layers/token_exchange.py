@@ -55,9 +55,9 @@ class AllGather:
 class AllToAll:
     """Sends each token once to every rank that has an expert of the token.
 
-    A rank accepts the same number of tokens from each other rank, so all parts have equal size.
-    Tokens above this number are counted and not sent, and their results are wrong; then the step
-    must run again.
+    A rank accepts the same number of tokens from each other rank, so the rows for each rank have
+    equal size. Tokens above this number are counted and not sent, and their results are wrong; then
+    the step must run again.
 
     Attributes:
         factor: number of tokens that a rank accepts from another rank, divided by the expected

@@ -16,7 +16,7 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 def vocabulary_part(vocab_size: int, group: CommGroup) -> tuple[int, int]:
-    """Return [start, stop) of this rank's token ids; ``stop`` may be larger than the vocabulary."""
+    """Return [start, stop) of this rank's token ids; ``stop`` can be larger than the vocabulary."""
     width = -(-vocab_size // group.size)
     return group.rank * width, (group.rank + 1) * width
 
@@ -35,7 +35,9 @@ class VocabularyEmbedding:
     group: CommGroup
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[n] int32 -> [n, hidden], the sum over ranks; each rank knows only its part's rows."""
+        """[n] int32 -> [n, hidden], the sum over ranks; each rank has only the rows of its token
+        ids.
+        """
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start

@@ -1,4 +1,4 @@
-"""The interface of a kind of attention: its state in one layer, and its common state."""
+"""The interface of a kind of attention: its state in one layer, and the state of all layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
-# Cache of one layer: its ``tensors`` are in blocks, its ``states`` in slots. Only its kind of
-# attention knows the type.
+# Cache of one layer: its ``tensors`` are in blocks, its ``states`` in slots. Only the kind of
+# attention knows the cache's type.
 Cache = Any
 
 

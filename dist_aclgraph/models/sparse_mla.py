@@ -39,7 +39,7 @@ class Indexer:
     rope_dim: int
 
     def project(self, h: Tensor, queries: Tensor, keys: Tensor, rope: Rope) -> IndexRows:
-        """Return the inputs of the choice of keys.
+        """Return the inputs of the operator that chooses keys.
 
         The scores are not scaled, because a positive factor changes no choice.
 
@@ -112,7 +112,7 @@ class MultiHeadSparseAttention:
         metadata: AttentionMetadata,
         earlier: Tensor | None,
     ) -> Tensor | None:
-        """Return the choice of keys of each query."""
+        """Return the chosen keys of each query."""
         q, q_rope, kv, *index, out = inputs
         rows = IndexRows(*index) if self.indexer is not None else None
         return self.sparse(q, q_rope, kv, out, rows, rope, cache, metadata, earlier)

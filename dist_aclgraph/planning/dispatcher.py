@@ -54,8 +54,8 @@ class GraphDispatcher:
             num_reqs: number of requests of the batch.
             query_len: number of tokens of each request; 0 if requests differ, or if a request is in
                 the middle of its prompt.
-            fits: whether the batch may replay a graph, for example because the KV cache has room
-                for the graph's padding.
+            fits: whether the batch may replay a graph, for example because the KV cache has enough
+                blocks for the graph's padding.
         """
         self._step += 1
         uniform = query_len if num_tokens == num_reqs * query_len else 0
@@ -99,7 +99,7 @@ class GraphDispatcher:
     def take_traffic(self) -> Traffic:
         """Return the frequency of each batch size since the last call.
 
-        Any thread may call this; a step that another thread counts at the same time may be lost.
+        Any thread may call this; a step that another thread counts at the same time can be lost.
         """
         decode, self._decode_seen = self._decode_seen, Counter()
         mixed, self._mixed_seen = self._mixed_seen, Counter()

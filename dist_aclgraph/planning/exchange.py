@@ -122,7 +122,7 @@ class ExchangeRule:
 
     def choose(self, num_tokens: int) -> ExchangeKind | None:
         """Return the exchange of a step in which each data parallel rank runs ``num_tokens``,
-        padding included; None if no token must be sent.
+        padding included; None if no token needs to be sent.
         """
         return self.decide(num_tokens).kind
 

@@ -63,7 +63,7 @@ class LazyGraphs:
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
-        """Return the configured policy with room for ``capacity`` graphs; None if this is 0."""
+        """Return the configured policy for at most ``capacity`` graphs; None if this is 0."""
         if not capacity:
             return None
         return cls(
@@ -96,7 +96,7 @@ class LazyGraphs:
 
     def next_change(self) -> LazyChange | None:
         """Return the capture of the shape with the largest savings, and reset its savings; None if
-        no shape has saved enough.
+        no shape could have saved enough.
         """
         if not self.has_change or not self._capacity:
             return None

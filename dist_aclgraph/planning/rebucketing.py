@@ -145,9 +145,10 @@ def transition(
 ) -> tuple[Action, ...]:
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
-    Captures come before releases, and the largest graph is captured first. If there is no room for
-    the next capture, a graph that is not in the new plan is released first. After each action,
-    every limit that both plans obey is still obeyed, and the largest bucket of each family exists.
+    Captures come before releases, and the largest graph is captured first. If too few streams or
+    bytes are free for the next capture, a graph that is not in the new plan is released first.
+    After each action, every limit that both plans obey is still obeyed, and the largest bucket of
+    each family exists.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.

@@ -30,7 +30,7 @@ class LineFit:
 
     def __init__(self) -> None:
         self.count = 0
-        # Sums of: weighted sums of: 1, tokens, seconds, tokens squared, tokens x seconds.
+        # Weighted sums of: 1, tokens, seconds, tokens squared, tokens x seconds.
         self._sums = np.zeros(5)
 
     def add(self, num_tokens: int, seconds: float) -> None:

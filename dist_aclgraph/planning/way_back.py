@@ -27,7 +27,7 @@ SOUND_STEPS = 100
 TRIES: dict[DeviceFault, int] = {
     # The peers of a failed rank report this fault, so the fault of the failed rank sets the limit.
     "stopped": 2,
-    "link": 2,  # A link can fail only for a moment.
+    "link": 2,  # A link can fail for only a moment.
     "remote": 1,  # The peers report the cause.
     "retry": 1,
     "suspect": 1,
@@ -48,8 +48,8 @@ MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
-# A group that has served for this time is sound. If a rejoined group fails earlier, its remaining
-# processes do not rejoin again.
+# A group that has served for this time counts as sound. If a rejoined group fails earlier, its
+# remaining processes do not rejoin again.
 SOUND_S = 60.0
 
 

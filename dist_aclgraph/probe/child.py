@@ -72,7 +72,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
     parent.send(outcome)
     # Wait until the parent closes the pipe or dies, because another rank might need this process.
     parent.poll(None)
-    # Exit without destructors, because they may wait for a stopped device.
+    # Exit without destructors, because they might wait for a stopped device.
     os._exit(0)
 
 

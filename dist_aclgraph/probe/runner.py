@@ -164,7 +164,7 @@ class _Child:
     """One process of a question.
 
     Attributes:
-        pipe: carries the messages of the process. It closes when the process ends.
+        pipe: carries the messages of the process. The pipe closes when the process ends.
         has_begun: whether the process has reported that the device was opened, or why it was not.
     """
 

@@ -47,7 +47,7 @@ class Int4Format:
         return 1 if self.group is None else -(-num_inputs // self.group)
 
     def bytes_each(self, *, has_experts: bool) -> float:
-        """Return the bytes of one element, with its share of the scales.
+        """Return the bytes of one element, including its fraction of a scale's bytes.
 
         If an output has one scale for all its inputs, this scale is not counted. Products with int8
         rows have a scale of eight bytes for every 256 inputs; products of experts have such scales

@@ -61,7 +61,7 @@ def has_part(spec: ModelSpec, part: Part, layer: int) -> bool:
 
 
 def experts_per_rank(experts: ExpertSpec, tp: int, ep: int, redundant: int) -> tuple[int, int]:
-    """Return the number of routed experts of a rank, and their width on it."""
+    """Return the number of routed experts of a rank, and their width on this rank."""
     if ep > 1:
         return (experts.num_experts + redundant) // ep, experts.width
     return experts.num_experts, -(-experts.width // tp)

@@ -1,6 +1,6 @@
 """ModelConfig: a checkpoint's config.json, with typed look-ups. Only this module reads the file.
 
-Names are those of config.json. A key that is null counts as absent, because checkpoints write
+Names are the same as in config.json. A key that is null counts as absent, because checkpoints write
 absent values as null.
 """
 
@@ -248,7 +248,8 @@ def read_model_config(
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return all keys of an object.
 
-    Keys of its text part replace keys beside this part, but the stop tokens are those of both.
+    Keys of its text part replace keys beside this part, but the stop tokens of both objects are
+    used.
     """
     text = raw.get("text_config")
     if not isinstance(text, dict):

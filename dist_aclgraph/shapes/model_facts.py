@@ -46,7 +46,7 @@ class ExpertFacts:
 
     Attributes:
         top_k: number of experts of a token, without shared experts.
-        num_shared: number of experts that every token visits.
+        num_shared: number of shared experts, which run for every token.
     """
 
     num_experts: int

@@ -1,7 +1,8 @@
 """The purpose of a model (texts, embeddings or relevance), read from its checkpoint's files.
 
 Models for embeddings have the files of sentence-transformers: modules.json lists the steps from a
-text to its embedding, and the folder of the pooling step describes which tokens count.
+text to its embedding, and the folder of the pooling step describes from which tokens the embedding
+is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rotary embedding of a checkpoint, and the lengths of requests that its scaling allows.
 
-Keys and their precedence are those of transformers; lengths are derived as vLLM derives them.
+Keys and their precedence are the same as in transformers; lengths are derived as vLLM derives them.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def weight_parts(
             experts.
         matrix_bytes: bytes of an element of the layers' matrices, if they are quantised to int8.
             The scales, one for each output, are not counted. Matrices that have four bits in the
-            checkpoint keep them.
+            checkpoint keep four bits.
         drafts: whether the next-token module is counted; it shares the decoder's embedding and
             head.
         redundant_experts: number of additional copies of experts on all ``ep`` ranks together.

@@ -110,7 +110,7 @@ class Load(Generic[Item]):
 
     Attributes:
         begin: returns a new iterator over the load.
-        progress: returns the part of the load that has been read, from 0 to 1.
+        progress: returns the fraction of the load that has been read, from 0 to 1.
     """
 
     begin: Callable[[], Iterator[Item]]

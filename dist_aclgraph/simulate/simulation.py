@@ -34,7 +34,9 @@ from dist_aclgraph.simulate.times import StepTimes
 DEFAULT_REQUESTS = 1000
 MAX_GROUPS = 8  # maximum number of simulated groups; largest kinds come first
 
-OnProgress = Callable[[float], None]  # gets the part of the load that has been played, from 0 to 1
+OnProgress = Callable[
+    [float], None
+]  # gets the fraction of the load that has been played, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class RenderLimits:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How messages become a prompt; the options are those of ``apply_chat_template`` in
+    """How messages become a prompt; the options are the same as for ``apply_chat_template`` in
     transformers.
 
     Attributes:

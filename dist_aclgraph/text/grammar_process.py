@@ -2,8 +2,9 @@
 
 Compiling a hostile schema can take any time and memory. So each grammar is compiled in a fork of
 this process, and the kernel limits the fork. The process itself has one thread and the prepared
-vocabulary, so a fork takes milliseconds. Messages are those of ``template_process``: the first
-message contains the vocabulary and the limits, each later message contains one source of a grammar.
+vocabulary, so a fork takes milliseconds. Messages have the format of ``template_process``: the
+first message contains the vocabulary and the limits, each later message contains one source of a
+grammar.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"has_content": True},
     {"as_text": True, "has_content": True},
 )
-END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template may strip the space
+END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template can strip the space
 
 
 class GenerationTag(jinja2.ext.Extension):

@@ -35,7 +35,9 @@ _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 
 
 class Tokenizer:
-    """Turns text into token ids and back. Threads may share it, as it has no state of requests.
+    """Turns text into token ids and back.
+
+    Threads may share a tokenizer, because it has no state of requests.
 
     Attributes:
         eos_ids: ids that end an output: the tokenizer's own stop token, and the ids of

@@ -54,8 +54,9 @@ class Limit:
     prices: tuple[int, ...]
 
     def admits(self, counts: Sequence[int]) -> bool:
-        """Whether the amount is enough for ``counts`` buckets of each family. Fewer buckets never
-        need more.
+        """Whether the amount is enough for ``counts`` buckets of each family.
+
+        Fewer buckets never need a larger amount.
         """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 

@@ -14,7 +14,7 @@ from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 ROTATED_PART = 0.25  # rotated part of a head, if config.json has no value
 SHARED_NAME = (".mlp.shared_experts.", ".mlp.shared_expert.")
 # In a model with an image encoder, the names of the weights of the text part begin like this. The
-# name of the output head does not.
+# name of the output head does not begin like this.
 TEXT_NAME = ("model.", "model.language_model.")
 OTHER_PARTS = ("model.visual.",)
 
