@@ -30,9 +30,8 @@ class CapturedPieces:
         self.descriptor = descriptor
         self._recording = recording
         self.graphs: list[Any] = []
-        self._outputs: list[
-            tuple[Tensor, ...]
-        ] = []  # weak references, so the pool can reuse memory
+        # Weak references, so that the pool can reuse the memory.
+        self._outputs: list[tuple[Tensor, ...]] = []
         self._next = 0
 
     def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:

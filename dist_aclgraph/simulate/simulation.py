@@ -34,9 +34,8 @@ from dist_aclgraph.simulate.times import StepTimes
 DEFAULT_REQUESTS = 1000
 MAX_GROUPS = 8  # maximum number of simulated groups; largest kinds come first
 
-OnProgress = Callable[
-    [float], None
-]  # gets the fraction of the load that has been played, from 0 to 1
+# Argument: the fraction of the load that has been played, from 0 to 1.
+OnProgress = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
