@@ -164,8 +164,8 @@ def _types(
     """Return the names of the types that a schema allows; None if the types are not restricted.
 
     Args:
-        known: results by reference. Each reference is followed once, because the number of paths
-            through a schema may be exponential.
+        known: the types found so far for each ``$ref``. Each ``$ref`` is followed only once,
+            because the number of paths through a schema can be exponential.
     """
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return None

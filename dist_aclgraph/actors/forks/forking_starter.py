@@ -75,7 +75,7 @@ class ForkingStarter(ProcessStarter):
     def ray_settings(self) -> Iterator[dict[str, Any]]:
         """Let Ray start workers with our setup program in place of Ray's own."""
         name = ray_constants.SETUP_WORKER_FILENAME
-        # Ray joins this name to a folder. The result is this name, because it is an absolute path.
+        # Ray joins a folder and this path. The folder has no effect, because the path is absolute.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
             # Workers that Ray starts in advance are not forked; they would only use CPU time.

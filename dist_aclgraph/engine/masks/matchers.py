@@ -103,7 +103,7 @@ class Matchers:
         # Rows that were sampled without a mask and that no request has begun again. Steps that are
         # already in flight sample these rows once more, although the previous token is discarded.
         self._late: set[int] = set()
-        # The sampled rows that the last call of ``concern`` got, and its result.
+        # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None
         self._concerns = False
 

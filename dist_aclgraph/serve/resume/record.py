@@ -192,7 +192,7 @@ class ConnectionRecord:
         return self._begin_journal(chance)
 
     def spend(self) -> None:
-        """Record that the journal's request was answered. After that, no entry can be added."""
+        """Record that the journal's request was answered. The journal then takes no entries."""
         self.is_spent = True
         journal, self._journal = self._journal, None
         if journal is not None:
