@@ -17,8 +17,8 @@ from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 # Values of HCCL_OP_EXPANSION_MODE. With HOST, the host expands collectives; an A2 then uses FFTS+.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
-EMULATED_VARIABLE = "EMULATED_NPU"  # the emulated libraries read it, too
-RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets it for all processes that a raylet starts
+EMULATED_VARIABLE = "EMULATED_NPU"  # the emulated libraries also read this variable
+RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets this variable in all processes of a raylet
 GCS_WAIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 GCS_WAIT_S = 300.0  # the same value as in cluster/environment.sh
 # Plans and limits depend on these variables, so all nodes get the configuration's values.

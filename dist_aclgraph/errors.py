@@ -9,7 +9,7 @@ DistAclGraphError
       DeviceFaultError    a worker's device failed with a known error; its process runs
   DeviceError             the device or its runtime refused a call
     StreamExhaustedError, OutOfDeviceMemoryError, EmulatorBuildError
-    NotBoundError         a rank is not bound to cores; it works nevertheless
+    NotBoundError         a rank is not bound to cores, but can run
   GraphError              planning, capture or replay of graphs
     CaptureError, ReplayMismatchError, StreamBudgetError
   KVCacheError            a rule of the KV cache was broken

@@ -56,7 +56,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     try:
         try:
             directory = Path(load())
-        except ConnectionError:  # try the cache, which ModelScope's client does not do by itself
+        except ConnectionError:  # ModelScope's client does not try the cache by itself
             directory = Path(load(local_files_only=True))
     except Exception as e:  # an error of a client, or of a library that it uses
         reason = " ".join(str(e).split())

@@ -16,7 +16,7 @@ assert sys.byteorder == "little" and array("i").itemsize == INT_BYTES
 
 
 def int_list(values: Sequence[int] | IntArray = ()) -> array[int]:
-    """Return a growing list of int32. To pack the list means to copy its bytes."""
+    """Return a growing list of int32. Packing the list copies its bytes."""
     if not isinstance(values, np.ndarray):
         return array("i", values)
     found = array("i")

@@ -54,7 +54,7 @@ def _started(config: Config, signals: Signals) -> LLM:
             raise KeyboardInterrupt
 
         def report(progress: Progress) -> None:
-            signals.take_over()  # again, because Ray has replaced the handlers
+            signals.take_over()  # needed again, because Ray has replaced the handlers
             show(progress)
 
         def start(config: Config) -> Deployment:

@@ -130,8 +130,8 @@ class Supervisor:
             self._next_look_s = time.monotonic() + self._look_s
             self._look()
         # If this process was stopped and continued during the wait, Python returns uninitialised
-        # memory: any number, or the signal of an earlier wait. It does no harm to handle a signal
-        # twice.
+        # memory: any number, or the signal of an earlier wait. Handling a signal twice does no
+        # harm.
         if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo == signal.SIGIO:

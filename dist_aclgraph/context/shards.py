@@ -60,7 +60,7 @@ class Shards:
     def first_position(self, shard: int) -> int:
         """Return the first position that a shard keeps.
 
-        It keeps no token of a request that ends before.
+        The shard keeps no token of a request that ends before this position.
         """
         return shard * self.interleave
 

@@ -51,7 +51,7 @@ LINES = {
         reduce_scatter="reduce_scatter_single",
     ),
 }
-DEFAULT = "2.13"  # make installs this release series unless NPU names another
+DEFAULT = "2.13"  # ``make`` installs this series, unless the variable NPU names another
 
 
 def installed_name() -> str:

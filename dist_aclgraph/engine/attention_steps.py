@@ -239,7 +239,7 @@ def _arrays_of(reads: Reads) -> list[IntArray]:
 def _on_device(
     parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
 ) -> tuple[DevicePart, ...]:
-    """Return the parts for the device.
+    """Return the prompt parts with tensors on the device in place of the host's arrays.
 
     Args:
         sent: for all reads in order, the arrays of ``_arrays_of`` as tensors.

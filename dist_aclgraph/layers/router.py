@@ -80,7 +80,7 @@ class Router:
 
         If experts have copies, each id names the chosen copy: a slot of an ``ExpertPlacement``.
         Padding gets the id after the last expert's id: operators accept this id, and no rank has
-        such an expert. (Negative ids are not allowed; on CANN 9 they hide all other ids.)
+        such an expert. (Negative ids are not allowed: with a negative id, CANN 9 counts no tokens.)
 
         Args:
             x: [n, hidden].

@@ -3,8 +3,8 @@
 There are no phases: in each step, a request runs known tokens that are not computed yet. A new
 request runs its prompt, in chunks. A request that decodes runs the tokens that it sampled last. A
 preempted request runs its prompt and its output again. Requests that decode are scheduled first; a
-step always has room for all of them. The other requests share the rest of the step in the order of
-their deadlines.
+step can always contain all of them. The other requests get the remaining tokens of the step, in the
+order of their deadlines.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 # Each open request counts as this many tokens, in addition to the uncomputed tokens of its prompt,
-# because the request has a place in every step until its end.
+# because the request runs in every step until its end.
 REQUEST_TOKENS = 64
 # A cached token counts twice, because it saves time for this request and for the requests that wait
 # behind it.

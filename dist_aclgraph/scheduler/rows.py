@@ -162,7 +162,7 @@ class RunningRows(Columns):
         return list(map(self.requests.__getitem__, indices.tolist()))
 
     def remove(self, indices: list[int]) -> Places:
-        """Update the token lists of requests, then remove them; later requests get smaller indices.
+        """Remove requests after an update of their token lists; later requests get smaller indices.
 
         Returns:
             The new index of each request that existed before; -1 if the request was removed.

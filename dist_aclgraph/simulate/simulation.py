@@ -311,12 +311,12 @@ def _draw(
     share: Fraction,
     first: int = 0,
 ) -> Iterator[Arrival]:
-    """Draw a share of the load, with the shared prefixes of its prompts.
+    """Draw a fraction of the load, with the shared prefixes of its prompts.
 
     Args:
-        share: share of the deployment's load.
-        first: index of the group that gets the share; if several groups get it, index of the first
-            group.
+        share: fraction of the deployment's load that is drawn.
+        first: index of the group that gets these requests; of the first group, if several groups
+            get them.
 
     Raises:
         ConfigError: the prefixes are too long.

@@ -173,7 +173,7 @@ def with_structure(
 
     Args:
         thinking: the tokens around the reasoning; None without reasoning.
-        param: the field of the request that an error names: the source's, or the limit's.
+        param: the request's field of the source or of the limit; used in error messages.
 
     Raises:
         InvalidParameterError: the source of a grammar is wrong, or no token of the model ends the

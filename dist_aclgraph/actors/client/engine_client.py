@@ -67,7 +67,7 @@ from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Assumed sizes of an engine's cache until the engine reports its sizes.
+# Sizes that are assumed for an engine's cache until the engine reports the real sizes.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
 
 logger = logging.getLogger(__name__)

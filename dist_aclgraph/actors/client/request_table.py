@@ -30,7 +30,7 @@ STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
 
-Over = tuple[OpenRequest, DistAclGraphError]  # a request that ends, and why
+Over = tuple[OpenRequest, DistAclGraphError]  # a request that ends, and the reason
 
 
 class RequestTable:
@@ -293,7 +293,6 @@ class RequestTable:
     def _is_newer(self, engine: KnownEngine, request: OpenRequest) -> bool:
         """Whether the engine was started after the death of the request's first engine.
 
-        If lost engines are not replaced, every engine counts as one that has started after that
-        death.
+        If lost engines are not replaced, the result is true for every engine.
         """
         return not self.outage.has_recovery or engine.added_s > request.first_death_s

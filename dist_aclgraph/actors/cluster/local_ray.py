@@ -2,7 +2,7 @@
 
 A Ray that this module starts is for this machine only. It listens on loopback and requires a token.
 Signals to the process group of Ray's driver do not reach this Ray. If one of Ray's daemons dies,
-calls of Ray can hang forever. So the process that started Ray watches the daemons, and can kill all
+calls to Ray can hang forever. So the process that started Ray watches the daemons, and can kill all
 processes of this Ray.
 """
 

@@ -155,7 +155,7 @@ class ControllerKeeper:
         while not self._stopping.wait(LOOK_S) and not self.failure:
             try:
                 death = self._look()
-                if death and self._has_ray():  # without Ray, every call of Ray hangs
+                if death and self._has_ray():  # without Ray, every call to Ray hangs
                     self._replace(death)
             except RayError as e:  # Ray itself has failed; the owner of Ray will notice
                 logger.debug("asking the controller failed: %s", e)

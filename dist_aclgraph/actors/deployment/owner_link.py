@@ -28,8 +28,8 @@ MAX_BYTES = 16 << 20  # maximum size of one message
 WAITING = 64  # maximum number of waiting connections; the ingress has closed most of them
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
-ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call of Ray
-# Seconds to wait for an answer that needs calls of Ray. Longer than the deployment's time limits.
+ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call to Ray
+# Seconds to wait for an answer that needs calls to Ray. Longer than the deployment's time limits.
 SEARCH_S = 30.0
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Helpers for all sockets. They read frames from untrusted peers, and wake the I/O thread."""
+"""Helpers that read frames of untrusted peers from any socket, and wake the I/O thread."""
 
 from __future__ import annotations
 

@@ -111,8 +111,9 @@ def _blame(found: Sequence[Recording], sentence: str) -> Explanation:
 
 
 def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks that had another plan for the same step than most ranks, or another batch than
-    most ranks of the same data-parallel rank.
+    """Blame ranks whose plan or batch in a step differs from the plan or batch of most ranks.
+
+    Batches are compared only among the ranks of one data-parallel rank.
     """
     of_rank = [
         {(step.epoch, step.step): step for step in recording.steps} for recording in recordings

@@ -311,7 +311,7 @@ class Worker:
         return offer
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
-        """Do one action of a graph transaction, for a call of Ray or a message of the engine."""
+        """Do one action of a graph transaction, for a call by Ray or a message of the engine."""
         from dist_aclgraph.device.failures import classify
 
         rank = self._running
@@ -457,8 +457,8 @@ class Worker:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
-        # Report the failure for the step after the last step. The reason is that the last step may
-        # have been answered, and the engine ignores errors of answered steps.
+        # Report the failure for the step after the last step, because the engine might already have
+        # the result of the last step, and ignores errors of steps that have a result.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)

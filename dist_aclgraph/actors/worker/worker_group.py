@@ -63,7 +63,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # the phase that errors of graph transactions report
+    phase: str = "NEGOTIATING"  # phase that is named in errors of graph transactions
     _num_commands: int = 0
 
     def call(
@@ -191,7 +191,7 @@ class WorkerGroup:
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, addresses: Sequence[ChannelAddress], number: int) -> list[Any]:
-        """Start the step loops of all workers; return one reference per loop, ready at its end.
+        """Start the step loops of all workers; return a Ray reference to the end of each loop.
 
         Args:
             addresses: where each rank connects to the step channel.

@@ -225,7 +225,7 @@ class UpdatableGraph:
 
 
 def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
-    """Ask about version 2 of attention, with the same way of updating as in the runtime."""
+    """Ask about version 2 of attention, which is updated in the same way as in the runtime."""
     # The next import loads torch; only a child process may do this.
     from dist_aclgraph.device.npu import update_at_once
 

@@ -70,8 +70,8 @@ class Blocks:
         if block["type"] == "tool_use":
             block = {**block, "input": _input_of(text)}
         elif block["type"] == "thinking":
-            # Some clients drop a thought that has no signature. Clients send the signature back.
-            # Our signature proves nothing, and we do not check it.
+            # Some clients drop a block of reasoning that has no signature. Clients send the
+            # signature back. Our signature proves nothing, and we do not check it.
             signature = id_of_call(self._name, len(self.blocks)).replace("call_", "thought_")
             yield self._delta("", {"type": "signature_delta", "signature": signature})
             block = {**block, "thinking": text, "signature": signature}

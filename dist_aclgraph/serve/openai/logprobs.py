@@ -73,7 +73,7 @@ def rows_of(parts: Iterable[PromptLogprobs]) -> list[RowLogprobs]:
 def prompt_logprobs(
     tokenizer: Tokenizer, parts: Iterable[PromptLogprobs]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return vLLM's ``prompt_logprobs``: a dict by token id per token; None for the first token."""
+    """Return vLLM's ``prompt_logprobs``: one dict per token; None for the first."""
     return [
         None,
         *(

@@ -1,4 +1,7 @@
-"""Sends a generation as one HTTP response, whole or streamed. Ends it if the client disconnects."""
+"""Sends a generation as one HTTP response, whole or streamed.
+
+If the client disconnects, the generation is aborted.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class ApiState:
         endpoint = config.serve.traces
         self.traces = Traces(endpoint, config.name) if endpoint is not None else None
         self.status = StatusNumbers(config.name, self.metrics, client)
-        # None takes the seed from the system. A configured seed is below 2**31.
+        # With None, Python takes the seed from the system. A configured seed is below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
         self._inbox: Inbox | None = None

@@ -41,7 +41,7 @@ class _Item(Body, kw_only=True):
 
     def __post_init__(self) -> None:
         # Raise the error during decoding, which stops at the first wrong item. So a hostile array
-        # is not built.
+        # does not become a list.
         if self.type == "item_reference":
             raise ValueError("no response is stored; send the item itself")
         if self.type is None and self.role is None:

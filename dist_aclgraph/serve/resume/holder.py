@@ -139,7 +139,7 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """Return the link, in the forked process. After that, this object owns no descriptors."""
+        """Return the link, in the forked process. Afterwards this object owns no descriptors."""
         self._close_link()
         left, self._held = self._held, {}
         return HolderLink(others, left)
