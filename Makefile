@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-hybrid bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
-	setup-dev emulator python
+	setup-dev emulator emulator-wheel python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -163,6 +163,9 @@ EMULATED := ! ls /dev/davinci[0-9]* >/dev/null 2>&1
 emulator: setup ## Build the emulated NPU if there is no real one
 	@if $(EMULATED); then $(BIN)/python -m dist_aclgraph.device.emulator; fi
 
+emulator-wheel: setup ## Build dist/npu_emulator-*.whl, the emulated NPU without this package
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist ./emulator
+
 python: ## Show which Python is used; PYTHON=... selects another
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 with venv is here (Debian, Ubuntu:" \
 	  "apt-get install python3 python3-venv)" >&2; exit 1; }
@@ -186,9 +189,10 @@ setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 selects 
 	  grep -v '^torch' $(VENV)/requirements.txt > $(VENV)/others.txt; \
 	  $(PIP) --no-warn-conflicts "setuptools>=77" wheel -r $(VENV)/others.txt & others=$$!; \
 	  $(PIP) --no-deps $$(grep '^torch' $(VENV)/requirements.txt); \
-	  $(BIN)/python -m dist_aclgraph.device.torch_build || $(PIP) --no-deps --retries 1 --timeout 15 \
+	  $(BIN)/python -c 'import sys; from dist_aclgraph.device.emulator import cuda_version; \
+	    sys.exit(bool(cuda_version()))' || $(PIP) --no-deps --retries 1 --timeout 15 \
 	    --force-reinstall --index-url $(CPU_WHEELS) $$(grep '^torch==' $(VENV)/requirements.txt) || \
-	    $(BIN)/python -c 'from dist_aclgraph.device.torch_build import check_torch; check_torch()'; \
+	    $(BIN)/python -c 'from dist_aclgraph.device.emulator import check_torch; check_torch()'; \
 	  if $(EMULATED); then \
 	    MAKEFLAGS= make -C emulator -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python \
 	      > $(VENV)/emulator.log 2>&1 & fi; \

@@ -8,7 +8,10 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SHIPPED = ("configs", "models/tiny-qwen3", "models/tiny-deepseek", "models/tiny-agent", "emulator")
-LEFT_OUT = shutil.ignore_patterns("build", "build-*", "__pycache__", ".*")
+# The emulator's pyproject.toml belongs to its own wheel, npu-emulator.
+LEFT_OUT = shutil.ignore_patterns(
+    "build", "build-*", "__pycache__", ".*", "*.egg-info", "pyproject.toml", "setup.py"
+)
 
 
 class BuildWithFiles(build_py):

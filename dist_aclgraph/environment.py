@@ -17,7 +17,6 @@ from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 # Values of HCCL_OP_EXPANSION_MODE. With HOST, the host expands collectives; an A2 then uses FFTS+.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
-EMULATED_VARIABLE = "EMULATED_NPU"  # the emulated libraries also read this variable
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets this variable in all processes of a raylet
 GCS_WAIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 GCS_WAIT_S = 300.0  # the same value as in cluster/environment.sh
@@ -185,11 +184,6 @@ def state_directory() -> Path:
     return Path(base).expanduser() / "dist-aclgraph"
 
 
-def build_environment() -> dict[str, str]:
-    """Return this process's environment without the flags of an outer make, for a compiler."""
-    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
-
-
 def launch_blocking() -> bool:
     """Return whether the environment makes every launch wait for the device, for debugging."""
     return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
@@ -273,32 +267,6 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
 def disable_backend_autoload() -> None:
     """Stop torch from importing torch_npu by itself, before the emulator's libraries are loaded."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-
-
-def emulated_environment(
-    libraries: Path, packages: Path, programs: Path, settings: Mapping[str, str]
-) -> dict[str, str]:
-    """Return an environment in which a program finds the emulated NPU, whatever it imports first.
-
-    Args:
-        libraries: folder of the emulated CANN.
-        packages: folder of this package.
-        programs: folder of this interpreter, with pytest and similar programs.
-        settings: settings of the emulator; see ``emulator/README.md``.
-    """
-    paths = {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": packages, "PATH": programs}
-    variables = {
-        name: os.pathsep.join(filter(None, (str(path), os.environ.get(name))))
-        for name, path in paths.items()
-    }
-    variables[EMULATED_VARIABLE] = " ".join(f"{k}={v}" for k, v in settings.items()) or " "
-    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
-    return {**os.environ, **variables}
-
-
-def has_emulated_environment() -> bool:
-    """Return whether this process was started in ``emulated_environment``."""
-    return EMULATED_VARIABLE in os.environ
 
 
 def visible_devices() -> tuple[int, ...] | None:

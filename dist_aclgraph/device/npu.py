@@ -29,7 +29,6 @@ from dist_aclgraph.device.failures import device_error, device_fault, fault_of_c
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
 from dist_aclgraph.device.launch_gate import LaunchGate
 from dist_aclgraph.device.staging import Staging
-from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
@@ -308,7 +307,7 @@ def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) ->
         DeviceError: the device does not exist, its runtime did not start, or torch is built for
             CUDA.
     """
-    check_torch()
+    emulator.check_torch()
     kind = resolve_kind(config.kind)
     prepare_device(config, is_npu=kind == "npu", deterministic=deterministic)
     if kind == "emulated":

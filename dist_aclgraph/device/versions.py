@@ -19,7 +19,6 @@ class Line:
         torch, torch_npu: the versions that the extra of this release series installs.
         cann: the release of CANN that must be installed with this torch_npu.
         is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
-        loads_beside_cuda: whether torch_npu can be loaded if torch is built for CUDA.
         forgets_failed_captures: whether torch_npu's allocator forgets a capture that CANN has
             refused to begin or to end. If the allocator does not forget such a capture, all later
             calls of ``torch.npu.graph`` and ``torch.npu.empty_cache`` fail.
@@ -30,7 +29,6 @@ class Line:
     torch_npu: str
     cann: str = "9.1.0"
     is_published: bool = True
-    loads_beside_cuda: bool = True
     forgets_failed_captures: bool = False
     all_gather: str = "all_gather_into_tensor"
     reduce_scatter: str = "reduce_scatter_tensor"
@@ -45,7 +43,6 @@ LINES = {
         "2.13.0",
         "2.13.0",
         is_published=False,
-        loads_beside_cuda=False,
         forgets_failed_captures=True,
         all_gather="all_gather_single",
         reduce_scatter="reduce_scatter_single",

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from dist_aclgraph.config.rules import read_rules
+from dist_aclgraph.device import emulator
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.question import ACCEPTED, MISSING, REFUSED
 from dist_aclgraph.probe.questions import PROBES
@@ -45,7 +45,7 @@ def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAns
     """
     if not has_name(chip, cann) or not (path := folder / rules_name(chip, cann)).is_file():
         return {}
-    answers = read_rules(path).get("answers", {})
+    answers = emulator.read_rules(path).get("answers", {})
     if not all(isinstance(value, str | int | float) for value in answers.values()):
         raise ConfigError(f"{path}: [answers] must have a text or a number for each question")
     return {name: v if isinstance(v, str) else float(v) for name, v in answers.items()}

@@ -144,6 +144,7 @@ def test_keys_of_clients_open_no_step_channel(
     sender.close(1)
 
 
+@pytest.mark.slow
 def test_junk_at_the_ports_harms_no_stream(group: Group) -> None:
     endpoint = group.clients_at.seen_from(ELSEWHERE)
     client = EngineClient([Address(NODE, endpoint)], TOKEN, node_id=NODE, link_s=3 * WAIT_S)

@@ -134,7 +134,10 @@ class Deployment:
             assert tokens == all_of_them
 
 
-@pytest.fixture(scope="module", params=map(Setting.drawn, range(NUM_SEEDS)), ids=str)
+SETTINGS = [Setting.drawn(seed) for seed in range(NUM_SEEDS)]
+
+
+@pytest.fixture(scope="module", params=[slow(SETTINGS[0]), *SETTINGS[1:]], ids=str)
 def deployment(
     request: pytest.FixtureRequest, alone: dict[Path, ModelRunner], one_key_head: Path
 ) -> Iterator[Deployment]:

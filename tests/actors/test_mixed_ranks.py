@@ -13,6 +13,7 @@ from dist_aclgraph.planning.buckets import asked_sizes
 from tests.checkpoints import make_prompts
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
+from tests.slow import slow
 
 STREAMS_BEFORE = 36  # free streams of one of two ranks when it makes its offer
 # For each mode, the free streams of the rank that has fewer streams: too few for all sizes.
@@ -57,7 +58,7 @@ def streams_of(plan: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("mode", FREE)
-@pytest.mark.parametrize("model", ["calibrated", "cann-pinned"])
+@pytest.mark.parametrize("model", [slow("calibrated"), "cann-pinned"])
 def test_a_mixed_pair_captures_what_its_tighter_rank_affords_as_predicted(
     checkpoint: Path, mode: str, model: str
 ) -> None:

@@ -64,6 +64,7 @@ def metrics_of(service: Serving) -> dict[str, Any]:
     return metrics
 
 
+@pytest.mark.slow
 def test_many_streams_go_on_where_they_were(checkpoint: Path, tmp_path: Path) -> None:
     arms = tmp_path / "arms"
     with serving(make_config(checkpoint, arms)) as service:

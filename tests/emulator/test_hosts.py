@@ -78,6 +78,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_all_results_have_the_same_bytes_on_one_and_on_several_hosts(run_ranks):
     digests = {}
     for hosts in ("a", "aabb", "abbb", "abcd"):

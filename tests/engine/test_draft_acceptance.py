@@ -22,6 +22,7 @@ from tests.checkpoints import add_next_token_module, make_reference
 from tests.engine.runners import make_runner, size_of
 from tests.engine.test_drafts_law import DEMO, make_runners
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, run
+from tests.slow import slow
 
 PROMPTS = [
     "Count from 3 to 20.",
@@ -45,7 +46,7 @@ def acceptance(scheduler: Scheduler) -> list[float]:
     return [accepted / rank.num_verified for accepted in rank.accepted_by_position]
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [slow(1), 3])
 def test_drafts_of_the_demo_model_pass_as_often_in_graphs_as_eagerly(npu: Any, k: int) -> None:
     arrivals = [ask(text) for text in PROMPTS]
     found = {}
@@ -74,7 +75,7 @@ class BesideABusierRank:
         return getattr(self._runner, name)
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [slow(1), 3])
 def test_drafts_pass_as_often_beside_a_busier_rank(npu: Any, k: int) -> None:
     arrivals = [ask(PROMPTS[2])]
     runner = make_runner(npu, DEMO, MAX_SEQS, num_drafts=k)

@@ -15,6 +15,7 @@ from tests.engine.runners import make_runner
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals, run
 from tests.laws import examples
 from tests.plans import make_plan
+from tests.slow import slow
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 SAMPLINGS: list[dict[str, Any]] = [
@@ -53,7 +54,7 @@ def without(npu: Any) -> Runners:
     return make_runners(npu, DEMO, 0)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[slow(1), 2, slow(3)])
 def drafting(npu: Any, request: pytest.FixtureRequest) -> tuple[int, Runners]:
     return request.param, make_runners(npu, DEMO, request.param)
 

@@ -140,7 +140,7 @@ def test_every_mode_gives_the_tokens_of_requests_alone(
         assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[slow(1), 3])
 def drafting(npu: Any, hybrid: Path, request: pytest.FixtureRequest) -> tuple[int, Runners]:
     k = request.param
     decode = tuple((k + 1) * size for size in (1, 2, 4, MAX_SEQS))

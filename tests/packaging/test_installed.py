@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dist_aclgraph.device import emulator
+from tests.packaging.wheels import make_wheel
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 200
 EXTRAS = ("transformers", "matplotlib", "uvicorn", "pytest")
 SOURCES = (
@@ -59,21 +59,8 @@ class Installation:
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("empty")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("build"))
-        else:
-            shutil.copy(ROOT / name, source)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "."],
-        cwd=source,
-        check=True,
-        timeout=LIMIT_S,
-    )
-    (wheel,) = source.glob("*.whl")
     packages = tmp_path_factory.mktemp("packages")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
+    wheel = make_wheel(SOURCES, source, packages)
     return Installation(wheel, packages, folder, tmp_path_factory.mktemp("cache"))
 
 

@@ -151,6 +151,7 @@ def test_the_text_part_of_kimi_k2_5_is_served_as_published(
     assert [answer.tokens for answer in answers] == greedy(model, prompts, 16)
 
 
+@pytest.mark.slow
 def test_kimi_linear_is_served_as_transformers_saves_it(npu: Any, tmp_path: Path) -> None:
     model, prompts = make_reference(KIMI_LINEAR, tmp_path, as_saved=True), make_prompts((1, 17, 60))
 

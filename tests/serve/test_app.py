@@ -13,7 +13,6 @@ from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.app import AppArgs, GroupsReplica, RefusedError, app
 from tests.serve.conftest import CONFIG
-from tests.slow import slow
 
 
 def test_serve_can_see_the_class_of_the_builders_argument():
@@ -46,7 +45,8 @@ def test_a_wrong_argument_is_the_error_that_serve_shows(key, value):
         app(args)
 
 
-@pytest.mark.parametrize("model", ["/nowhere/at/all", slow(str(CONFIG.parent))])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["/nowhere/at/all", str(CONFIG.parent)])
 def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
     """The error must come before the connection to Ray, because the connection would fail, too."""
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "dist_aclgraph:app"]

@@ -63,7 +63,7 @@ def test_the_doctor_names_it(tmp_path: Path) -> None:
 
 
 def test_a_torch_for_cpus_passes(tmp_path: Path) -> None:
-    code = "from dist_aclgraph.device.torch_build import check_torch; check_torch()"
+    code = "from dist_aclgraph.device.emulator import check_torch; check_torch()"
 
     found = run(code, tmp_path, CPU)
 

@@ -30,7 +30,6 @@ from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.decision import decide_device
-from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import EngineDeadError, RayDiedError
 from dist_aclgraph.planning.planner import Planner
@@ -185,7 +184,7 @@ def check_startable(config: Config) -> None:
     if config.weights == "checkpoint":
         check_weight_files(config.model)
     read_task(config)
-    check_torch()
+    emulator.check_torch()
 
 
 def start(

@@ -21,7 +21,7 @@ from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.cli.doctor.npu_host import npu_host_findings
 from dist_aclgraph.cli.last_start import last_start
-from dist_aclgraph.device import torch_build
+from dist_aclgraph.device import emulator
 from dist_aclgraph.device.cann import load_problem, load_remedy
 from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.device.versions import installed_line
@@ -39,8 +39,6 @@ def examine() -> list[Finding]:
 
 def machine_findings() -> list[Finding]:
     """Return the findings about this machine, as a single node or as a node of a cluster."""
-    from dist_aclgraph.device import emulator
-
     npus = npus_here()
     is_built = not npus and emulator.is_built()
     device = device_finding(npus, is_emulator_built=is_built)
@@ -128,12 +126,12 @@ def _network() -> Finding:
 
 
 def _torch_build() -> Finding:
-    cuda = torch_build.cuda_version()
-    is_refused = bool(cuda) and not installed_line().loads_beside_cuda
+    cuda = emulator.cuda_version()
+    is_refused = not emulator.loads_torch_npu()
     found = f"for CUDA {cuda}" if cuda else "for CPUs"
     if is_refused:
         found += ", beside which torch_npu cannot be loaded"
-    remedy = f"{sys.executable} -m {torch_build.REMEDY}"
+    remedy = f"{sys.executable} -m {emulator.torch_remedy()}" if is_refused else ""
     return Finding("torch build", not is_refused, found, remedy)
 
 

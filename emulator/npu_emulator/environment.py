@@ -1,0 +1,52 @@
+"""All environment variables that this package reads or sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SETTINGS = "EMULATED_NPU"  # the emulated libraries read this variable, too
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def cache_directory() -> Path:
+    """Return the user's cache folder of this package."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "npu-emulator"
+
+
+def build_environment() -> dict[str, str]:
+    """Return this process's environment without the flags of an outer make, for a compiler."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+
+
+def disable_backend_autoload() -> None:
+    """Stop torch from importing torch_npu by itself, before the emulated libraries are loaded."""
+    os.environ[AUTOLOAD] = "0"
+
+
+def emulated_environment(
+    libraries: Path, packages: Sequence[Path], programs: Path, settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Return an environment in which a program finds the emulated NPU, whatever it imports first.
+
+    Args:
+        libraries: folder of the emulated CANN.
+        packages: folders that the program can import from.
+        programs: folder of this interpreter, with pytest and similar programs.
+        settings: settings of the emulator.
+    """
+    paths = {"LD_LIBRARY_PATH": [libraries], "PYTHONPATH": packages, "PATH": [programs]}
+    variables = {
+        name: os.pathsep.join(filter(None, (*map(str, values), os.environ.get(name))))
+        for name, values in paths.items()
+    }
+    variables[SETTINGS] = " ".join(f"{k}={v}" for k, v in settings.items()) or " "
+    variables[AUTOLOAD] = "1"
+    return {**os.environ, **variables}
+
+
+def has_emulated_environment() -> bool:
+    """Return whether this process was started in ``emulated_environment``."""
+    return SETTINGS in os.environ
