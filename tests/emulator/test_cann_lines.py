@@ -67,6 +67,8 @@ CASES = [
     ({"rows": 5, "length": 3, "sparse": 3}, "has 5 query rows, more than its 3 keys",
      "has 5 query rows, more than its 3 keys"),
     ({"rows": 5, "length": 5, "sparse": 3}, TAKEN, TAKEN),
+    ({"rows": 2, "length": 0, "sparse": 3}, "has 2 query rows, more than its 0 keys",
+     "has 2 query rows, more than its 0 keys"),
     ({"sparse": 2}, "sparse_mode must be 0, 3 or 4", "sparse_mode must be 0, 3 or 4"),
     ({"length": 0}, "must not be all zero", TAKEN),
     # Both sequences use the same block, and the check counts it twice.

@@ -151,6 +151,23 @@ def test_causal_prefill_after_cached_tokens(rows):
         start += n
 
 
+def test_a_row_without_keys_pads_a_step(capfd):
+    """vllm-ascend pads each step in this way, and ignores the results of these rows."""
+    heads, kv_heads, dim = 4, 2, 64
+    pages = Pages([33, 5, 0], kv_heads, dim, 16, torch.bfloat16)
+    query = torch.randn(7, heads, dim).bfloat16()
+    causal = {"sparse_mode": 3, "atten_mask": CAUSAL.npu()}
+
+    for _ in range(2):
+        out, _ = paged_attention(query, pages, [1, 5, 1], heads, kv_heads, **causal)
+
+    for part, b in ((slice(0, 1), 0), (slice(1, 6), 1)):
+        keys, values = pages.tokens(pages.keys, b), pages.tokens(pages.values, b)
+        assert_close(out[part], reference(query[part], keys, values, heads, kv_heads, True)[0])
+    assert out[6].count_nonzero() == 0
+    assert capfd.readouterr().err.count("one query row and no keys") == 1
+
+
 @pytest.mark.parametrize("window", [1, 24, 300])
 @pytest.mark.parametrize("rows", [[5, 40, 1], [1, 1, 1]])
 def test_a_band_hides_keys_before_the_window(window, rows):
