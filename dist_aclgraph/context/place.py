@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dist_aclgraph.context.shards import Shards
 
@@ -26,3 +26,8 @@ class ContextPlace:
     @property
     def is_sharded(self) -> bool:
         return self.shards.count > 1
+
+    @property
+    def whole(self) -> ContextPlace:
+        """The place of the same rank for a cache that every rank keeps whole."""
+        return replace(self, shards=Shards(self.shards.tokens_per_block), shard=0)

@@ -88,6 +88,8 @@ def plan_parts(
     split: PromptSplit,
     rank: int,
     max_tokens: int = MAX_CHUNK_TOKENS,
+    *,
+    cuts_requests: bool = True,
 ) -> tuple[Part, ...]:
     """Return the parts of one prefill rank, for all requests that the ranks split.
 
@@ -97,6 +99,8 @@ def plan_parts(
         query_lens: [num_reqs], number of queries of each request.
         kv_lens: [num_reqs], KV length of each request, its queries included.
         max_tokens: maximum number of KV tokens of a chunk.
+        cuts_requests: whether a request with more KV tokens has several chunks. If false, it has
+            one longer chunk.
     """
     first = int(np.searchsorted(np.cumsum(query_lens), split.num_whole_tokens, "right"))
     queries = _queries_of(split.pieces[rank], query_lens, kv_lens, split.num_whole_tokens)
@@ -104,7 +108,7 @@ def plan_parts(
     for requests in _groups(range(first, len(query_lens)), kv_lens, max_tokens):
         own = [q for q in queries if q.request in requests]
         stop = own[-1].stop if own else token
-        if len(requests) == 1:
+        if len(requests) == 1 and cuts_requests:
             chunks = _chunks_of_one(requests[0], int(kv_lens[requests[0]]), own, max_tokens)
         else:
             chunks = (_shared_chunk(requests, kv_lens, own),)

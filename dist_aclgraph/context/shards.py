@@ -4,11 +4,15 @@ The first ``interleave`` tokens belong to shard 0, the next ``interleave`` token
 on; after the last shard comes shard 0 again. A block id means one block on every shard; together
 these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's decode context parallelism
 uses the same layout.
+
+A cache that every rank keeps whole uses the same block ids, and its blocks contain
+``tokens_per_block`` tokens. A token's slot in such a cache is its *whole slot*.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +20,10 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.ints import IntArray
 
 PADDING_SLOT = -1  # slot of padding: nothing is written, and no expert runs the token
-FOREIGN_SLOT = -2  # slot of a token that another shard keeps
+# For a token that another shard keeps, the slot is FOREIGN_SLOT minus the token's whole slot.
+FOREIGN_SLOT = -2
+
+Ints = TypeVar("Ints", bound=Any)  # an array of the host, or a tensor of the device
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,14 @@ class Shards:
         """Number of tokens in the blocks of one block id, on all shards together."""
         return self.block_size * self.count
 
-    def owners(self, positions: IntArray) -> IntArray:
-        """Return which shard keeps the token at each position."""
-        return positions // self.interleave % self.count
+    def owners(self, at: Ints) -> Ints:
+        """Return which shard keeps each token.
+
+        Args:
+            at: positions, or whole slots.
+        """
+        found: Ints = (at if self.interleave == 1 else at // self.interleave) % self.count
+        return found
 
     def lengths(self, lens: IntArray, shard: int) -> IntArray:
         """Return how many of a request's first ``lens`` tokens one shard keeps."""
@@ -73,28 +85,42 @@ class Shards:
             block_table: [max_rows, max_blocks]; block 0 is the dummy block.
             rows, positions: arrays of the same shape, or of shapes that can be broadcast.
         """
-        places = self._places(positions)
-        blocks, offsets = places // self.block_size, places % self.block_size
-        last = block_table.shape[1] - 1
-        if int(blocks.max(initial=0)) <= last:
-            return (block_table[rows, blocks] * self.block_size + offsets).astype(
-                np.int32, copy=False
-            )
-        ids = np.where(blocks <= last, block_table[rows, np.minimum(blocks, last)], 0)
-        return (ids * self.block_size + offsets).astype(np.int32, copy=False)
+        return self.own_slots(self.whole_slots(block_table, rows, positions))
 
     def slots_of(
         self, shard: int, block_table: IntArray, rows: IntArray, positions: IntArray
     ) -> IntArray:
-        """Return the slots in which one shard writes; ``FOREIGN_SLOT`` for other shards' tokens."""
-        slots = self.slots(block_table, rows, positions)
+        """Return the slots in which one shard writes; for other shards' tokens, see
+        ``FOREIGN_SLOT``.
+        """
+        whole = self.whole_slots(block_table, rows, positions)
         if self.count == 1:
-            return slots
-        return np.where(self.owners(positions) == shard, slots, FOREIGN_SLOT).astype(np.int32)
+            return whole
+        is_own = self.owners(whole) == shard
+        return np.where(is_own, self.own_slots(whole), FOREIGN_SLOT - whole).astype(np.int32)
 
-    def _places(self, positions: IntArray) -> IntArray:
-        """Return the index of each position among the tokens that its shard keeps."""
+    def whole_slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:
+        """Return the whole slot of each position. The arguments are those of ``slots``."""
+        size = self.tokens_per_block
+        blocks, offsets = positions // size, positions % size
+        last = block_table.shape[1] - 1
+        if int(blocks.max(initial=0)) <= last:
+            ids = block_table[rows, blocks]
+        else:
+            ids = np.where(blocks <= last, block_table[rows, np.minimum(blocks, last)], 0)
+        return (ids * size + offsets).astype(np.int32, copy=False)
+
+    def own_slots(self, whole: Ints) -> Ints:
+        """Return the slot of each token on the shard that keeps it, from its whole slot."""
         if self.count == 1:
-            return positions
-        turn = self.interleave * self.count
-        return positions // turn * self.interleave + positions % self.interleave
+            return whole
+        own: Ints = whole // (self.interleave * self.count)
+        if self.interleave > 1:
+            own = own * self.interleave + whole % self.interleave
+        return own
+
+    def whole_of(self, own: Ints, shard: int) -> Ints:
+        """Return the whole slot of each token that a shard keeps, from its slot on this shard."""
+        turns = own // self.interleave * self.count + shard
+        whole: Ints = turns * self.interleave + own % self.interleave
+        return whole

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.context.place import ContextPlace
-from dist_aclgraph.context.prompt_parts import MAX_CHUNK_TOKENS, Part, Reads, find_keys, plan_parts
+from dist_aclgraph.context.prompt_parts import (
+    MAX_CHUNK_TOKENS,
+    Chunk,
+    Launch,
+    Part,
+    Reads,
+    find_keys,
+    plan_parts,
+)
 from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES, PromptSplit
+from dist_aclgraph.context.shards import FOREIGN_SLOT
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
@@ -19,6 +28,7 @@ from dist_aclgraph.layers.attention import (
     AttentionMetadata,
     AttentionTasks,
     DeviceRows,
+    ShardRows,
     make_causal_mask,
 )
 from dist_aclgraph.layers.prompt_attention import DeviceChunk, DeviceLaunch, DevicePart
@@ -50,6 +60,10 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
+        # The place for rows that attend directly. Rows on the device read keys that every rank
+        # keeps whole.
+        self._rows_place = place.whole if kind.reads_device_rows else place
+        self._remaps_choices = kind.reads_device_rows and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
 
     def of_graph(
@@ -71,6 +85,10 @@ class AttentionSteps:
         """
         block_table, query_len = inputs.block_table, graph.query_len
         written = inputs.slots if written is None else written
+        by_token = block_table
+        if self._place.is_sharded and query_len > 1:
+            by_token = block_table.repeat_interleave(query_len, 0)
+        is_sharded = self._rows_place.is_sharded
         on_device = None
         if self._kind.reads_device_rows:
             assert query_len, "graphs of mixed batches have no lengths on the device"
@@ -78,19 +96,18 @@ class AttentionSteps:
             # Lengths are computed from first positions, because a view of last positions would
             # begin at an address that operators read slowly.
             device_lens = positions[:, 0] + (query_len + iteration)
-            on_device = _uniform_rows(positions, device_lens, written)
-        if self._place.is_sharded and query_len > 1:
-            block_table = block_table.repeat_interleave(query_len, 0)
+            on_device = self._uniform_rows(positions, device_lens, written)
         return AttentionMetadata(
             num_tokens=graph.num_tokens,
             written=self._slots(written),
-            block_table=block_table,
+            block_table=by_token if is_sharded else block_table,
             query_ends=lens.query_ends,
             kv_lens=lens.kv_lens[iteration],
             causal_mask=self._causal_mask,
-            is_causal=query_len != 1 and not self._place.is_sharded,
+            is_causal=query_len != 1 and not is_sharded,
             is_empty=self._is_empty(inputs.positions, iteration),
             on_device=on_device,
+            on_shards=self._shard_rows(by_token),
             tasks=tasks,
         )
 
@@ -107,20 +124,39 @@ class AttentionSteps:
             split, rank = PromptSplit.of(query_lens, 1, self._max_queries), 0
         else:
             split, rank = prompts.split, prompts.rank
-        rows = direct_rows(inputs, split, place, takes_long_queries=self._kind.takes_long_queries)
+        takes_long = self._kind.takes_long_queries
+        rows = direct_rows(inputs, split, self._rows_place, takes_long_queries=takes_long)
+        tokens = None
+        if self._remaps_choices:
+            tokens = direct_rows(inputs, split, place, takes_long_queries=takes_long)
         parts: tuple[Part, ...] = ()
-        if place.is_sharded or not self._kind.takes_long_queries:
-            parts = plan_parts(query_lens, inputs.kv_lens, split, rank, self._max_tokens)
+        if place.is_sharded or not takes_long:
+            # An operator that gets chosen keys needs all keys of a request at once.
+            parts = plan_parts(
+                query_lens,
+                inputs.kv_lens,
+                split,
+                rank,
+                self._max_tokens,
+                cuts_requests=not self._kind.reads_device_rows,
+            )
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        reads = [
+            find_keys(chunk, inputs.block_table, place.shards, place.shard) for chunk in chunks
+        ]
         arrays: list[IntArray] = []
         if prompts is not None:
             arrays += [prompts.written, prompts.positions]
         if rows.requests is not None:
             arrays.append(rows.requests)
-        has_device_rows = self._kind.reads_device_rows and bool(rows.query_ends)
+        if tokens is not None and tokens.requests is not None:
+            arrays.append(tokens.requests)
+        is_idle = inputs.num_tokens == 0 and prompts is None
+        has_device_rows = self._kind.reads_device_rows and not is_idle
         if has_device_rows:
             arrays += [np.array(rows.query_ends, np.int32), np.array(rows.kv_lens, np.int32)]
-        reads = self._reads_of(parts, inputs.block_table)
-        arrays += [array for each in reads for array in _arrays_of(each)]
+        for chunk, each in zip(chunks, reads, strict=True):
+            arrays += self._arrays_of(chunk, each)
         sent = iter(upload_arrays(self._npu, arrays) if arrays else [])
         written, written_rope, num_exchanged = step.slots[: inputs.num_tokens], None, 0
         if prompts is not None:
@@ -131,9 +167,15 @@ class AttentionSteps:
         block_table = step.block_table
         if rows.requests is not None:
             block_table = block_table.index_select(0, next(sent))
+        on_shards = None
+        if tokens is not None and tokens.num_tokens:
+            by_token = step.block_table
+            if tokens.requests is not None:
+                by_token = by_token.index_select(0, next(sent))
+            on_shards = self._shard_rows(by_token[: tokens.num_tokens])
         on_device = None
         if has_device_rows:
-            on_device = DeviceRows(next(sent), next(sent), _index_slots(written))
+            on_device = DeviceRows(next(sent), next(sent), self._index_slots(written))
         return AttentionMetadata(
             num_tokens=inputs.num_tokens,
             written=self._slots(written),
@@ -146,7 +188,8 @@ class AttentionSteps:
             is_causal=rows.num_tokens > len(rows.query_ends),
             is_empty=self._is_empty(step.positions[: rows.num_tokens]),
             on_device=on_device,
-            parts=_on_device(parts, reads, sent),
+            on_shards=on_shards,
+            parts=self._on_device(parts, reads, sent),
         )
 
     def of_drafts(
@@ -165,17 +208,20 @@ class AttentionSteps:
         at = inputs.drafts.positions
         num_reqs, num_places = at.shape
         num_tokens = num_reqs * num_places
+        by_token = block_table
         if self._place.is_sharded:
+            by_token = block_table.repeat_interleave(num_places, 0)
+        if self._rows_place.is_sharded:
             query_ends = list(range(1, num_tokens + 1))
             kv_lens = shard_lens(self._place, at.ravel() + 1 + ahead).tolist()
-            block_table = block_table.repeat_interleave(num_places, 0)
+            block_table = by_token
         else:
             query_ends = list(range(num_places, num_tokens + 1, num_places))
             kv_lens = (at[:, -1] + 1 + ahead).tolist()
         on_device = None
         if self._kind.reads_device_rows and num_reqs:
             device_lens = (positions[:, -1] + 1).clamp(min=num_places) + ahead
-            on_device = _uniform_rows(positions, device_lens, written)
+            on_device = self._uniform_rows(positions, device_lens, written)
         return AttentionMetadata(
             num_tokens=num_tokens,
             written=self._slots(written),
@@ -183,9 +229,10 @@ class AttentionSteps:
             query_ends=query_ends,
             kv_lens=kv_lens,
             causal_mask=self._causal_mask,
-            is_causal=not self._place.is_sharded,
+            is_causal=not self._rows_place.is_sharded,
             is_empty=self._is_empty(positions.reshape(-1), ahead),
             on_device=on_device,
+            on_shards=self._shard_rows(by_token) if num_reqs else None,
         )
 
     def _slots(self, slots: Tensor) -> Tensor:
@@ -194,68 +241,83 @@ class AttentionSteps:
             slots = slots.clamp(min=-1)
         return slots.to(self._kind.slot_dtype)
 
+    def _index_slots(self, slots: Tensor) -> Tensor:
+        """[n] -> [n, 1], whole slots, with padding in the dummy block."""
+        place = self._place
+        if place.is_sharded:
+            whole = place.shards.whole_of(slots, place.shard)
+            slots = torch.where(slots < 0, FOREIGN_SLOT - slots, whole)
+        return slots.clamp(min=0).unsqueeze(1)
+
     def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
         """[n] -> [n, 1, 1], whether a token sees no key of this shard."""
-        if not self._place.is_sharded:
+        if not self._rows_place.is_sharded:
             return None
         first = self._place.shards.first_position(self._place.shard)
         return (positions < first - ahead).view(-1, 1, 1)
 
-    def _reads_of(self, parts: Sequence[Part], block_table: IntArray) -> list[Reads]:
-        """Return where each chunk's keys are in the cache, for the chunks of all parts in order."""
-        place = self._place
-        return [
-            find_keys(chunk, block_table, place.shards, place.shard)
+    def _shard_rows(self, block_table: Tensor) -> ShardRows | None:
+        """Return the rows of tokens that attend to chosen keys of each shard; None if this kind of
+        attention chooses no keys, or if the cache is not sharded.
+
+        Args:
+            block_table: [n, max_blocks], the blocks of each token's request.
+        """
+        if not self._remaps_choices:
+            return None
+        n = len(block_table)
+        return ShardRows(self._place, block_table, block_table.new_full((1,), n))
+
+    def _uniform_rows(self, positions: Tensor, kv_lens: Tensor, slots: Tensor) -> DeviceRows:
+        """Return the rows of requests with equally many queries, computed on the device.
+
+        Args:
+            positions: [num_reqs, query_len].
+            kv_lens: [num_reqs] int32. The KV length of a padding request covers its queries, as on
+                the host.
+            slots: [num_tokens] int32.
+        """
+        num_reqs, query_len = positions.shape
+        stop, device = num_reqs * query_len + 1, positions.device
+        ends = torch.arange(query_len, stop, query_len, dtype=torch.int32, device=device)
+        return DeviceRows(ends, kv_lens, self._index_slots(slots))
+
+    def _arrays_of(self, chunk: Chunk, reads: Reads) -> Iterator[IntArray]:
+        """Yield the arrays of a chunk that the device needs; ``_on_device`` has the same order."""
+        if reads.own is not None:
+            yield reads.own
+        for launch, keys in zip(chunk.launches, reads.launches, strict=True):
+            yield keys
+            if self._kind.reads_device_rows:
+                yield np.array(launch.query_ends, np.int32)
+                yield np.array(launch.kv_ends, np.int32)
+
+    def _on_device(
+        self, parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
+    ) -> tuple[DevicePart, ...]:
+        """Return parts with their arrays on the device.
+
+        Args:
+            reads: the places of each chunk's keys; the chunks are in the order of the parts.
+            sent: for all chunks in order, the arrays of ``_arrays_of`` as tensors.
+        """
+        has_ends = self._kind.reads_device_rows
+
+        def on_device(launch: Launch) -> DeviceLaunch:
+            return DeviceLaunch(launch, next(sent), (next(sent), next(sent)) if has_ends else None)
+
+        each = iter(reads)
+        return tuple(
+            DevicePart(
+                part.start,
+                part.stop,
+                tuple(
+                    DeviceChunk(
+                        None if next(each).own is None else next(sent),
+                        tuple(map(on_device, chunk.launches)),
+                    )
+                    for chunk in part.chunks
+                ),
+            )
             for part in parts
-            for chunk in part.chunks
-        ]
-
-
-def _uniform_rows(positions: Tensor, kv_lens: Tensor, slots: Tensor) -> DeviceRows:
-    """Return the rows of requests with equally many queries, computed on the device.
-
-    Args:
-        positions: [num_reqs, query_len].
-        kv_lens: [num_reqs] int32. The KV length of a padding request covers its queries, as on the
-            host.
-        slots: [num_tokens] int32.
-    """
-    num_reqs, query_len = positions.shape
-    ends = torch.arange(
-        query_len, num_reqs * query_len + 1, query_len, dtype=torch.int32, device=positions.device
-    )
-    return DeviceRows(ends, kv_lens, _index_slots(slots))
-
-
-def _index_slots(slots: Tensor) -> Tensor:
-    """[n] -> [n, 1], with padding in the dummy block."""
-    return slots.clamp(min=0).unsqueeze(1)
-
-
-def _arrays_of(reads: Reads) -> list[IntArray]:
-    return [*([] if reads.own is None else [reads.own]), *reads.launches]
-
-
-def _on_device(
-    parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
-) -> tuple[DevicePart, ...]:
-    """Return the prompt parts with tensors on the device in place of the host's arrays.
-
-    Args:
-        sent: for all reads in order, the arrays of ``_arrays_of`` as tensors.
-    """
-    each = iter(reads)
-    return tuple(
-        DevicePart(
-            part.start,
-            part.stop,
-            tuple(
-                DeviceChunk(
-                    None if next(each).own is None else next(sent),
-                    tuple(DeviceLaunch(launch, next(sent)) for launch in chunk.launches),
-                )
-                for chunk in part.chunks
-            ),
         )
-        for part in parts
-    )

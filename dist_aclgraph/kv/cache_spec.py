@@ -43,10 +43,12 @@ class PagedTensor:
     Attributes:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
+        is_whole: whether every rank keeps all tokens, even if the cache is sharded.
     """
 
     num_layers: int
     width: int
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class KVCacheSpec:
         paged = [PagedTensor(num_layers, elements_per_token(facts, tp))]
         if facts.indexer is not None:
             num_indexers = len(facts.indexer.layers.intersection(range(num_layers)))
-            paged.append(PagedTensor(num_indexers, facts.indexer.head_dim))
+            paged.append(PagedTensor(num_indexers, facts.indexer.head_dim, is_whole=True))
         return cls(
             paged=tuple(paged),
             states=states,
@@ -115,8 +117,13 @@ class KVCacheSpec:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block id in all layers, on each rank."""
-        elements = sum(tensor.num_layers * tensor.width for tensor in self.paged)
-        return self.block_size * elements * DTYPE_BYTES[self.dtype]
+        elements = sum(
+            (self.tokens_per_block if tensor.is_whole else self.block_size)
+            * tensor.num_layers
+            * tensor.width
+            for tensor in self.paged
+        )
+        return elements * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_slot(self) -> int:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dist_aclgraph.context.prompt_parts import Launch
+from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.device import npu
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
-from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
+from dist_aclgraph.layers.prompt_attention import DeviceLaunch, DevicePart, attend_parts
 from dist_aclgraph.layers.state_metadata import StateMetadata
 
 Arguments = dict[str, Any]  # arguments of an operator, by name
@@ -87,17 +87,34 @@ class AttentionTasks(Protocol):
 class DeviceRows:
     """The lengths of the requests that attend directly, and the slots of new keys, on the device.
 
-    Operators that read lengths on the device need no update in a captured graph.
+    Operators that read lengths on the device need no update in a captured graph. If the cache is
+    sharded, these rows are those of the keys that every rank keeps whole.
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
-        slots: [num_written, 1] int32. Padding has a slot of the dummy block, because an operator
-            that writes rows by their indices refuses slot -1.
+        slots: [num_written, 1] int32, whole slots. Padding has a slot of the dummy block, because
+            an operator that writes rows by their indices refuses slot -1.
     """
 
     query_ends: Tensor
     kv_lens: Tensor
     slots: Tensor
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The tokens of a step that attend to chosen keys of each shard, on the shard's rank. They are
+    the first tokens of the step.
+
+    Attributes:
+        place: place of this rank, with its shard.
+        block_table: [n, max_blocks] int32, the blocks of each token's request.
+        query_ends: [1] int32, n: all tokens count as one request, whose keys are the whole cache.
+    """
+
+    place: ContextPlace
+    block_table: Tensor
+    query_ends: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +140,10 @@ class AttentionMetadata:
             is still 1); None if the cache is not sharded.
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
-        on_device: lengths and slots for kinds of attention that read lengths on the device.
+        on_device: lengths and slots for kinds of attention that read lengths on the device; None
+            for other kinds.
+        on_shards: the tokens of such a kind that attend to each shard on its rank; None if the
+            cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
         states: the slots of recurrent states that the step uses; None if no layer has such a state,
             or if no request is live.
@@ -141,6 +161,7 @@ class AttentionMetadata:
     is_empty: Tensor | None = None
     parts: tuple[DevicePart, ...] = ()
     on_device: DeviceRows | None = None
+    on_shards: ShardRows | None = None
     tasks: AttentionTasks | None = None
     states: StateMetadata | None = None
 
@@ -275,7 +296,10 @@ class PagedAttention:
     def _attend_parts(
         self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> None:
-        def attend(run: Launch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None) -> None:
+        def attend(
+            each: DeviceLaunch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None
+        ) -> None:
+            run = each.launch
             arguments: Arguments = {
                 "query": q[run.start : run.stop],
                 "key": rows[0],

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dist_aclgraph.context.prompt_parts import Launch
 from dist_aclgraph.layers.attention import (
     FUSED_ATTENTION_V2,
     Arguments,
@@ -25,7 +24,7 @@ from dist_aclgraph.layers.attention import (
     run_now,
 )
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
-from dist_aclgraph.layers.prompt_attention import attend_parts
+from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
 
 NORM_EPS = 1e-6  # epsilon of the norms inside attention; other norms may have another epsilon
 
@@ -120,9 +119,7 @@ class LatentAttention:
         absorbed = absorb(q, self.keys)
         sums = None
         if is_empty is not None:
-            widths = [absorbed.shape[2], q_rope.shape[2]]
-            both = context.gather_heads(torch.cat([absorbed, q_rope], -1))
-            absorbed, q_rope = (x.contiguous() for x in torch.split(both, widths, -1))
+            absorbed, q_rope = gather_queries(context, absorbed, q_rope)
             sums = q.new_empty((*absorbed.shape[:2], 1), dtype=torch.float32)
         n, heads, rank = absorbed.shape
         attended = absorbed.new_empty((heads, n, rank))
@@ -157,7 +154,10 @@ class LatentAttention:
     ) -> None:
         heads = self.num_heads
 
-        def attend(run: Launch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None) -> None:
+        def attend(
+            each: DeviceLaunch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None
+        ) -> None:
+            run = each.launch
             latents, rope_keys = rows
             # The weights of all heads are contiguous, so one product is enough.
             key, value = (
@@ -212,6 +212,20 @@ def write_latents(
         epsilon=NORM_EPS,
         cache_mode="PA",
     )
+
+
+def gather_queries(
+    context: ContextParallel, absorbed: Tensor, q_rope: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the queries of all heads of the ranks that share a cache, in two parts.
+
+    Args:
+        absorbed: [n, heads, 512]; q_rope: [n, heads, 64]; of this rank's heads.
+    """
+    widths = [absorbed.shape[2], q_rope.shape[2]]
+    both = context.gather_heads(torch.cat([absorbed, q_rope], -1))
+    absorbed, q_rope = (x.contiguous() for x in torch.split(both, widths, -1))
+    return absorbed, q_rope
 
 
 def absorb(q: Tensor, keys: Tensor) -> Tensor:

@@ -21,10 +21,13 @@ class DeviceLaunch:
 
     Attributes:
         keys: indices of the keys among the gathered rows; if the cache is not sharded, slots.
+        ends: the launch's query ends and key ends, int32, for an operator that reads them on the
+            device; None for other operators.
     """
 
     launch: Launch
     keys: Tensor
+    ends: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class DevicePart:
 
 # Computes a launch. Arguments: the launch, its keys' rows of each cache, the result [n, heads, d],
 # and the log-sum-exps [n, heads, 1] float32, or None if they are not needed.
-AttendTo = Callable[[Launch, Sequence[Tensor], Tensor, Tensor | None], None]
+AttendTo = Callable[[DeviceLaunch, Sequence[Tensor], Tensor, Tensor | None], None]
 
 
 def attend_parts(
@@ -74,11 +77,11 @@ def attend_parts(
                 launch = each.launch
                 queries = out[launch.start : launch.stop]
                 if total is None:
-                    attend(launch, rows_of(each.keys), queries, None)
+                    attend(each, rows_of(each.keys), queries, None)
                     continue
                 found = torch.empty_like(queries)
                 sums = found.new_empty((*found.shape[:2], 1), dtype=torch.float32)
-                attend(launch, rows_of(each.keys), found, sums)
+                attend(each, rows_of(each.keys), found, sums)
                 total.add(launch, found, sums)
         if total is not None:
             out[part.start : part.stop].copy_(total.out)

@@ -4,32 +4,50 @@ chooses. Both prompts and decoding use latents as keys and values.
 Operators: ``npu_lightning_indexer`` chooses keys by the index keys of all tokens; the cache also
 contains the index keys. ``npu_sparse_flash_attention`` attends to the chosen latents. All lengths
 are tensors on the device, so a captured graph needs no update of these operators.
+
+If ranks share a cache, each of them keeps all index keys and a shard of the latents. So all ranks
+choose the same keys, and no collective is needed for the choice. A token of a request with few
+queries attends to the chosen keys of each shard, on the shard's rank, and the results are merged by
+their log-sum-exps. The operator returns sums only for keys that are not in pages. So the whole
+cache is passed as the keys of one request, and the choices are slots. For requests with many
+queries, the latents of the request are gathered instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dist_aclgraph.layers.attention import AttentionMetadata, DeviceRows
+from dist_aclgraph.layers.attention import (
+    SPARSE_MODE_CAUSAL,
+    SPARSE_MODE_NONE,
+    AttentionMetadata,
+    DeviceRows,
+    ShardRows,
+)
+from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.latent_attention import (
     LatentCache,
     absorb,
     compute_values,
+    gather_queries,
     write_latents,
 )
+from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
 
-SPARSE_MODE_CAUSAL = 3
 ABSORBED_MODE = 2  # attention_mode of npu_sparse_flash_attention; other modes do not exist
 
 
 @dataclass(frozen=True)
 class SparseCache(LatentCache):
-    """One layer's latents, rotated keys, and index keys, [num_blocks, block_size, 1, 128].
+    """One layer's latents, rotated keys, and index keys, [num_blocks, tokens_per_block, 1, 128].
 
-    A layer that uses the keys chosen by an earlier layer has no index keys.
+    Every rank keeps all index keys, even if the latents are sharded. A layer that uses the choice
+    of an earlier layer has no index keys.
     """
 
     index_keys: Tensor | None = None
@@ -54,6 +72,40 @@ class IndexRows:
     weights: Tensor
 
 
+class Choice(NamedTuple):
+    """The keys that a layer's indexer chose.
+
+    Attributes:
+        keys: [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by
+            -1.
+        own: [n, 1, top_k] int32, for the first n queries, which attend to each shard: the slots of
+            the chosen keys that this shard keeps, followed by -1. None without such queries.
+    """
+
+    keys: Tensor
+    own: Tensor | None
+
+
+def own_slots(chosen: Tensor, rows: ShardRows) -> Tensor:
+    """Return the slots of the chosen keys that this rank's shard keeps, followed by -1.
+
+    Args:
+        chosen: [>= n, 1, top_k] int32, positions of keys, followed by -1.
+
+    Returns:
+        [n, 1, top_k] int32.
+    """
+    shards = rows.place.shards
+    size = shards.tokens_per_block
+    positions = chosen[: len(rows.block_table)].squeeze(1)
+    kept = torch.where(shards.owners(positions) == rows.place.shard, positions, -1)
+    # Operators sort int32 on the AI CPU. As float32, positions below 2^24 are exact.
+    kept = kept.float().sort(-1, descending=True)[0].int()
+    blocks = rows.block_table.gather(1, (kept // size).clamp(min=0).long())
+    own = shards.own_slots(blocks * size + kept % size)
+    return torch.where(kept < 0, -1, own).unsqueeze(1)
+
+
 @dataclass(frozen=True)
 class SparseLatentAttention:
     """Latent attention of this rank's heads to chosen keys.
@@ -70,6 +122,7 @@ class SparseLatentAttention:
     values: Tensor
     scale: float
     top_k: int
+    context: ContextParallel = UNDIVIDED
 
     @property
     def num_heads(self) -> int:
@@ -85,8 +138,8 @@ class SparseLatentAttention:
         rope: tuple[Tensor, Tensor],
         cache: SparseCache,
         metadata: AttentionMetadata,
-        chosen: Tensor | None,
-    ) -> Tensor | None:
+        chosen: Choice | None,
+    ) -> Choice | None:
         """Write latents, rotated keys and index keys to the cache, then attend.
 
         Args:
@@ -100,46 +153,58 @@ class SparseLatentAttention:
             metadata: its slots are int64, and it has the rows on the device.
 
         Returns:
-            [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by -1.
-            None if the rank has no tokens.
+            The choice for this rank's tokens; None if the step has no tokens.
         """
         if metadata.is_idle:
             return None
-        n, rows = metadata.num_direct, metadata.on_device
-        assert rows is not None and n == metadata.num_tokens
-        write_latents(kv, self.norm, rope, cache, metadata.written)
+        rows = metadata.on_device
+        assert rows is not None and metadata.num_direct == metadata.num_tokens
+        self._write(kv, index, rope, cache, metadata, rows)
         if index is not None:
             chosen = self._choose(index, cache, metadata, rows)
         assert chosen is not None, "the first layer must have an indexer"
-        attended = torch.ops.npu.npu_sparse_flash_attention(
-            absorb(q[:n], self.keys),
-            cache.latents,
-            cache.latents,
-            chosen,
-            self.scale,
-            block_table=metadata.block_table,
-            actual_seq_lengths_query=rows.query_ends,
-            actual_seq_lengths_kv=rows.kv_lens,
-            query_rope=q_rope[:n],
-            key_rope=cache.rope_keys,
-            layout_query="TND",
-            layout_kv="PA_BSND",
-            sparse_mode=SPARSE_MODE_CAUSAL,
-            attention_mode=ABSORBED_MODE,
-        )[0]
-        compute_values(attended.transpose(0, 1), self.values, out[:n])
+        if metadata.on_shards is not None:
+            self._attend_to_shards(q, q_rope, out, chosen, cache, metadata.on_shards)
+        if metadata.parts:
+            self._attend_to_gathered(q, q_rope, out, chosen, cache, metadata)
+        if not self.context.is_sharded and metadata.num_direct:
+            self._attend_to_cache(q, q_rope, out, chosen, cache, metadata, rows)
         return chosen
+
+    def _write(
+        self,
+        kv: Tensor,
+        index: IndexRows | None,
+        rope: tuple[Tensor, Tensor],
+        cache: SparseCache,
+        metadata: AttentionMetadata,
+        rows: DeviceRows,
+    ) -> None:
+        keys = None if index is None else index.keys
+        if n := metadata.num_exchanged:
+            assert metadata.written_rope is not None
+            rope, widths = metadata.written_rope, [kv.shape[1]]
+            if keys is not None:
+                widths.append(keys.shape[1])
+                kv = torch.cat([kv, keys], 1)
+            kv, *others = torch.split(self.context.gather_new(kv, n), widths, 1)
+            kv, keys = kv.contiguous(), others[0].contiguous() if others else None
+        write_latents(kv, self.norm, rope, cache, metadata.written)
+        if keys is not None:
+            assert cache.index_keys is not None
+            torch.ops.npu.npu_scatter_nd_update_(
+                cache.index_keys.flatten(0, 2), rows.slots, keys[: len(rows.slots)]
+            )
 
     def _choose(
         self, index: IndexRows, cache: SparseCache, metadata: AttentionMetadata, rows: DeviceRows
-    ) -> Tensor:
-        """Write index keys to the cache; return the chosen keys of each query."""
+    ) -> Choice:
+        """Return the choice for this rank's tokens."""
         assert cache.index_keys is not None
         n = metadata.num_direct
-        torch.ops.npu.npu_scatter_nd_update_(
-            cache.index_keys.flatten(0, 2), rows.slots, index.keys[: len(rows.slots)]
-        )
-        chosen: Tensor = torch.ops.npu.npu_lightning_indexer(
+        if n == 0:  # Other ranks run all tokens of the step's prompts.
+            return Choice(metadata.block_table.new_empty((0, 1, self.top_k)), None)
+        keys = torch.ops.npu.npu_lightning_indexer(
             index.queries[:n],
             cache.index_keys,
             index.weights[:n],
@@ -151,4 +216,121 @@ class SparseLatentAttention:
             sparse_count=self.top_k,
             sparse_mode=SPARSE_MODE_CAUSAL,
         )[0]
-        return chosen
+        shards = metadata.on_shards
+        return Choice(keys, None if shards is None else own_slots(keys, shards))
+
+    def _attend_to_cache(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        out: Tensor,
+        chosen: Choice,
+        cache: SparseCache,
+        metadata: AttentionMetadata,
+        rows: DeviceRows,
+    ) -> None:
+        n = metadata.num_direct
+        attended, *_ = self._attend(
+            absorb(q[:n], self.keys),
+            q_rope[:n],
+            (cache.latents, cache.rope_keys),
+            chosen.keys,
+            rows.query_ends,
+            rows.kv_lens,
+            block_table=metadata.block_table,
+            layout_kv="PA_BSND",
+            sparse_mode=SPARSE_MODE_CAUSAL,
+        )
+        compute_values(attended.transpose(0, 1), self.values, out[:n])
+
+    def _attend_to_shards(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        out: Tensor,
+        chosen: Choice,
+        cache: SparseCache,
+        rows: ShardRows,
+    ) -> None:
+        own, context = chosen.own, self.context
+        assert own is not None
+        n = len(own)
+        queries = gather_queries(context, absorb(q[:n], self.keys), q_rope[:n])
+        latents, rope_keys = (x.flatten(0, 1) for x in (cache.latents, cache.rope_keys))
+        attended, greatest, sums = self._attend(
+            *queries,
+            (latents, rope_keys),
+            own,
+            rows.query_ends,
+            rows.query_ends.new_full((1,), len(latents)),
+            layout_kv="TND",
+            sparse_mode=SPARSE_MODE_NONE,
+            return_softmax_lse=True,
+        )
+        logs = (greatest + sums.log()).view(n, -1, 1)  # one KV head: [1, n, heads]
+        merged = context.merge(attended, logs, own[:, :, :1] < 0).to(q.dtype)
+        compute_values(merged.transpose(0, 1), self.values, out[:n])
+
+    def _attend_to_gathered(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        out: Tensor,
+        chosen: Choice,
+        cache: SparseCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert metadata.tasks is None, "graphs contain requests with few queries only"
+
+        def attend(
+            each: DeviceLaunch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None
+        ) -> None:
+            run = slice(each.launch.start, each.launch.stop)
+            latents, rope_keys = rows
+            assert each.ends is not None and sums is None, "a request is read at once"
+            attended, *_ = self._attend(
+                absorb(q[run], self.keys),
+                q_rope[run],
+                (latents, rope_keys),
+                chosen.keys[run],
+                *each.ends,
+                layout_kv="TND",
+                sparse_mode=SPARSE_MODE_CAUSAL,
+            )
+            compute_values(attended.transpose(0, 1), self.values, found)
+
+        caches = [x.flatten(0, 1) for x in (cache.latents, cache.rope_keys)]
+        attend_parts(metadata.parts, caches, self.context, attend, out)
+
+    def _attend(
+        self,
+        absorbed: Tensor,
+        q_rope: Tensor,
+        keys: tuple[Tensor, Tensor],
+        chosen: Tensor,
+        query_ends: Tensor,
+        kv_lens: Tensor,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [n, heads, 512], the attended latents; and [1, n, heads] float32 each, the
+        greatest score of each row and the sum of its exponentials, if they are asked for.
+
+        Args:
+            keys: latents and rotated keys.
+        """
+        latents, rope_keys = keys
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.npu.npu_sparse_flash_attention(
+            absorbed,
+            latents,
+            latents,
+            chosen,
+            self.scale,
+            actual_seq_lengths_query=query_ends,
+            actual_seq_lengths_kv=kv_lens,
+            query_rope=q_rope,
+            key_rope=rope_keys,
+            layout_query="TND",
+            attention_mode=ABSORBED_MODE,
+            **arguments,
+        )
+        return found

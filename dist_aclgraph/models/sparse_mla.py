@@ -7,7 +7,7 @@ few small heads. Every rank computes all of them, so that all ranks choose the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,12 @@ from torch.nn.functional import layer_norm
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.latent_attention import NORM_EPS
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
-from dist_aclgraph.layers.sparse_attention import IndexRows, SparseCache, SparseLatentAttention
+from dist_aclgraph.layers.sparse_attention import (
+    Choice,
+    IndexRows,
+    SparseCache,
+    SparseLatentAttention,
+)
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.models.mla import LatentKind
@@ -110,9 +115,9 @@ class MultiHeadSparseAttention:
         rope: Rope,
         cache: SparseCache,
         metadata: AttentionMetadata,
-        earlier: Tensor | None,
-    ) -> Tensor | None:
-        """Return the chosen keys of each query."""
+        earlier: Choice | None,
+    ) -> Choice | None:
+        """Return the choice of keys of each query."""
         q, q_rope, kv, *index, out = inputs
         rows = IndexRows(*index) if self.indexer is not None else None
         return self.sparse(q, q_rope, kv, out, rows, rope, cache, metadata, earlier)
@@ -158,7 +163,9 @@ class SparseLatent(LatentKind):
             q_norm=slices.whole(f"{prefix}.q_a_layernorm.weight", (rank,)),
             q_up=slices.product(q_up),
             indexer=indexer,
-            sparse=SparseLatentAttention(norm, keys, values, self._scale, spec.top_k),
+            sparse=SparseLatentAttention(
+                norm, keys, values, self._scale, spec.top_k, self._context
+            ),
             output_product=self._output(slices, prefix),
             sizes=self._sizes,
         )
@@ -209,10 +216,12 @@ class SparseLatent(LatentKind):
     def make_cache(self, room: CacheRoom, *, has_indexer: bool = True) -> SparseCache:
         """Return one layer's cache, with index keys if the layer has an indexer."""
         sizes = self._sizes
+        # Every shard keeps the index keys of all shards.
+        whole = replace(room, block_size=room.block_size * self._context.dcp.size)
         return SparseCache(
             self._zeros(room, sizes.kv_rank),
             self._zeros(room, sizes.rope_dim),
-            self._zeros(room, self._indexer.head_dim) if has_indexer else None,
+            self._zeros(whole, self._indexer.head_dim) if has_indexer else None,
         )
 
 

@@ -122,6 +122,7 @@ class RankMemory:
 
         eager = largest_eager_step(config)
         max_len = model.max_model_len(config)
+        chunk = MAX_CHUNK_TOKENS if model.indexer is None else max(MAX_CHUNK_TOKENS, max_len)
         prompts = prompt_bytes(
             model,
             tp=parallel.tp,
@@ -130,7 +131,7 @@ class RankMemory:
             kept=elements_per_token(model, parallel.tp),
             element_bytes=element_bytes,
             num_tokens=eager.num_tokens,
-            chunk_tokens=min(MAX_CHUNK_TOKENS, config.scheduler.max_num_seqs * max_len),
+            chunk_tokens=min(chunk, config.scheduler.max_num_seqs * max_len),
         )
         return cls(
             device_bytes=device_bytes,

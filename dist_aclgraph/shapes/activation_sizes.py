@@ -76,11 +76,21 @@ def prompt_bytes(
     Args:
         kept: cached elements per token and layer on one rank.
         num_tokens: number of tokens of the rank's batch.
-        chunk_tokens: number of tokens whose keys are read at once.
+        chunk_tokens: number of tokens whose keys are read at once. An indexer's choice needs all
+            keys of a request at once.
     """
-    value_dim, made = spec.head_dim, 0
+    # New keys in three forms: those of the rank, those of all ranks in order, and keys and values
+    # as separate tensors.
+    forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
-        chunk_tokens = 0  # latents are read from the cache directly
+        # With one shard, latents are read from the cache directly. With several shards, they are
+        # packed before the gather (2 / dcp) and gathered (1); then they are selected and split (2)
+        # for each piece of the prompt that the rank runs.
+        copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
+        elements = round(chunk_tokens * copies * kept)
+        elements += num_tokens * forms * (kept + spec.indexer.head_dim)
+        return elements * element_bytes
+    value_dim, made = spec.head_dim, 0
     if spec.latent:
         value_dim = spec.latent.value_dim
         # Keys, the rotated part of each key, and values of the rank's heads.
@@ -91,13 +101,10 @@ def prompt_bytes(
     copies = 1 if dcp == 1 else 2 / dcp + 3
     heads = spec.num_heads // tp
     keys = round(chunk_tokens * copies * kept) + chunk_tokens * heads * made
-    # New keys in three forms: those of the rank, those of all ranks in order, and keys and values
-    # as separate tensors.
-    new = (1 + 2 * pcp) * kept if pcp > 1 else 0
     found = heads * value_dim if chunk_tokens else 0
     # Results of two chunks, and the merged result.
     floats = 4 * found + 3 * heads if chunk_tokens else 0
-    elements = keys + num_tokens * (new + found)
+    elements = keys + num_tokens * (forms * kept + found)
     return elements * element_bytes + num_tokens * floats * FLOAT32_BYTES
 
 
@@ -114,7 +121,9 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     # Results in float32: without empty results, ordered by receiver, and joined. Then the sent, the
     # received and the merged results.
     floats = (4 * groups + 2 * dcp + 1) * (found + LOGS)
-    return heads * (queries * element_bytes + floats * FLOAT32_BYTES)
+    # The choice of each shard: positions and slots in ten forms of 32 bits, and twice in 64 bits.
+    remapped = (10 * 4 + 2 * 8) * spec.indexer.top_k if spec.indexer else 0
+    return heads * (queries * element_bytes + floats * FLOAT32_BYTES) + remapped
 
 
 def _grouped(spec: ModelSpec, tp: int) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dist_aclgraph.errors import ModelError
+from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 MAX_INDEX_HEADS, INDEX_DIM = 64, 128  # limits of npu_lightning_indexer
 # Further limits of npu_lightning_indexer.
 MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024
+MAX_INDEX_BLOCK = 1024  # maximum number of index keys in a block, in npu_lightning_indexer
 INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # architectures that interleave if config.json has no value
 KINDS = {"F": "full", "S": "shared"}  # letters of index_topk_pattern
 
@@ -37,6 +38,19 @@ class IndexerSpec:
     top_k: int
     interleaves: bool
     layers: frozenset[int]
+
+    def check(self, block_size: int, dcp: int) -> None:
+        """Check that the operator accepts the blocks of index keys.
+
+        Raises:
+            ConfigError: the blocks are too large.
+        """
+        if block_size * dcp > MAX_INDEX_BLOCK:
+            raise ConfigError(
+                f"kv.block_size is {block_size} and parallel.dcp {dcp}; every rank keeps the index "
+                f"keys of all shards, in blocks of up to {MAX_INDEX_BLOCK} tokens: set "
+                f"kv.block_size to {MAX_INDEX_BLOCK // dcp // 16 * 16} or less"
+            )
 
 
 def read_indexer_spec(config: ModelConfig) -> IndexerSpec | None:

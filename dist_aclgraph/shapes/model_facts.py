@@ -144,8 +144,9 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
             cannot be sharded over ``parallel.dcp``; ranks share contexts although the model has a
-            sliding window, linear attention or an indexer; the dtype is float32 with int8
-            matrices; or ``quantization`` is another method than that of the checkpoint.
+            sliding window or linear attention; the indexer's blocks are too large; the dtype is
+            float32 with int8 matrices; or ``quantization`` is another method than that of the
+            checkpoint.
     """
     if not config.makes_int8 and config.quantization not in (None, facts.quant_method):
         raise ConfigError(
@@ -170,12 +171,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         num_prompt_ranks=config.parallel.pcp,
         is_latent=facts.mla,
     )
-    if facts.indexer and config.parallel.dcp * config.parallel.pcp > 1:
-        raise ConfigError(
-            f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
-            "contexts whose keys an indexer chooses cannot be shared: set both to 1, and use a "
-            "larger parallel.tp, or parallel.ep, which leave more memory for keys"
-        )
+    if facts.indexer is not None:
+        facts.indexer.check(config.kv.block_size, config.parallel.dcp)
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
     if facts.linear is not None:
         facts.linear.check(config.parallel, config.speculative.num_tokens)

@@ -81,7 +81,22 @@ class Step:
         } | changes
         return torch_npu.npu_lightning_indexer(**on_device(options))[0]
 
+    def attend_to_all(self, chosen, keys, kv_ends, **changes):
+        """Attend to keys that follow each other; return the result, and the rows' sums."""
+        options = {
+            "key": keys["latent"],
+            "key_rope": keys["rope"],
+            "actual_seq_lengths_kv": kv_ends,
+            "block_table": None,
+            "layout_kv": "TND",
+            "return_softmax_lse": True,
+        } | changes
+        return self._attend(chosen, **options)
+
     def attend(self, chosen, **changes):
+        return self._attend(chosen, **changes)[0]
+
+    def _attend(self, chosen, **changes):
         options = {
             "query": self.query,
             "key": self.pages["latent"],
@@ -99,7 +114,7 @@ class Step:
         } | changes
         options = on_device(options)
         options.setdefault("value", options["key"])
-        return torch_npu.npu_sparse_flash_attention(**options)[0]
+        return torch_npu.npu_sparse_flash_attention(**options)
 
 
 def on_device(options):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.planning.budget.captured import SHARDED, in_sharded_attention
+from dist_aclgraph.planning.budget.captured import REMAPPED, SHARDED, in_sharded_attention
 from dist_aclgraph.planning.budget.workload import Workload
 
 SCRIPT = (Path(__file__).parent / "scripts" / "context_layer.py").read_text(encoding="utf-8")
@@ -55,18 +55,20 @@ def test_shards_meet_as_often_as_the_budget_counts(layers, layout):
     assert {counts["collectives"] for counts in whole} == {0}
 
 
-def test_the_main_lane_holds_at_most_what_the_budget_counts(layers):
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_the_main_lane_holds_at_most_what_the_budget_counts(layers, is_sparse):
     more = [
         counts["operators"] - alone["operators"]
         for layout in LAYOUTS
         for counts, alone in zip(*layers(layout), strict=True)
+        if is_sparse == (counts["kind"] == "sparse")
     ]
 
-    assert max(more) == SHARDED
+    assert max(more) == SHARDED + REMAPPED * is_sparse
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_merging_few_rows_takes_no_unaligned_view(layers, layout):
+def test_merging_few_rows_takes_no_slow_operator(layers, layout):
     sharded, _ = layers(layout)
 
-    assert {counts["unaligned"] for counts in sharded} == {0}
+    assert {(counts["unaligned"], counts["ai_cpu"]) for counts in sharded} == {(0, 0)}

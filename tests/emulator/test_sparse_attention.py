@@ -131,12 +131,59 @@ def test_rows_before_and_after_the_largest_choice():
     assert_attends(step, chosen, out)
 
 
-def assert_attends(step, chosen, out):
+def assert_attends(step, chosen, out, but=None):
     for row, request, _ in step.each_row():
+        if row == but:
+            continue
         keys = chosen[row, 0][chosen[row, 0] >= 0].long()
         latents, ropes = (step.tokens[name][request][keys].float() for name in ("latent", "rope"))
         scores = step.query[row].float() @ latents.t() + step.query_rope[row].float() @ ropes.t()
         assert_close(out[row], (scores * SCALE).softmax(-1) @ latents)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_keys_that_follow_each_other(dtype):
+    step = Step(dtype)
+    chosen = step.choose(6).cpu()
+    keys = {name: torch.cat(step.tokens[name]).unsqueeze(1) for name in ("latent", "rope")}
+
+    out, greatest, sums = step.attend_to_all(chosen, keys, step.lengths["keys"].cumsum(0).int())
+
+    assert_attends(step, chosen, out)
+    assert_sums(step, chosen, greatest, sums)
+
+
+def test_the_whole_cache_as_one_request_whose_choices_are_slots():
+    step = Step(heads=16)
+    chosen = step.choose(6).cpu()
+    slots = torch.full_like(chosen, -1)
+    for row, request, _ in step.each_row():
+        keys = chosen[row, 0][chosen[row, 0] >= 0].long()
+        slots[row, 0, : len(keys)] = step.table[request, keys // 16] * 16 + keys % 16
+    slots[7] = -1
+    keys = {name: step.pages[name].flatten(0, 1) for name in ("latent", "rope")}
+    one = {"sparse_mode": 0, "actual_seq_lengths_query": ints(step.rows)}
+
+    out, greatest, sums = step.attend_to_all(slots, keys, ints(len(keys["latent"])), **one)
+
+    assert not out[7].any() and greatest[0, 7].isnan().all() and sums[0, 7].isnan().all()
+    assert_attends(step, chosen, out, but=7)
+    chosen[7] = -1
+    assert_sums(step, chosen, greatest, sums)
+
+
+def assert_sums(step, chosen, greatest, sums):
+    """Check the sums of all rows that have keys."""
+    assert greatest.shape == sums.shape == (1, step.rows, step.query.shape[1])
+    for row, request, _ in step.each_row():
+        keys = chosen[row, 0][chosen[row, 0] >= 0].long()
+        if not len(keys):
+            continue
+        latents, ropes = (step.tokens[name][request][keys].float() for name in ("latent", "rope"))
+        scores = step.query[row].float() @ latents.t() + step.query_rope[row].float() @ ropes.t()
+        torch.testing.assert_close(greatest[0, row].cpu(), scores.amax(-1) * SCALE)
+        found = greatest[0, row].cpu() + sums[0, row].cpu().log()
+        torch.testing.assert_close(found, (scores * SCALE).logsumexp(-1))
 
 
 def test_a_row_without_chosen_keys_is_zero():
@@ -170,6 +217,13 @@ def test_a_choice_of_all_keys_is_latent_attention():
     assert_close(every, dense.cpu())
 
 
+TND = {
+    "layout_kv": "TND",
+    "key": torch.zeros(64, 1, 512, dtype=half),
+    "key_rope": torch.zeros(64, 1, 64, dtype=half),
+}
+
+
 @pytest.mark.parametrize(
     "rule,changes",
     [
@@ -189,7 +243,11 @@ def test_a_choice_of_all_keys_is_latent_attention():
         ("sparse_indices must be int32", {"chosen": torch.zeros(20, 1, 4, dtype=torch.int64)}),
         ("sparse_indices must be int32", {"chosen": torch.zeros(19, 1, 4, dtype=torch.int32)}),
         ("sparse_mode 1", {"sparse_mode": 1}),
-        ("are not emulated, only TND", {"layout_kv": "TND"}),
+        ("are not emulated, only TND", {"layout_kv": "BSND"}),
+        ("block_table must be given with PA_BSND", {"block_table": None}),
+        ("key must be [T", {"layout_kv": "TND", "block_table": None}),
+        ("and only with it", TND),
+        ("have different pages", TND | {"key_rope": torch.zeros(9, 1, 64, dtype=half)}),
         ("the KV lengths must be given", {"actual_seq_lengths_kv": None}),
         ("has 4 entries for 3 requests", {"actual_seq_lengths_query": ints(3, 4, 19, 20)}),
     ],
@@ -217,6 +275,10 @@ FAILURES = {
     "name key 7 twice": "step.attend(choice(7, 3, 7))",
     "has 16 query rows, more than its 3": "step.attend(choice(0, 1, 2), "
     "actual_seq_lengths_kv=ints(40, 5, 3))",
+    "reaches 63 at request 2, but there are 62": "step.attend_to_all(choice(0), KEYS, "
+    "ints(40, 45, 63))",
+    "actual_seq_lengths_kv decreases at request 1": "step.attend_to_all(choice(0), KEYS, "
+    "ints(40, 5, 62))",
     "index -1 lies outside": "torch_npu.npu_scatter_nd_update_(torch.zeros(4, 2).npu(), "
     "ints([0], [-1]).npu(), torch.ones(2, 2).npu())",
 }
@@ -230,9 +292,10 @@ def test_values_that_no_operator_may_get_stop_the_device(run_script):
         from sparse_step import *
         def choice(*keys):
             chosen = torch.full((20, 1, 3), -1, dtype=torch.int32)
-            chosen[0, 0] = ints(*keys)
+            chosen[0, 0, : len(keys)] = ints(*keys)
             return chosen
         step = Step()
+        KEYS = {{name: torch.cat(step.tokens[name]).unsqueeze(1) for name in ("latent", "rope")}}
         for device, code in enumerate({list(FAILURES.values())!r}):
             torch.npu.set_device(device)
             try:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.shapes.model_facts import read_model_facts
+from tests.actors.rank_processes import ANSWER_S
 from tests.checkpoints import (
     add_next_token_module,
     copy_of,
@@ -228,10 +230,93 @@ def test_a_strict_device_takes_every_call(models: Any, architecture: str, dtype:
     assert_logprobs_near(model, [answer.logprobs[0] for answer in first])
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2, "dcp": 2}, {"tp": 1, "pcp": 2}])
-def test_shared_contexts_are_refused(models: Any, parallel: dict[str, int]) -> None:
-    config = make_deployment_config(models(V32).directory, parallel=parallel)
+# Layouts whose ranks share contexts: tp, pcp, dcp, cp_interleave, number of drafts, graph mode.
+LAYOUTS = [
+    (V32, (1, 2, 1, 1), 1, "FULL_DECODE_ONLY"),
+    (GLM, (2, 1, 2, 1), 1, "FULL_AND_PIECEWISE"),
+    slow(V32, (2, 2, 4, 1), 0, "FULL_DECODE_ONLY"),
+    slow(V32, (2, 2, 2, 16), 2, "FULL_AND_PIECEWISE"),
+    slow(V32, (4, 1, 4, 4), 0, "NONE"),
+    slow(V32, (4, 1, 2, 1), 1, "FULL_DECODE_ONLY"),
+    slow(GLM, (2, 2, 1, 1), 0, "PIECEWISE"),
+    slow(GLM, (1, 2, 2, 8), 1, "FULL_DECODE_ONLY"),
+    slow(GLM, (1, 4, 4, 1), 0, "FULL_AND_PIECEWISE"),
+]
 
-    refusal = pytest.raises(ConfigError, match="whose keys an indexer chooses cannot be shared")
-    with refusal, lockstep(config):
-        pass
+
+def parallel_of(sizes: tuple[int, int, int, int]) -> dict[str, int]:
+    return dict(zip(("tp", "pcp", "dcp", "cp_interleave"), sizes, strict=True))
+
+
+@pytest.mark.parametrize(("architecture", "sizes", "drafts", "mode"), LAYOUTS)
+def test_ranks_that_share_contexts_give_the_same_tokens(
+    models: Any, architecture: str, sizes: Any, drafts: int, mode: str
+) -> None:
+    # GLM has layers without an indexer, which use an earlier choice.
+    model = models(architecture, **(SHARED if architecture == GLM else {}))
+    config = config_of(
+        model,
+        parallel=parallel_of(sizes),
+        graph={"mode": mode},
+        speculative={"num_tokens": drafts},
+        scheduler={"max_num_batched_tokens": 150},  # prompts are cut at positions that differ
+    )
+
+    with lockstep(config) as group:
+        answers = group.generate(model.prompts, greedy_params(NUM_TOKENS))
+        buckets = group.report()["buckets"]
+
+    assert any(bucket["replays"] for bucket in buckets) == (mode != "NONE")
+    assert model.is_greedy(answers)
+
+
+@pytest.mark.parametrize("sizes", [slow((1, 2, 1, 1)), slow((2, 1, 2, 1)), slow((2, 2, 4, 1))])
+def test_shared_contexts_have_cached_prefixes(models: Any, sizes: Any) -> None:
+    model = models(V32)
+    config = config_of(model, parallel=parallel_of(sizes))
+    tail = make_prompts((20,), seed=7)[0]
+    prompts = [model.prompts[-1] + tail[:n] for n in (0, 1, 20)]
+
+    with lockstep(config) as group:
+        group.generate([model.prompts[-1]], greedy_params(1), "first")
+        answers = group.generate(prompts, greedy_params(NUM_TOKENS))
+        num_cached = group.scheduler.num_cached_tokens
+        (num_bytes,) = set(group.ranks.call("kv_bytes", "SERVING", ANSWER_S))
+
+    spec = KVCacheSpec.from_config(config, read_model_facts(model.directory))
+    assert num_bytes == spec.total_bytes(80)
+    assert num_cached >= len(prompts) * 256  # the blocks that all prompts share
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == model.best_tokens(prompt, answer.tokens)
+
+
+@pytest.mark.slow
+def test_preempted_requests_with_shards_give_the_same_tokens(models: Any) -> None:
+    model = models(V32)
+    # 15 blocks of 32 tokens: the longest request needs ten of them.
+    config = config_of(model, parallel={"tp": 2, "dcp": 2}, kv={"block_size": 16, "num_blocks": 16})
+
+    with lockstep(config) as group:
+        answers = group.generate(model.prompts, greedy_params(NUM_TOKENS))
+        num_preempted = group.scheduler.num_preemptions
+
+    assert num_preempted
+    assert model.is_greedy(answers)
+
+
+@pytest.mark.parametrize("sizes", [slow((2, 1, 2, 1)), slow((1, 2, 2, 1))])
+def test_a_strict_device_takes_every_call_with_shards(models: Any, sizes: Any) -> None:
+    model = models(V32, index_topk=512)
+    config = config_of(
+        model,
+        dtype="bfloat16",
+        parallel=parallel_of(sizes),
+        speculative={"num_tokens": 1},
+        device={"emulator": {"strict": True}},
+    )
+
+    with lockstep(config) as group:
+        group.generate(model.prompts, greedy_params(NUM_TOKENS))
+        first = group.generate(model.prompts, greedy_params(1, logprobs=20), "l")
+
+    assert_logprobs_near(model, [answer.logprobs[0] for answer in first])

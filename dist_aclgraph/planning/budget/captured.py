@@ -40,6 +40,9 @@ ATTENTION = 10
 # converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
 # sixteen additional operators.
 SHARDED = 16
+# Upper limit of the further operators if sparse attention has a sharded cache: the choice is mapped
+# to slots of the shard, and the log-sum-exps are computed from their parts.
+REMAPPED = 26
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
 HEAD = 3  # product, argmax, copy to the static buffer
@@ -122,7 +125,9 @@ def _model_shapes(
     layer = before + after
     beside = SHARED if workload.moe and workload.multistream_shared else 0
     if family.run_mode == "FULL":
-        attention = ATTENTION + (SHARDED if workload.dcp > 1 else 0)
+        attention = ATTENTION
+        if workload.dcp > 1:
+            attention += SHARDED + (REMAPPED if workload.has_indexers else 0)
         main = embedding + layers * (layer + attention) + head
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)

@@ -93,6 +93,44 @@ def _sparse(bench: Bench) -> Answer:
     return bench.compare(got, torch.stack(want), BFLOAT16)
 
 
+def _sparse_of_shards(bench: Bench) -> Answer:
+    """Compare attention and log-sum-exps where the whole cache is one request without pages, and
+    the chosen keys are slots. So ranks can merge what they find in their shards.
+    """
+    torch, heads, scale = bench.torch, 16, 0.05
+    query, rotated = _random(bench, 2, heads, LATENT), _random(bench, 2, heads, ROTATED)
+    keys, turned = (_random(bench, COLUMNS * BLOCK, 1, d) for d in (LATENT, ROTATED))
+    slots = torch.stack([torch.randperm(len(keys))[:CHOSEN] for _ in range(2)]).int()
+    slots[0, CHOSEN // 2 :] = -1
+    latents = keys.npu()
+    got, greatest, sums = torch.ops.npu.npu_sparse_flash_attention(
+        query.npu(),
+        latents,
+        latents,
+        slots.unsqueeze(1).npu(),
+        scale,
+        actual_seq_lengths_query=_ints(bench, 2),
+        actual_seq_lengths_kv=_ints(bench, len(keys)),
+        query_rope=rotated.npu(),
+        key_rope=turned.npu(),
+        layout_query="TND",
+        layout_kv="TND",
+        sparse_mode=0,
+        attention_mode=2,
+        return_softmax_lse=True,
+    )
+    want, logs = [], []
+    for i, row in enumerate(slots.long()):
+        k, r = (each[row[row >= 0], 0].float() for each in (keys, turned))
+        scores = (query[i].float() @ k.t() + rotated[i].float() @ r.t()) * scale
+        want.append(scores.softmax(-1) @ k)
+        logs.append(scores.logsumexp(-1))
+    answer = bench.compare(got, torch.stack(want), BFLOAT16)
+    if answer.found != EQUAL:
+        return answer
+    return bench.compare((greatest + sums.log())[0], torch.stack(logs), BFLOAT16)
+
+
 def _delta_inputs(bench: Bench, num_tokens: int) -> dict[str, Any]:
     torch = bench.torch
 
@@ -193,6 +231,12 @@ PROBES = tuple(
             "sparse_attention",
             "npu_sparse_flash_attention (DeepSeek-V3.2)",
             _sparse,
+            "aclnnSparseFlashAttention",
+        ),
+        (
+            "sparse_attention_of_shards",
+            "npu_sparse_flash_attention with log-sum-exps and without pages (parallel.dcp)",
+            _sparse_of_shards,
             "aclnnSparseFlashAttention",
         ),
         (

@@ -1,12 +1,14 @@
-// Sparse latent attention over pages. A request's index keys are read once for all its rows; the
+// Sparse latent attention. A request's index keys are read once for all its rows; the
 // chosen latents are read once for all heads of a row.
 #include "kernels/sparse.h"
 #include "kernels/vector_math.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace emu::kernels {
 namespace {
@@ -24,34 +26,42 @@ template <class... Parts> [[noreturn]] void fail(const Parts &...parts) {
 }
 
 struct Request {
-  int64_t index, first_row, rows, keys;
+  int64_t index, first_row, rows, first_key, keys;  // first_key: only without pages
 
   // Number of keys that a row of the step sees.
-  int64_t seen_by(const PagedRequests &r, int64_t row) const {
+  int64_t seen_by(const StoredRequests &r, int64_t row) const {
     return r.causal ? keys - rows + (row - first_row) + 1 : keys;
   }
 };
 
-Request request_at(const PagedRequests &r, int64_t index) {
+Request request_at(const StoredRequests &r, int64_t index) {
   int64_t first = index ? r.query_ends[index - 1] : 0, end = r.query_ends[index];
-  int64_t keys = r.kv_lengths[index];
+  int64_t first_key = r.block_table || !index ? 0 : r.kv_lengths[index - 1];
+  int64_t keys = r.kv_lengths[index] - first_key;
   if (end < first)
     fail("actual_seq_lengths_query decreases at request ", index, ": ", first, ", ", end);
   if (end > r.rows || (index == r.count - 1 && end != r.rows))
     fail("actual_seq_lengths_query reaches ", end, " at request ", index, ", but T is ", r.rows);
-  if (keys < 0 || keys > r.table_width * r.page_size)
+  if (!r.block_table && keys < 0)
+    fail("actual_seq_lengths_kv decreases at request ", index);
+  if (!r.block_table && first_key + keys > r.page_size)
+    fail("actual_seq_lengths_kv reaches ", first_key + keys, " at request ", index,
+         ", but there are ", r.page_size, " keys");
+  if (r.block_table && (keys < 0 || keys > r.table_width * r.page_size))
     fail("the KV length of request ", index, " is ", keys, "; its block table has room for ",
          r.table_width * r.page_size);
   if (r.causal && end - first > keys)
     fail("request ", index, " has ", end - first, " query rows, more than its ", keys, " keys");
-  return {index, first, end - first, keys};
+  return {index, first, end - first, first_key, keys};
 }
 
 // The slot of a request's key.
-int64_t slot_of(const PagedRequests &r, int64_t request, int64_t key) {
-  int64_t page = r.block_table[request * r.table_stride + key / r.page_size];
+int64_t slot_of(const StoredRequests &r, const Request &request, int64_t key) {
+  if (!r.block_table)
+    return request.first_key + key;
+  int64_t page = r.block_table[request.index * r.table_stride + key / r.page_size];
   if (page < 0 || page >= r.page_count)
-    fail("the block table of request ", request, " names block ", page, " of ", r.page_count);
+    fail("the block table of request ", request.index, " names block ", page, " of ", r.page_count);
   return page * r.page_size + key % r.page_size;
 }
 
@@ -81,8 +91,10 @@ void write_greatest(const float *totals, int64_t keys, int64_t wanted, int32_t *
 
 // Copies the chosen keys of a row to `valid`; returns their number.
 int64_t read_chosen(const SparseAttention &a, int64_t row, int64_t seen, int32_t *valid) {
-  static thread_local std::vector<char> is_named;
-  is_named.assign(seen, 0);
+  static thread_local std::vector<int64_t> named_by;  // the number of the last call that named a key
+  static thread_local int64_t call = 0;
+  named_by.resize(std::max<size_t>(named_by.size(), seen), 0);
+  call++;
   const int32_t *chosen = a.chosen + row * a.wanted;
   int64_t count = std::find(chosen, chosen + a.wanted, -1) - chosen;
   for (int64_t i = count; i < a.wanted; i++)
@@ -92,20 +104,25 @@ int64_t read_chosen(const SparseAttention &a, int64_t row, int64_t seen, int32_t
     int64_t key = chosen[i];
     if (key < 0 || key >= seen)
       fail("sparse_indices of row ", row, " name key ", key, "; the row sees ", seen, " keys");
-    if (is_named[key]++)
+    if (std::exchange(named_by[key], call) == call)
       fail("sparse_indices of row ", row, " name key ", key, " twice");
     valid[i] = chosen[i];
   }
   return count;
 }
 
-// Turns scores into weights that sum to one.
-void softmax(float *scores, int64_t count) {
+struct Softmax {
+  float greatest, sum;
+};
+
+// Turns scores into weights that sum to one; returns the greatest score and the sum of exponentials.
+Softmax softmax(float *scores, int64_t count) {
   float top = *std::max_element(scores, scores + count), sum = 0;
   for (int64_t i = 0; i < count; i++)
     sum += scores[i] = fast_exp(scores[i] - top);
   for (int64_t i = 0; i < count; i++)
     scores[i] /= sum;
+  return {top, sum};
 }
 
 void attend_row(const SparseAttention &a, const Request &request, int64_t row) {
@@ -124,15 +141,21 @@ void attend_row(const SparseAttention &a, const Request &request, int64_t row) {
   for (int64_t i = 0; i < a.heads * width; i++)
     queries[i] *= a.scale;
   for (int64_t i = 0; i < count; i++) {
-    int64_t slot = slot_of(a.requests, request.index, valid[i]);
+    int64_t slot = slot_of(a.requests, request, valid[i]);
     load_floats(a.latents, slot * a.dim, keys + i * width, a.dim);
     load_floats(a.rope_keys, slot * a.rope_dim, keys + i * width + a.dim, a.rope_dim);
   }
   std::fill_n(out, a.heads * a.dim, 0.0f);  // the result of a row without keys
+  for (float *values : {a.greatest, a.sums})
+    if (values)
+      std::fill_n(values + row * a.heads, a.heads, NAN);
   if (count) {
     matmul({{queries}, {keys}, {scores}, a.heads, count, width, width, width, count, true});
-    for (int64_t h = 0; h < a.heads; h++)
-      softmax(scores + h * count, count);
+    for (int64_t h = 0; h < a.heads; h++) {
+      Softmax found = softmax(scores + h * count, count);
+      if (a.greatest)
+        a.greatest[row * a.heads + h] = found.greatest, a.sums[row * a.heads + h] = found.sum;
+    }
     matmul({{scores}, {keys}, {out}, a.heads, a.dim, count, count, width, a.dim, false});
   }
   store_floats(out, a.out, row * a.heads * a.dim, a.heads * a.dim);
@@ -149,7 +172,7 @@ void choose_keys(const KeyChoice &c) {
     float *weights = weight_room.of(c.heads), *scores = score_room.of(c.heads * request.keys);
     float *totals = total_room.of(request.keys);
     for (int64_t k = 0; request.rows && k < request.keys; k++)
-      load_floats(c.keys, slot_of(c.requests, i, k) * n, keys + k * n, n);
+      load_floats(c.keys, slot_of(c.requests, request, k) * n, keys + k * n, n);
     for (int64_t row = request.first_row; row < last; row++) {
       int64_t seen = request.seen_by(c.requests, row);
       load_floats(c.query, row * c.heads * n, queries, c.heads * n);

@@ -7,18 +7,19 @@
 namespace emu::kernels {
 
 // The requests of a step. Their lengths are in device memory, so a kernel reads and checks them when
-// it runs.
-struct PagedRequests {
-  const int32_t *query_ends;  // [count], cumulative; the last one is the number of rows
-  const int32_t *kv_lengths;  // [count]
-  const int32_t *block_table;
+// it runs. Keys are in pages, or follow each other: then there is no block table, and the whole
+// tensor is one page.
+struct StoredRequests {
+  const int32_t *query_ends;   // [count], cumulative; the last one is the number of rows
+  const int32_t *kv_lengths;   // [count]; cumulative without pages
+  const int32_t *block_table;  // null without pages
   int64_t table_stride, table_width, page_size, page_count;
   int64_t count, rows;
   bool causal;  // whether a row sees only the keys up to its own token
 };
 
 struct KeyChoice {
-  PagedRequests requests;
+  StoredRequests requests;
   Data query;    // [rows, heads, dim]
   Data weights;  // [rows, heads]
   Data keys;     // pages of [page_size, dim]
@@ -29,11 +30,14 @@ struct KeyChoice {
 void choose_keys(const KeyChoice &c);
 
 struct SparseAttention {
-  PagedRequests requests;
+  StoredRequests requests;
   Data query, query_rope;   // [rows, heads, dim], [rows, heads, rope_dim]
   Data latents, rope_keys;  // pages of [page_size, dim] and [page_size, rope_dim]
   const int32_t *chosen;    // [rows, wanted], as choose_keys writes them
   Data out;                 // [rows, heads, dim]
+  // [rows, heads], the greatest score and the sum of the exponentials of the differences to it; null
+  // if they are not asked for. Nothing is known about rows without keys, so these values are NaN.
+  float *greatest, *sums;
   int64_t heads, dim, rope_dim, wanted;
   float scale;
 };

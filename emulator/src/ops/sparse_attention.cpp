@@ -17,9 +17,15 @@ struct StepArguments {
   int64_t sparse_mode, pre_tokens, next_tokens;
 };
 
-void require_pages(const char *what, const Tensor &cache, const Tensor &query, int64_t width) {
+void require_keys(const char *what, const Tensor &cache, const Tensor &query, int64_t width,
+                  const std::string &layout) {
   require_same_type(what, cache, query);
   require_contiguous(what, cache);
+  if (layout == "TND") {
+    refuse_unless(cache.dim() == 3 && cache.size(0) && cache.size(1) == 1 && cache.size(2) == width,
+                  what, " must be [T, 1, ", width, "], got ", cache.sizes());
+    return;
+  }
   refuse_unless(cache.dim() == 4 && cache.size(2) == 1 && cache.size(3) == width, what,
                 " must be [blocks, block_size, 1, ", width, "], got ", cache.sizes());
   int64_t block_size = cache.size(1);
@@ -39,31 +45,37 @@ const int32_t *require_lengths(const char *what, const OptTensor &lengths, int64
 
 // Both documents require this of lengths and tables. The device checks no values in the tensors;
 // the kernels here check all of them.
-kernels::PagedRequests bind_requests(const StepArguments &s, const Tensor &query,
+kernels::StoredRequests bind_requests(const StepArguments &s, const Tensor &query,
                                      const Tensor &cache) {
-  refuse_unless(s.layout_query == "TND" && s.layout_kv == "PA_BSND", "layouts ", s.layout_query,
-                " and ", s.layout_kv, " are not emulated, only TND and PA_BSND");
+  bool is_paged = s.layout_kv == "PA_BSND";
   refuse_unless(s.sparse_mode == 0 || s.sparse_mode == 3, "sparse_mode ", s.sparse_mode,
                 " must be 0 or 3");
   refuse_unless(s.pre_tokens == kNoLimit && s.next_tokens == kNoLimit,
                 "pre_tokens and next_tokens must be 2^63 - 1");
-  refuse_unless(s.block_table.has_value(), "block_table must be given with PA_BSND");
-  const Tensor &table = *s.block_table;
-  refuse_unless(table.scalar_type() == at::kInt && table.dim() == 2,
-                "block_table must be int32 of rank 2, got ", table.scalar_type(), " ",
-                table.sizes());
-  require_contiguous("block_table", table);
-  kernels::PagedRequests r{};
-  r.count = table.size(0);
+  refuse_unless(s.block_table.has_value() == is_paged, "block_table must be given with PA_BSND",
+                ", and only with it");
+  kernels::StoredRequests r{};
   r.rows = query.size(0);
+  r.causal = s.sparse_mode == 3;
+  if (is_paged) {
+    const Tensor &table = *s.block_table;
+    refuse_unless(table.scalar_type() == at::kInt && table.dim() == 2,
+                  "block_table must be int32 of rank 2, got ", table.scalar_type(), " ",
+                  table.sizes());
+    require_contiguous("block_table", table);
+    r.count = table.size(0);
+    r.block_table = table.data_ptr<int32_t>();
+    r.table_stride = table.stride(0);
+    r.table_width = table.size(1);
+    r.page_size = cache.size(1);
+    r.page_count = cache.size(0);
+  } else {
+    r.count = s.query_lengths.has_value() ? s.query_lengths->numel() : 0;
+    r.table_width = r.page_count = 1;
+    r.page_size = cache.size(0);
+  }
   r.query_ends = require_lengths("actual_seq_lengths_query", s.query_lengths, r.count);
   r.kv_lengths = require_lengths("the KV lengths", s.kv_lengths, r.count);
-  r.block_table = table.data_ptr<int32_t>();
-  r.table_stride = table.stride(0);
-  r.table_width = table.size(1);
-  r.page_size = cache.size(1);
-  r.page_count = cache.size(0);
-  r.causal = s.sparse_mode == 3;
   return r;
 }
 
@@ -77,9 +89,17 @@ Tensor require_queries(const char *what, const Tensor &query) {
   return query;
 }
 
+float *require_sums(const char *what, const OptTensor &sums, int64_t rows, int64_t heads) {
+  refuse_unless(sums.has_value() && sums->scalar_type() == at::kFloat &&
+                    sums->sizes() == at::IntArrayRef({1, rows, heads}),
+                what, " must be float32 [1, ", rows, ", ", heads, "]");
+  require_contiguous(what, *sums);
+  return sums->data_ptr<float>();
+}
+
 // The lengths are on the device. So the modelled time is that of requests that fill their block
 // tables.
-double longest_keys(const kernels::PagedRequests &r) {
+double longest_keys(const kernels::StoredRequests &r) {
   return static_cast<double>(r.table_width) * r.page_size;
 }
 
@@ -97,10 +117,12 @@ OP(aclnnLightningIndexer,
      int64_t rows = query.size(0), heads = query.size(1), dim = query.size(2);
      demand(dim == 128, "D must be 128, got ", dim);
      demand(heads <= 64, "query has ", heads, " heads, at most 64");
+     refuse_unless(layout_query == "TND" && layout_key == "PA_BSND", "layouts ", layout_query,
+                   " and ", layout_key, " are not emulated, only TND and PA_BSND");
      refuse_unless(!returns_values, "return_value is not possible with PA_BSND");
      refuse_unless((wanted >= 1 && wanted <= 2048) || (wanted <= 8192 && wanted % 1024 == 0),
                    "sparse_count ", wanted, " must be 1 to 2048, or 3072, 4096, ... or 8192");
-     require_pages("key", key, query, dim);
+     require_keys("key", key, query, dim, layout_key);
      require_same_type("weights", weights, query);
      require_contiguous("weights", weights);
      refuse_unless(weights.sizes() == query.sizes().slice(0, 2), "weights of shape ",
@@ -128,20 +150,26 @@ OP(aclnnLightningIndexer,
    })
 
 // Rules: document aclnnSparseFlashAttention of ops-transformer. attention_mode 2: query [T, N, 512]
-// of 1, 2, 4, ... or 128 heads, query_rope [T, N, 64], key and key_rope in pages of one head; the
-// value is the key. Valid indices come first in a row, then -1. With pages, no sums are returned.
+// of 1, 2, 4, ... or 128 heads, query_rope [T, N, 64], key and key_rope of one head, in pages or TND;
+// the value is the key. Valid indices come first in a row, then -1. The greatest scores and the sums
+// [1, T, N] are returned only without pages (the document says: only for training; the code of
+// release 9 has no such condition).
 OP(aclnnSparseFlashAttention,
    [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor block_table,
       OptTensor query_lengths, OptTensor kv_lengths, OptTensor query_rope, OptTensor key_rope,
       double scale, int64_t sparse_block_size, std::string layout_query, std::string layout_kv,
       int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens, int64_t attention_mode,
-      bool returns_sums, Tensor out, OptTensor, OptTensor) -> TimedTask {
+      bool returns_sums, Tensor out, OptTensor greatest, OptTensor sums) -> TimedTask {
      require_queries("query", query);
      int64_t rows = query.size(0), heads = query.size(1), dim = query.size(2);
      refuse_unless(attention_mode == 2, "attention_mode must be 2, got ", attention_mode);
      refuse_unless(sparse_block_size == 1, "sparse_block_size ", sparse_block_size,
                    " is not emulated, only 1");
-     refuse_unless(!returns_sums, "return_softmax_lse is not possible with PA_BSND");
+     bool is_paged = layout_kv == "PA_BSND";
+     refuse_unless(layout_query == "TND" && (is_paged || layout_kv == "TND"), "layouts ",
+                   layout_query, " and ", layout_kv,
+                   " are not emulated, only TND with PA_BSND or TND");
+     refuse_unless(!(returns_sums && is_paged), "return_softmax_lse is not possible with PA_BSND");
      demand(heads <= 128 && !(heads & (heads - 1)), "query has ", heads,
             " heads; they must be a power of two up to 128");
      demand(dim == 512, "D must be 512, got ", dim);
@@ -152,8 +180,8 @@ OP(aclnnSparseFlashAttention,
      demand(rope == 64, "the rotated part must have D 64, got ", rope);
      refuse_unless(query_rope->sizes().slice(0, 2) == query.sizes().slice(0, 2),
                    "query_rope of shape ", query_rope->sizes(), " for query ", query.sizes());
-     require_pages("key", key, query, dim);
-     require_pages("key_rope", *key_rope, query, rope);
+     require_keys("key", key, query, dim, layout_kv);
+     require_keys("key_rope", *key_rope, query, rope, layout_kv);
      refuse_unless(key.sizes().slice(0, 2) == key_rope->sizes().slice(0, 2), "key ", key.sizes(),
                    " and key_rope ", key_rope->sizes(), " have different pages");
      refuse_unless(value.data_ptr() == key.data_ptr() && value.sizes() == key.sizes(),
@@ -176,6 +204,10 @@ OP(aclnnSparseFlashAttention,
      a.rope_keys = data_of(*key_rope);
      a.chosen = chosen.data_ptr<int32_t>();
      a.out = data_of(out);
+     if (returns_sums) {
+       a.greatest = require_sums("softmax_max", greatest, rows, heads);
+       a.sums = require_sums("softmax_sum", sums, rows, heads);
+     }
      a.heads = heads;
      a.dim = dim;
      a.rope_dim = rope;

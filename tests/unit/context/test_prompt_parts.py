@@ -33,9 +33,9 @@ def seen_keys(part: Part, query_of: np.ndarray) -> Counter[tuple[int, int, int]]
     return seen
 
 
-@given(STEPS, st.integers(1, 4), st.integers(1, 50))
+@given(STEPS, st.integers(1, 4), st.integers(1, 50), st.booleans())
 def test_every_query_sees_every_key_up_to_its_own_once(
-    step: list[tuple[int, int]], num_ranks: int, max_tokens: int
+    step: list[tuple[int, int]], num_ranks: int, max_tokens: int, cuts: bool
 ) -> None:
     query_lens = np.array([q for q, _ in step], np.int32)
     kv_lens = np.array([q + c for q, c in step], np.int32)
@@ -43,11 +43,12 @@ def test_every_query_sees_every_key_up_to_its_own_once(
     seen: Counter[tuple[int, int, int]] = Counter()
     chunks = set()
     for rank in range(num_ranks):
-        parts = plan_parts(query_lens, kv_lens, split, rank, max_tokens)
+        parts = plan_parts(query_lens, kv_lens, split, rank, max_tokens, cuts_requests=cuts)
         chunks.add(
             str([[(c.requests.tolist(), c.positions.tolist()) for c in p.chunks] for p in parts])
         )
         for part in parts:
+            assert cuts or len(part.chunks) == 1
             seen += seen_keys(part, split.tokens_of(rank))
     assert len(chunks) == 1, "ranks read different keys"
     ends = np.cumsum(query_lens)

@@ -61,8 +61,21 @@ def test_each_token_is_written_by_its_owner_alone(shards: Shards, length: int) -
     written = np.stack(
         [shards.slots_of(each, table, rows, positions) for each in range(shards.count)]
     )
-    assert ((written != FOREIGN_SLOT).sum(0) == 1).all()
+    assert ((written >= 0).sum(0) == 1).all()
     assert written.max(0).tolist() == shards.slots(table, rows, positions).tolist()
+
+
+@given(shards(), st.integers(1, 200))
+def test_the_slot_on_any_shard_tells_the_whole_slot(shards: Shards, length: int) -> None:
+    table = np.arange(1, 2 + length // shards.tokens_per_block, dtype=np.int32)[None]
+    positions = np.arange(length, dtype=np.int32)
+    at = table, np.zeros(length, np.int32), positions
+    wanted = Shards(shards.tokens_per_block).slots(*at)
+    for shard in range(shards.count):
+        slots = shards.slots_of(shard, *at)
+        found = np.where(slots < 0, FOREIGN_SLOT - slots, shards.whole_of(slots, shard))
+        assert found.tolist() == wanted.tolist()
+        assert shards.owners(wanted).tolist() == shards.owners(positions).tolist()
 
 
 def test_positions_beyond_a_row_are_kept_in_the_dummy_block() -> None:

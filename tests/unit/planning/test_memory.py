@@ -109,6 +109,20 @@ def test_long_queries_hold_the_keys_of_a_chunk() -> None:
     assert account(sharded).eager_bytes - account(long).eager_bytes > 2 * read
 
 
+@pytest.mark.parametrize(("pcp", "copies"), [(1, 2 / 8 + 3), (2, 2 / 8 + 5)])
+def test_an_indexer_needs_all_keys_of_a_long_request_at_once(pcp: int, copies: float) -> None:
+    model, few = str(SHAPE.with_name("deepseek-v3.2")), {"max_num_seqs": 1}
+    parallel = {"tp": 8 // pcp, "pcp": pcp, "dcp": 8, "dp": 4, "ep": 32}
+    long, short = (
+        make(model=model, parallel=parallel, max_model_len=length, scheduler=few)
+        for length in (65536, 8192)
+    )
+
+    more = account(long).eager_bytes - account(short).eager_bytes
+    # Latents and rotated keys: packed, gathered, and for each piece of a prompt selected and split.
+    assert more == (65536 - 8192) * copies * 576 * 2
+
+
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.sampled_from([1, 2, 4]))
 def test_no_rank_is_given_more_tokens_than_it_has_memory_for(lens: list[int], pcp: int) -> None:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": max(8, sum(lens))}

@@ -141,15 +141,29 @@ def test_a_dense_model_has_no_indexer(tmp_path: Path) -> None:
     assert read(tmp_path, V3).indexer is None
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2, "dcp": 2}, {"pcp": 2}])
-def test_shared_contexts_are_refused_with_other_ways_to_get_memory(
-    tmp_path: Path, parallel: dict[str, int]
-) -> None:
+def test_blocks_of_index_keys_are_limited(tmp_path: Path) -> None:
     spec = read(tmp_path, GLM)
-    config = make_config({"model": str(tmp_path), "parallel": parallel})
+    parallel = {"tp": 16, "dcp": 16}
 
-    with pytest.raises(ConfigError, match=r"set both to 1.*larger parallel\.tp, or parallel\.ep"):
-        check_model(config, spec)
+    check_model(make_config({"model": str(tmp_path), "parallel": {"tp": 8, "dcp": 8}}), spec)
+    check_model(make_config({"model": "m", "parallel": parallel, "kv": {"block_size": 64}}), spec)
+    with pytest.raises(ConfigError, match=r"128 and parallel\.dcp 16.* to 64 or less"):
+        check_model(make_config({"model": str(tmp_path), "parallel": parallel}), spec)
+
+
+def test_every_shard_keeps_all_index_keys(tmp_path: Path) -> None:
+    spec = read(tmp_path, V32)
+    one, eight = (
+        KVCacheSpec.from_config(
+            make_config({"model": str(tmp_path), "parallel": {"tp": 8, "dcp": dcp}}), spec
+        )
+        for dcp in (1, 8)
+    )
+
+    layers, block = spec.num_layers, one.block_size
+    assert eight.tokens_per_block == 8 * block
+    assert one.bytes_per_block == layers * block * (576 + 128) * 2
+    assert eight.bytes_per_block == layers * block * (576 + 8 * 128) * 2
 
 
 def test_indexers_are_whole_on_every_rank(tmp_path: Path) -> None:
@@ -167,4 +181,7 @@ def test_only_layers_with_an_indexer_cache_index_keys(tmp_path: Path) -> None:
     for num_drafts, num_layers, num_indexers in ((0, 6, 2), (1, 7, 3)):
         config = make_config({"model": str(tmp_path), "speculative": {"num_tokens": num_drafts}})
         cache = KVCacheSpec.from_config(config, spec)
-        assert cache.paged == (PagedTensor(num_layers, 576), PagedTensor(num_indexers, 128))
+        assert cache.paged == (
+            PagedTensor(num_layers, 576),
+            PagedTensor(num_indexers, 128, is_whole=True),
+        )
