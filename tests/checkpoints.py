@@ -203,8 +203,8 @@ def make_reference(
 def _publish_kimi_linear(directory: Path) -> None:
     """Give a checkpoint of transformers the keys and names that the authors of Kimi Linear use.
 
-    transformers 5.23 has other keys for linear attention. It also gives names of dense layers the
-    prefix of expert layers.
+    transformers 5.23 has other keys for linear attention. There, the
+    names of dense layers also begin with the prefix of expert layers.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())

@@ -151,7 +151,7 @@ class GraphDispatcher:
     def _make_tables(self) -> None:
         """Make one table per kind of graph, in the order in which the dispatcher tries the kinds.
 
-        FULL comes before PIECEWISE, and graphs only for decoding come before other graphs.
+        FULL comes before PIECEWISE. Graphs that accept only decode batches come first.
         """
         kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
         for graph in sorted(self.graphs):

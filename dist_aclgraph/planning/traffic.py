@@ -15,7 +15,8 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-PRIOR_SHARE = 0.02  # fraction of the prior in all weights, so that unseen sizes can get a bucket
+# The weights of the prior, divided by all weights. So a size without traffic can also get a bucket.
+PRIOR_SHARE = 0.02
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

@@ -479,7 +479,10 @@ class RankScheduler:
             self._renewed.append(request.start(self.index, request.row))
 
     def free_held(self) -> int:
-        """Let held requests run again, to ask for their grammars; return their number."""
+        """Let the requests run again that wait for their grammars, and return their number.
+
+        Only the result of a step shows whether a grammar is compiled.
+        """
         num_held = int(self.rows.held.sum())
         self.rows.held[:] = 0
         return num_held

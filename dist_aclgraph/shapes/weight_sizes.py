@@ -129,8 +129,10 @@ def _part(
 
 
 def _offsets(experts: Elements, sizes: _Sizes) -> int:
-    """Return the bytes of the zeros that all layers of experts share if rows are floats. There is
-    one zero for each scale of gate and up.
+    """Return the bytes of the offsets that the operator requires if rows are floats.
+
+    Each scale of the gate and up matrices has an offset. All offsets are zero, so all layers of
+    experts share one tensor.
     """
     groups = (
         2 * experts[int4.name] // int4.form.group

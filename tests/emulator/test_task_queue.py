@@ -58,7 +58,9 @@ def test_work_after_refused_arguments_is_right_or_fails_by_its_name(run_queued):
 
 
 def test_a_refusal_does_not_abort_the_process(run_queued):
-    """Dropout uses a side stream. torch_npu leaves it in a destructor, where an error aborts."""
+    """Dropout uses a side stream. torch_npu switches back from it in a destructor,
+    where an error ends the process.
+    """
     status, output = run_queued("""
         from torch.nn.functional import dropout
         x = torch.ones(64, device="npu")

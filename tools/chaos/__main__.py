@@ -49,7 +49,7 @@ def run_plan(
 
 
 def chosen_kinds(only: str) -> tuple[Kind, ...]:
-    """Return the faults that a comma-separated list names; all faults for "".
+    """Return the faults whose names are in a comma-separated list; all faults for an empty text.
 
     Raises:
         ConfigError: a name is unknown.

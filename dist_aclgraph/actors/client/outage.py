@@ -189,7 +189,7 @@ class OutlookPoller:
                 self._answer = self._ask()
             except DistAclGraphError as e:
                 self._answer = Outlook(failure=str(e))
-            except Exception as e:  # catch any exception, because requests wait for an outlook
+            except Exception as e:  # if this thread ended, requests would wait without an end
                 logger.exception("asking for the deployment's outlook failed")
                 self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
             self._closing.wait(ASK_S)

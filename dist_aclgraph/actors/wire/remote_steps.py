@@ -36,7 +36,7 @@ class Endpoints:
 
 
 class RemotePeers:
-    """The engine's side of the channel. Owns both sockets; for one thread.
+    """The engine's side of the channel. Owns both sockets. Only one thread may use it.
 
     Attributes:
         num_workers: number of connected workers.

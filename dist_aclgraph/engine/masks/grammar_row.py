@@ -27,7 +27,8 @@ class Row:
 
     Attributes:
         num_seen: number of tokens of the output that the state includes.
-        complaint: why the request must end, although its masks are right; empty if it continues.
+        complaint: why the request must end (its masks take too much CPU time); empty if it
+            continues.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ def _delta_of_decode(bench: Bench) -> Answer:
         scale=DIM**-0.5,
         actual_seq_lengths=_ints(bench, 3, 1),
         ssm_state_indices=_ints(bench, *slots),
-        num_accepted_tokens=_ints(bench, 2, 1),  # the second token's slot contains the first state
+        num_accepted_tokens=_ints(bench, 2, 1),  # the first request starts from its second slot
     )
     want, wanted_states = [], states.float()
     for tokens, slot in starts:

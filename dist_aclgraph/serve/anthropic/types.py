@@ -142,8 +142,8 @@ class CountTokensRequest(Body, kw_only=True):
         return found
 
     def read_tools(self) -> tuple[ToolUse | None, list[str]]:
-        """Return the tools that the answer may call, and the names of the fields whose tools are
-        left out (``leave_out_hosted``).
+        """Return the tools that the answer may call, and the places, such as ``tools[3]``, of the
+        tools that are left out (``leave_out_hosted``).
         """
         choice, is_parallel = self._choice()
         tools, left_out = leave_out_hosted(

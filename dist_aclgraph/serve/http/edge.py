@@ -187,7 +187,7 @@ def _own_path(scope: Scope) -> str:
     """Return the path without the route prefix, by the rule of Starlette's router.
 
     Ray Serve's proxy puts the route prefix into ``root_path``, and does not remove the prefix from
-    ``path``. The router redirects a request for the prefix alone to ``/``.
+    ``path``. If the path is only the prefix, the router redirects the client to ``/``.
     """
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")

@@ -15,7 +15,7 @@ Take = Callable[[RequestDelta, float], None]
 
 
 class Inbox:
-    """Wakes the event loop once for all deltas of a step. No delta starts a task."""
+    """Wakes the event loop once for all deltas of a step. Deltas need no asyncio task."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

@@ -40,8 +40,8 @@ class _Item(Body, kw_only=True):
     output: Raw = Raw()
 
     def __post_init__(self) -> None:
-        # Raise the error during decoding, which stops at the first wrong item. So a hostile array
-        # does not become a list.
+        # Raise the error during decoding, which stops at the first wrong item. So a large array of
+        # wrong items is never built in memory.
         if self.type == "item_reference":
             raise ValueError("no response is stored; send the item itself")
         if self.type is None and self.role is None:
@@ -54,7 +54,7 @@ class _Item(Body, kw_only=True):
 
 
 def name_in(namespace: str, name: str) -> str:
-    """Return the model's name for a function of a namespace."""
+    """Return the name by which the model knows a function of a namespace."""
     return f"{namespace}__{name}"
 
 
