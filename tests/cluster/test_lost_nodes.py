@@ -25,7 +25,8 @@ PROMPTS = [[70 + i, 71, 72] for i in range(12)]
 NUM_TOKENS = 900
 WAIT_S = 300.0
 ANSWER = """
-import json, sys
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from dist_aclgraph.actors.deployment.llm import LLM
 from dist_aclgraph.errors import DistAclGraphError
 from tests.deployments import greedy_params
@@ -50,6 +51,20 @@ def where(llm):
 def generate(llm, prompts, count):
     answers = llm.generate(prompts, greedy_params(count))
     return [[answer.outputs[0].token_ids for answer in answers], llm._client.num_resumed]
+
+def num_tokens(llm):
+    report = llm.report()
+    return sum(each["metrics"]["generation_tokens"] for each in [report, *report["groups"]])
+
+def generate_and_tell(llm, prompts, count):
+    # Say "running" when the requests have 20 tokens each on average, and later the tokens.
+    enough = num_tokens(llm) + 20 * len(prompts)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(generate, llm, prompts, count)
+        while num_tokens(llm) < enough and not answers.done():
+            time.sleep(0.02)
+        say("running")
+        return answers.result()
 
 with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
     say("up")
@@ -101,8 +116,7 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         before, *_ = ask(program, "where")
         assert len(set(before)) == 2
         assert "1 groups more need 1 NPUs" in ask(program, "scale", 3)
-        program.write(("generate", PROMPTS, NUM_TOKENS))
-        time.sleep(1.0)
+        assert ask(program, "generate_and_tell", PROMPTS, NUM_TOKENS) == "running"
 
         nodes.kill(before[1])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,8 +31,7 @@ def nodes() -> Iterator[Nodes]:
 
 def strike(program: Program, pid: int) -> Any:
     """Kill a process while requests run; return the tokens of the requests."""
-    program.write(("generate", PROMPTS, NUM_TOKENS))
-    time.sleep(1.0)
+    assert ask(program, "generate_and_tell", PROMPTS, NUM_TOKENS) == "running"
     os.kill(pid, signal.SIGKILL)
     tokens, num_resumed = program.read()
     assert num_resumed > 0
