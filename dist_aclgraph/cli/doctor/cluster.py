@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from dist_aclgraph.actors.cluster.local_ray import joined_ray
 from dist_aclgraph.actors.cluster.node_probes import (
@@ -15,6 +16,7 @@ from dist_aclgraph.actors.cluster.node_probes import (
 from dist_aclgraph.actors.cluster.ray_errors import ray_logs
 from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
+from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # Starting a process and loading CANN take long on a busy node.
@@ -51,6 +53,10 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
             [pair for name, pairs in targets.items() if name != str(node) for pair in pairs]
         ],
     )
+    first_npus = {name: first for name, found in facts.items() if (first := _first_rdma(found))}
+    unanswered = probes.call(
+        "answer", lambda node: [partial(ping_failures, rdma_targets(str(node), first_npus))]
+    )
     npus = {name: node.npus for name, node in probes.nodes.items()}
     return [
         *(silent_finding(name, reason) for name, reason in probes.silent.items()),
@@ -61,7 +67,25 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
         *rdma_findings(facts),
         *port_findings(opened, config),
         *reach_findings(failures),
+        *ping_findings(unanswered, first_npus),
     ]
+
+
+def rdma_targets(node: str, first_npus: Mapping[str, str]) -> list[str]:
+    """Return the RDMA addresses that a node pings: those of the next two nodes, in a circle.
+
+    So every node is pinged twice, and the number of pings grows only with the number of nodes.
+    """
+    names = sorted(first_npus)
+    if node not in first_npus:
+        return []
+    at = names.index(node)
+    following = [*names[at + 1 :], *names[:at]]
+    return [first_npus[name] for name in following[:2]]
+
+
+def _first_rdma(facts: NodeFacts) -> str | None:
+    return next(iter(facts.rdma_addresses.values()), None)
 
 
 def ports_to_try(config: Config | None) -> list[int]:
@@ -197,8 +221,30 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
         for (host, reason), ports in ports_of.items():
             found = f"{host} is not reached at {', '.join(ports)}: {reason}"
             findings.append(Finding(f"links from {node}", False, found, remedy))
-    found = f"each of {len(failures)} nodes reaches all others by TCP; RDMA was not tried"
+    found = f"each of {len(failures)} nodes reaches all others by TCP"
     return findings or [Finding("links", True, found)]
+
+
+def ping_findings(
+    unanswered: Mapping[str, Mapping[str, str]], first_npus: Mapping[str, str]
+) -> list[Finding]:
+    """Return findings that say whether the first NPU of each node reaches the first NPUs of the
+    next two nodes through the NPUs' network.
+
+    Args:
+        unanswered: node -> RDMA address of another node -> why it does not answer.
+        first_npus: node -> RDMA address of its first NPU.
+    """
+    if len(first_npus) < 2:
+        return []
+    remedy = "look at the addresses, netmasks and gateways of the NPUs (hccn_tool -i N -ip -g)"
+    findings = [
+        Finding(f"RDMA from {node}", False, f"{address} does not answer: {reason}", remedy)
+        for node, reasons in unanswered.items()
+        for address, reason in reasons.items()
+    ]
+    found = f"no ping between the first NPUs of {len(first_npus)} nodes has failed"
+    return findings or [Finding("RDMA", True, found)]
 
 
 def _nodes_by_value(

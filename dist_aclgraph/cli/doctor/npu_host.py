@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dist_aclgraph.cli.doctor.ascend_versions import read_version
 from dist_aclgraph.cli.doctor.finding import Finding
+from dist_aclgraph.cli.doctor.rdma_links import TOOL, find_tool, link_finding
 from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device.host_cores import (
     CORES_OF_AN_NPU,
@@ -35,6 +36,7 @@ class HostFiles:
     etc: Path = Path("/etc")
     firmware: Path = Path("/usr/local/Ascend/firmware/version.info")
     numa: Path = Path("/sys/devices/system/node")
+    hccn_tool: Path = TOOL
 
 
 HOST = HostFiles()
@@ -52,6 +54,7 @@ def npu_host_findings(npus: list[str], files: HostFiles = HOST) -> list[Finding]
         _access(npus, files.dev),
         _firmware(files.firmware),
         _rdma_addresses(npus, files.etc / HCCN),
+        link_finding(npus, find_tool(files.hccn_tool)),
         _cores(len(npus), files.numa),
         _binding(npus),
     ]

@@ -22,8 +22,10 @@ NPUS = ["davinci0", "davinci1"]
 def host(tmp_path: Path) -> HostFiles:
     """A host with all files and devices that doctor checks."""
     files = HostFiles(
-        tmp_path / "dev", tmp_path / "etc", tmp_path / "version.info", tmp_path / "node"
+        *(tmp_path / name for name in ("dev", "etc", "version.info", "node", "hccn_tool"))
     )
+    files.hccn_tool.write_text("#!/bin/sh\necho link status: UP\n")
+    files.hccn_tool.chmod(0o755)
     for folder in (files.dev, files.etc, files.numa / "node0", files.numa / "node1"):
         folder.mkdir(parents=True)
     for name in (*NPUS, *MANAGEMENT):
