@@ -80,7 +80,7 @@ class ThreadRanks:
         """
 
         def work_of(rank: int) -> Tensor:
-            group = ThreadGroup(tuple(range(self.count)), rank, None, self.meeting)
+            group = ThreadGroup(tuple(range(self.count)), rank, meeting=self.meeting)
             with torch.inference_mode():
                 return work(rank, ContextParallel(group, group if self.share_prompts else ALONE))
 
