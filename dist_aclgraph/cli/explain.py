@@ -64,7 +64,9 @@ def show_groups(groups: dict[int, list[Recording]], console: Console) -> None:
     for number in sorted(groups, key=lambda n: max(r.at_ns for r in groups[n])):
         ranks = groups[number]
         name = "a group that did not serve yet" if number == NO_GROUP else f"group {number}"
-        table = Table(*COLUMNS, "since (UTC)", "what it did", title=name, title_justify="left")
+        table = Table(
+            *COLUMNS, "device", "since (UTC)", "what it did", title=name, title_justify="left"
+        )
         for recording in ranks:
             table.add_row(*_row(recording))
         console.print(table)
@@ -74,8 +76,9 @@ def show_groups(groups: dict[int, list[Recording]], console: Console) -> None:
 def _row(recording: Recording) -> list[str]:
     since = f"{datetime.fromtimestamp(recording.at_ns / 1e9, UTC):%H:%M:%S.%f}"[:-3]
     who = [str(recording.rank), recording.host, str(recording.pid)]
+    what = ["" if recording.place is None else str(recording.place), since, status_of(recording)]
     if not recording.steps:
-        return [*who, "", "", "", "", "", "", since, status_of(recording)]
+        return [*who, "", "", "", "", "", "", *what]
     last = recording.steps[-1]
     return [
         *who,
@@ -85,6 +88,5 @@ def _row(recording: Recording) -> list[str]:
         str(last.num_reqs),
         str(last.num_tokens),
         f"{last.digest:08x}",
-        since,
-        status_of(recording),
+        *what,
     ]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_aclgraph.comm.marks import NO_MARKS, CollectiveMarks
 from dist_aclgraph.device.npu import hccl_options, translated
 from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import set_hccl_buffsize
@@ -34,11 +35,13 @@ class CommGroup:
         ranks: the members as ranks of the lockstep group, in group order.
         rank: this process's index in ``ranks``.
         handle: torch.distributed's process group; None for a group of one.
+        marks: marks the collectives of this rank, in all of its groups.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: Any = None
+    marks: CollectiveMarks = NO_MARKS
 
     @property
     def size(self) -> int:
@@ -47,6 +50,7 @@ class CommGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the group, in place; all members must pass the same shape."""
         if self.size > 1:
+            self.marks.before("all_reduce")
             dist.all_reduce(x, group=self.handle)
         return x
 
@@ -55,6 +59,7 @@ class CommGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        self.marks.before("all_gather")
         _all_gather(out, x, group=self.handle)
         return out
 
@@ -66,6 +71,7 @@ class CommGroup:
         if self.size == 1:
             return x
         out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        self.marks.before("reduce_scatter")
         _reduce_scatter(out, x, group=self.handle)
         return out
 
@@ -77,6 +83,7 @@ class CommGroup:
         if self.size == 1:
             return x
         out = torch.empty_like(x)
+        self.marks.before("all_to_all")
         dist.all_to_all_single(out, x, group=self.handle)
         return out
 
@@ -126,6 +133,11 @@ class RankGroups:
     mc2: CommGroup | None = None
     pcp: CommGroup = ALONE
     dcp: CommGroup = ALONE
+
+    @property
+    def marks(self) -> CollectiveMarks:
+        """The marks of all groups of the rank."""
+        return self.tp.marks
 
     def become(self, other: RankGroups) -> None:
         """Replace all process groups by the process groups of ``other``. References to the
@@ -222,6 +234,7 @@ def make_groups(
     buffer_mb: int | None = None,
     mc2_buffer_mb: int | None = None,
     watchdog_s: float | None = None,
+    marks: CollectiveMarks = NO_MARKS,
 ) -> RankGroups:
     """Return the groups of ``rank``. Groups of the same ranks share a communicator, except MC2's.
 
@@ -233,6 +246,7 @@ def make_groups(
         buffer_mb: HCCL's buffer of every domain except MC2's, in MB; None means HCCL_BUFFSIZE.
         mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
         watchdog_s: time limit of every eager collective; None means the ``timeout_s`` of joining.
+        marks: marks the collectives of the groups.
     """
     if mc2_buffer_mb is not None:
         # The environment variable sets the buffer size, because some releases of MC2's operators do
@@ -246,13 +260,13 @@ def make_groups(
 
     def group_of(kind: GroupKind) -> CommGroup:
         members = layout.group_of(kind, rank)
-        return CommGroup(members, members.index(rank), handles.get(members))
+        return CommGroup(members, members.index(rank), handles.get(members), marks)
 
     mc2 = None
     for members in layout.mc2_domains:
         handle = _new_group(members)
         if rank in members:
-            mc2 = CommGroup(members, members.index(rank), handle)
+            mc2 = CommGroup(members, members.index(rank), handle, marks)
     groups = RankGroups(
         group_of("tp"),
         group_of("ep"),

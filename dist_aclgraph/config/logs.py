@@ -57,6 +57,12 @@ class LoggingConfig(Section):
         True,
         description="keep the last 256 steps of each rank in a file, for `dist-aclgraph explain`",
     )
+    record_collectives: bool = Field(
+        False,
+        description="the device of each rank marks each collective before it begins, also in "
+        "graphs, so that `dist-aclgraph explain` names the layer and the collective in which a "
+        "group stopped. Each mark is a copy of 4 bytes to the host",
+    )
     access: bool = Field(
         False,
         description="write one line for each HTTP request, with its tokens, its times and its"

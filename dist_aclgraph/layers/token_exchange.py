@@ -146,6 +146,7 @@ class Mc2Exchange:
             self.local.num_experts,
         )
         is_live = is_padding.logical_not() if operators.takes_mask else None
+        self.group.marks.before("mc2_dispatch")
         rows, _, origins, counts, received, _, scales = npu.npu_moe_distribute_dispatch_v2(
             x,
             experts,
@@ -155,8 +156,10 @@ class Mc2Exchange:
             expert_token_nums_type=COUNTS,
             comm_alg=operators.comm_alg,
         )
+        computed = self.local.compute(rows, counts, tally)
+        self.group.marks.before("mc2_combine")
         y: Tensor = npu.npu_moe_distribute_combine_v2(
-            self.local.compute(rows, counts, tally),
+            computed,
             experts,
             origins,
             received,

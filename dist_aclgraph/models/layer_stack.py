@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dist_aclgraph.collective_place import AFTER, BEFORE, HEAD, INSIDE
+from dist_aclgraph.comm.marks import CollectiveMarks
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
@@ -52,15 +54,25 @@ class Mlp:
 
 @dataclass(frozen=True)
 class DecoderLayer:
+    """One decoder layer of this rank.
+
+    Attributes:
+        index: the layer's index in the checkpoint.
+        marks: marks the collectives of this rank.
+    """
+
     input_norm: RmsNorm
     attention: LayerAttention
     post_attention_norm: RmsNorm
     feed_forward: FeedForward
+    index: int
+    marks: CollectiveMarks
 
     def before_attention(
         self, x: Tensor, residual: Tensor | None, rope: Rope
     ) -> tuple[Tensor, ...]:
         """Return the residual stream, followed by the inputs of attention."""
+        self.marks.enter(self.index, BEFORE)
         if residual is None:
             h, residual = self.input_norm(x), x
         else:
@@ -75,6 +87,7 @@ class DecoderLayer:
         Args:
             attended: the inputs of attention; the last one has the results.
         """
+        self.marks.enter(self.index, AFTER)
         h, residual = self.post_attention_norm.after_sum(self.attention.output(attended), residual)
         return self.feed_forward(h, slots, step), residual
 
@@ -91,6 +104,8 @@ def load_layer(
         kind.load(slices, index),
         load_norm(slices, spec, f"{prefix}.post_attention_layernorm.weight"),
         _load_feed_forward(slices, spec, index, f"{prefix}.mlp"),
+        index,
+        slices.group.marks,
     )
 
 
@@ -148,15 +163,19 @@ class LayerStack:
         Returns:
             [num_tokens, hidden], normalised.
         """
+        marks = self.layers[0].marks
+        marks.begin_pass(self.layers[0].index)
         first, *between, last = self._segments(embed, step)
         cos, sin, residual, *state = run(first, positions, *inputs)
         earlier: Any = None
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
+            marks.enter(layer.index, INSIDE)
             attention = layer.attention
             earlier = attention.attend(tuple(state), (cos, sin), cache, metadata, earlier)
             if segment is not last:
                 residual, *state = run(segment, residual, slots, cos, sin, *state)
         (hidden,) = run(last, residual, slots, *state)
+        marks.enter(HEAD, BEFORE)
         return hidden
 
     def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -29,6 +30,8 @@ from tests.plans import make_plan
 STUCK_S = 600.0
 LONG = 1500
 VICTIM = 1  # the rank that each planted fault stops
+# The activation of a layer is between the two collectives after attention.
+IN_MLP = r"rank 1 all_reduce 1 (of layer \d after attention \(step \d+\)); rank 0 all_reduce 2 \1"
 
 
 def sleep_at_a_step(step: Any) -> None:
@@ -134,6 +137,42 @@ def test_a_stalled_device_is_told_from_a_stuck_host(checkpoint: Path, tmp_path: 
             return "all ranks waited for their devices" in explained(tmp_path).sentence
 
         wait_until(all_wait, "the ranks do not wait")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "operator", "blamed", "places"),
+    [
+        ("NONE", "aclnnSwiGlu", (VICTIM,), IN_MLP),
+        ("PIECEWISE", "aclnnSwiGlu", (VICTIM,), IN_MLP),
+        ("FULL_DECODE_ONLY", "aclnnSwiGlu", (VICTIM,), IN_MLP),
+        ("FULL_DECODE_ONLY", "HcclAllGather", (), r"rank 0, 1 all_gather 1 of the head \(step"),
+    ],
+)
+def test_a_stalled_device_is_named_with_its_layer_and_collective(
+    mode: str, operator: str, blamed: tuple[int, ...], places: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "device": {"emulator": {"strict": False, "fault": {"file": str(tmp_path / "fault")}}},
+        "graph": {"mode": mode, **({} if mode == "NONE" else {"sizes": [2]})},
+        "logging": {"directory": str(tmp_path), "folder": "start", "record_collectives": True},
+    }
+    with busy(make_config(checkpoint, tmp_path, **keys), tmp_path) as (service, _):
+        words = f"fault_op={operator} fault_kind=stall fault_rank={VICTIM} stall_s={STUCK_S:g}"
+        arm(tmp_path / "fault", words)
+        seen = Explanation((), "")
+
+        def has_stopped() -> bool:
+            nonlocal seen
+            for worker in service.ranks.workers:
+                worker.send(("ping", ()))  # like the controller's heartbeat
+            before, seen = seen, explained(tmp_path)
+            return before == seen and "waited for their devices" in seen.sentence
+
+        wait_until(has_stopped, "the ranks do not wait")
+
+    assert seen.blamed == blamed
+    assert re.search(places, seen.sentence), seen.sentence
 
 
 @pytest.mark.slow

@@ -27,6 +27,14 @@ from dist_aclgraph.actors.worker.step_recorder import (
 )
 from dist_aclgraph.actors.worker.stopped_ranks import explain_stop, status_of
 from dist_aclgraph.cli.explain import read_groups
+from dist_aclgraph.collective_place import (
+    AFTER,
+    BEFORE,
+    EMBEDDING,
+    HEAD,
+    KINDS,
+    CollectivePlace,
+)
 from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.commands import GraphCommand
@@ -263,6 +271,56 @@ def test_nobody_is_blamed_if_all_wait(ranks: list[Rank]) -> None:
     blamed, sentence = explain(ranks)
     assert blamed == ()
     assert sentence.startswith("all ranks waited for their devices in step 2")
+
+
+def test_a_device_that_is_behind_in_a_layer_is_blamed(ranks: list[Rank]) -> None:
+    for number, rank in zip((1, 0, 1), ranks, strict=True):
+        place = CollectivePlace(0, 5, AFTER, number, "all_reduce")
+        rank.wait(make_plan(2)).recorder.see((2, place.code))
+
+    blamed, sentence = explain(ranks)
+    assert blamed == (1,)
+    assert "in step 2: rank 1 stalled, and the others waited for it" in sentence
+    assert (
+        "began: rank 1 all_reduce 1 of layer 5 after attention (step 2); "
+        "rank 0, 2 all_reduce 2 of layer 5 after attention (step 2)"
+    ) in sentence
+
+
+def test_a_device_in_an_earlier_step_is_behind(ranks: list[Rank]) -> None:
+    head = CollectivePlace(0, HEAD, BEFORE, 0, "all_gather")
+    for step, rank in zip((2, 2, 1), ranks, strict=True):
+        rank.wait(make_plan(2)).recorder.see((step, head.code if step == 1 else 0))
+
+    blamed, sentence = explain(ranks)
+    assert blamed == (2,)
+    assert "rank 2 all_gather 1 of the head (step 1)" in sentence
+    assert "rank 0, 1 no collective yet (step 2)" in sentence
+
+
+def test_the_collective_in_which_all_devices_stopped_is_named(ranks: list[Rank]) -> None:
+    place = CollectivePlace(1, 61, AFTER, 1, "mc2_combine")
+    for rank in ranks:
+        rank.wait(make_plan(2)).recorder.see((2, place.code))
+
+    blamed, sentence = explain(ranks)
+    assert blamed == ()
+    assert "rank 0, 1, 2 mc2_combine 2 of draft 1, layer 61 after attention" in sentence
+
+
+def test_codes_of_collectives_have_the_order_of_a_step() -> None:
+    places = [
+        CollectivePlace(draft_pass, layer, part, number, kind)
+        for draft_pass in range(3)
+        for layer in (EMBEDDING, 0, 1, 60, HEAD)
+        for part in range(3)
+        for number in range(4)
+        for kind in KINDS[:1]
+    ]
+    codes = [place.code for place in places]
+
+    assert codes[0] > 0 and codes == sorted(set(codes))
+    assert [CollectivePlace.of_code(code) for code in codes] == places
 
 
 def test_the_engine_is_named_if_it_has_ended(ranks: list[Rank]) -> None:

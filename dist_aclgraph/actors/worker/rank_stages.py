@@ -42,6 +42,7 @@ from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
 
 if TYPE_CHECKING:
     from dist_aclgraph.comm.groups import RankGroups
+    from dist_aclgraph.comm.marks import CollectiveMarks
     from dist_aclgraph.device.npu import Npu
     from dist_aclgraph.engine.model_runner import ModelRunner
     from dist_aclgraph.layers.experts import ExpertSetup
@@ -97,6 +98,7 @@ def join_rank(
     Raises:
         ConfigError: the chip is unknown, or does not support the configuration.
     """
+    from dist_aclgraph.comm.marks import NO_MARKS, DeviceMarks
     from dist_aclgraph.device.npu import open_npu
 
     # The permitted graph modes depend on this process's environment.
@@ -112,7 +114,9 @@ def join_rank(
     streams = StreamLedger(npu)
     has_mc2 = exchange.mc2_buffer_mb is not None
     layout = ParallelLayout.from_config(config.parallel, mc2=has_mc2).within_group
-    groups = _join_groups(config, layout, group_rank, exchange, rendezvous, meeting)
+    num_passes = 1 + config.speculative.num_tokens
+    marks = DeviceMarks(npu, num_passes) if config.logging.record_collectives else NO_MARKS
+    groups = _join_groups(config, layout, group_rank, exchange, rendezvous, meeting, marks)
     streams.book("joining HCCL groups")
     return JoinedRank(config, spec, rank, group_rank, npu, groups, layout, exchange, streams, cores)
 
@@ -137,6 +141,7 @@ def _join_groups(
     exchange: ExchangeRule,
     rendezvous: str,
     meeting: socket.socket | None,
+    marks: CollectiveMarks,
 ) -> RankGroups:
     from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
 
@@ -152,6 +157,7 @@ def _join_groups(
         buffer_mb=buffer_mb,
         mc2_buffer_mb=exchange.mc2_buffer_mb,
         watchdog_s=timeouts.watchdog_s,
+        marks=marks,
     )
 
 
@@ -227,7 +233,13 @@ class JoinedRank:
         streams = StreamLedger(self.npu)
         self.groups.become(
             _join_groups(
-                self.config, self.layout, self.group_rank, self.exchange, rendezvous, meeting
+                self.config,
+                self.layout,
+                self.group_rank,
+                self.exchange,
+                rendezvous,
+                meeting,
+                self.groups.marks,
             )
         )
         streams.book("joining HCCL groups")

@@ -7,6 +7,7 @@ rank stores one or two records in mapped memory, without waiting for the device 
 | --- | --- |
 | 0 | ``_HEAD``: the process, rank, group and host that wrote the file |
 | ``STATE_AT`` | ``_STATE``: what the host does now |
+| ``_PLACE_AT`` | ``_PLACE``: the last collective that the device has begun, at the last heartbeat |
 | ``WORDS_AT`` | the error that ended the steps, or the command for graphs; UTF-8, ends with zeros |
 | ``STEPS_AT`` | ``NUM_STEPS`` records: ``_STEP``, then the end of each stage of ``STAGES`` |
 """
@@ -20,11 +21,13 @@ import socket
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.collective_place import NUM_STEPS, CollectivePlace
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.log_folder import last_change_s, open_folder
@@ -35,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
 MAGIC = b"STEPS001"
-NUM_STEPS = 256
 # Maximum number of files per node; beyond this number, the oldest files of ended ranks are removed.
 KEPT_FILES = 64
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
@@ -61,6 +63,8 @@ _LAP = struct.Struct("=I")
 MAX_LAP_US = 0xFFFFFFFF
 STATE_AT, WORDS_AT, STEPS_AT, STEP_BYTES = 128, 256, 1024, 128
 _COUNT_AT, _COUNT = STATE_AT + 32, struct.Struct("=Q")  # number of steps begun
+# 1 if the device marks its collectives, step modulo NUM_STEPS, code of the collective's place
+_PLACE_AT, _PLACE = STATE_AT + 48, struct.Struct("=IIi")
 _LAPS_AT = _STEP.size
 _NO_LAPS = bytes(_LAP.size * len(STAGES))
 SIZE = STEPS_AT + NUM_STEPS * STEP_BYTES
@@ -86,6 +90,9 @@ class StepRecorder:
 
     def command(self, command: GraphCommand) -> None:
         """Record that the host carries out a command for graphs."""
+
+    def see(self, mark: tuple[int, int] | None) -> None:
+        """Record what ``CollectiveMarks.read`` has returned. Any thread may call this."""
 
     def end(self) -> None:
         """Record that the rank was told to stop, unless it has failed before."""
@@ -168,6 +175,10 @@ class FileRecorder(StepRecorder):
         self._write_words(str(command))
         self._enter(COMMAND)
 
+    def see(self, mark: tuple[int, int] | None) -> None:
+        if mark is not None:
+            _PLACE.pack_into(self._map, _PLACE_AT, 1, *mark)
+
     def end(self) -> None:
         number, _ = _STATE.unpack_from(self._map, STATE_AT)
         if STATES[number] != FAILED:
@@ -247,6 +258,25 @@ class RecordedStep:
     laps_us: dict[str, int]
 
 
+@dataclass(frozen=True, order=True)
+class DevicePlace:
+    """What a device has begun last.
+
+    Attributes:
+        collective: None if the device has begun no collective of the step.
+    """
+
+    step: int
+    code: int
+
+    @property
+    def collective(self) -> CollectivePlace | None:
+        return CollectivePlace.of_code(self.code) if self.code else None
+
+    def __str__(self) -> str:
+        return f"{self.collective or 'no collective yet'} (step {self.step})"
+
+
 @dataclass(frozen=True)
 class Recording:
     """What a rank has recorded.
@@ -256,6 +286,7 @@ class Recording:
         words: the error, or the command for graphs.
         at_ns: when the rank entered the state, in ns since 1970.
         steps: the last steps, oldest first.
+        place: the place of the rank's device; None without ``logging.record_collectives``.
     """
 
     host: str
@@ -267,6 +298,7 @@ class Recording:
     words: str
     at_ns: int
     steps: tuple[RecordedStep, ...]
+    place: DevicePlace | None = None
 
 
 def read_recording(path: Path) -> Recording:
@@ -285,6 +317,7 @@ def read_recording(path: Path) -> Recording:
     places = [
         STEPS_AT + n % NUM_STEPS * STEP_BYTES for n in range(max(0, count - NUM_STEPS), count)
     ]
+    steps = tuple(_read_step(data, at) for at in places)
     words = data[WORDS_AT : WORDS_AT + MAX_WORDS_BYTES].rstrip(b"\0").decode(errors="replace")
     return Recording(
         host.rstrip(b"\0").decode(errors="replace"),
@@ -295,8 +328,15 @@ def read_recording(path: Path) -> Recording:
         STATES[state] if state < len(STATES) else f"state {state}",
         words,
         at_ns,
-        tuple(_read_step(data, at) for at in places),
+        steps,
+        _read_place(data, steps),
     )
+
+
+def _read_place(data: bytes, steps: Sequence[RecordedStep]) -> DevicePlace | None:
+    is_marked, mark, code = _PLACE.unpack_from(data, _PLACE_AT)
+    found = [step.step for step in steps if step.step % NUM_STEPS == mark]
+    return DevicePlace(found[-1], code) if is_marked and found else None
 
 
 def _read_step(data: bytes, at: int) -> RecordedStep:

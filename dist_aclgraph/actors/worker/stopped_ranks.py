@@ -6,7 +6,7 @@ collective. So the rank to blame is a rank that does not wait for its device.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
     IDLE,
     STAGES,
     WAITS,
+    DevicePlace,
     RecordedStep,
     Recording,
 )
@@ -42,16 +43,48 @@ class Explanation:
 
 def explain_stop(recordings: Sequence[Recording]) -> Explanation:
     """Return why a group stopped. ``recordings`` contains one recording of each rank."""
+    found = _explain(recordings)
+    if all(doing_of(recording) == IDLE for recording in recordings):
+        return found  # no device has stopped in a step
+    return Explanation(found.blamed, found.sentence + _on_devices(recordings))
+
+
+def _explain(recordings: Sequence[Recording]) -> Explanation:
     for rule in (_another_plan, _without_a_word, _failed, _behind, _not_waiting):
         if (found := rule(recordings)) is not None:
             return found
     if all(doing_of(recording) == IDLE for recording in recordings):
         return _slow(recordings) or Explanation((), _idle(recordings))
+    return _stalled(recordings)
+
+
+def _stalled(recordings: Sequence[Recording]) -> Explanation:
+    """Blame the ranks whose devices are behind the others; all ranks wait for their devices."""
+    waited = f"all ranks waited for their devices {_in_step(_last(recordings))}: "
+    places = _by_place(recordings)
+    if len(places) > 1 and all(recording.place for recording in recordings):
+        _, first = places[0]
+        return _blame(first, f"{waited}{_names(first)} stalled, and the others waited for it")
+    hint = "" if places else "; logging.record_collectives=true would tell layer and collective"
     return Explanation(
         (),
-        f"all ranks waited for their devices {_in_step(_last(recordings))}: a link or a device "
-        "stalled, or all ranks waited in a collective for one of them",
+        f"{waited}a link or a device stalled, or all ranks waited in a collective for one of "
+        f"them{hint}",
     )
+
+
+def _by_place(recordings: Sequence[Recording]) -> list[tuple[DevicePlace, list[Recording]]]:
+    """Return the ranks by the places of their devices, the first place first."""
+    ranks: defaultdict[DevicePlace, list[Recording]] = defaultdict(list)
+    for recording in recordings:
+        if recording.place is not None:
+            ranks[recording.place].append(recording)
+    return sorted(ranks.items(), key=lambda item: item[0])
+
+
+def _on_devices(recordings: Sequence[Recording]) -> str:
+    found = [f"{_names(ranks)} {place}" for place, ranks in _by_place(recordings)]
+    return f"; the last collectives that devices began: {'; '.join(found)}" if found else ""
 
 
 def _idle(recordings: Sequence[Recording]) -> str:

@@ -112,6 +112,8 @@ class Worker:
         if number is not None:
             self._lease.renew(number)
         joined = self._joined
+        if joined is not None:
+            self._recorder.see(joined.groups.marks.read())
         return {
             "rank": self._rank,
             "phase": self._phase,
@@ -396,6 +398,7 @@ class Worker:
         rank = self._running
         self._recorder.begin(step)
         self.check_plan(step)
+        rank.joined.groups.marks.begin_step(step.step)
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:

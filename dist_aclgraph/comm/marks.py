@@ -1,0 +1,85 @@
+"""Marks on the device, which show the collective that a rank's device has reached.
+
+Before each collective, the device copies a number to memory of the host. A captured graph contains
+the copies, so a replay costs the host nothing. A host that waits for its device can still read the
+number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dist_aclgraph.collective_place import (
+    BEFORE,
+    EMBEDDING,
+    NUM_CODES_OF_PASS,
+    NUM_STEPS,
+    CollectivePlace,
+    Kind,
+)
+from dist_aclgraph.device.npu import Npu, translated
+
+
+class CollectiveMarks:
+    """Marks nothing (``logging.record_collectives: false``)."""
+
+    def begin_step(self, step: int) -> None:
+        """Mark that the device begins a step, after all queued work."""
+
+    def begin_pass(self, first_layer: int) -> None:
+        """The next collectives belong to a pass through layers: to the decoder's if
+        ``first_layer`` is 0, otherwise to the next-token module's.
+        """
+
+    def enter(self, layer: int, part: int) -> None:
+        """The next collectives belong to this part of this layer, see ``CollectivePlace``."""
+
+    def before(self, kind: Kind) -> None:
+        """Mark that the device begins a collective, after all queued work."""
+
+    def read(self) -> tuple[int, int] | None:
+        """Return the device's last step modulo ``NUM_STEPS``, and the code of its last collective
+        in this step, 0 before the first one. None without marks. Any thread may call this.
+        """
+        return None
+
+
+NO_MARKS = CollectiveMarks()
+
+
+class DeviceMarks(CollectiveMarks):
+    """Owns the numbers on the device, and the pinned memory to which the device copies them.
+
+    Args:
+        num_passes: maximum number of passes of a step: 1, and one for each draft.
+    """
+
+    def __init__(self, npu: Npu, num_passes: int) -> None:
+        ints = {"dtype": torch.int32, "device": npu.device}
+        self._steps = torch.zeros((NUM_STEPS, 2), **ints)  # type: ignore[call-overload]
+        self._steps[:, 0] = torch.arange(1, NUM_STEPS + 1, **ints)  # type: ignore[call-overload]
+        self._codes = torch.arange(num_passes * NUM_CODES_OF_PASS, **ints)  # type: ignore[call-overload]
+        self._landing = npu.pinned((2,), torch.int32)
+        self._seen = self._landing.numpy()
+        self._draft_pass, self._layer, self._part, self._number = 0, EMBEDDING, BEFORE, 0
+
+    def begin_step(self, step: int) -> None:
+        with translated("marking the begin of a step"):
+            self._landing.copy_(self._steps[step % NUM_STEPS], non_blocking=True)
+
+    def begin_pass(self, first_layer: int) -> None:
+        self._draft_pass = self._draft_pass + 1 if first_layer else 0
+        self.enter(EMBEDDING, BEFORE)
+
+    def enter(self, layer: int, part: int) -> None:
+        self._layer, self._part, self._number = layer, part, 0
+
+    def before(self, kind: Kind) -> None:
+        place = CollectivePlace(self._draft_pass, self._layer, self._part, self._number, kind)
+        self._number += 1
+        code = min(place.code, len(self._codes) - 1)
+        self._landing[1:].copy_(self._codes[code : code + 1], non_blocking=True)
+
+    def read(self) -> tuple[int, int] | None:
+        step, code = self._seen.tolist()
+        return (step - 1, code) if step else None
