@@ -131,6 +131,7 @@ class StepOutputs(Struct, frozen=True):
                 self.finish_reasons.get(index),
                 prompt_logprobs=tuple(request.prompt_logprobs) if index in firsts else (),
                 embedding=request.embedding,
+                prefill_s=request.prefill_s if index in firsts else 0.0,
             )
         return notes
 

@@ -44,11 +44,14 @@ class Request:
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
+        admitted_s: when the request last left the queue, and prefill_s: the time from then to the
+            first token; the owner measures both.
         is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
             again without shared blocks.
     """
 
     __slots__ = (
+        "admitted_s",
         "arrival",
         "block_ids",
         "cache_root",
@@ -64,6 +67,7 @@ class Request:
         "min_total_tokens",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "prefill_s",
         "prompt_end",
         "prompt_logprobs",
         "request_id",
@@ -110,6 +114,7 @@ class Request:
         self.hashes: list[bytes] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.embedding = b""
+        self.admitted_s = self.prefill_s = 0.0
         self.is_over = False
         self.is_suspect = False
         self.max_total_tokens = 0

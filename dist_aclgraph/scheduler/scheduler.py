@@ -123,6 +123,7 @@ class Scheduler:
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
+        self.admitted: list[Request] = []  # requests that the last decision took from the queue
         self.num_admitted_tokens = 0
         # Number of tokens of admitted requests that were found in the prefix cache.
         self.num_cached_tokens = 0
@@ -212,6 +213,7 @@ class Scheduler:
         Returns None if no rank has a request that can run, or if the results of steps in flight are
         needed first.
         """
+        self.admitted = []
         if self._is_void and (again := self._run_again()) is not None:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
@@ -397,6 +399,7 @@ class Scheduler:
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
             if self.ranks[index].start(builders[index], request, shared):
+                self.admitted.append(request)
                 self.num_admitted_tokens += len(request.tokens)
                 self.num_cached_tokens += len(shared) * self.ranks[index].pool.block_size
                 return True

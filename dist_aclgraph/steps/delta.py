@@ -35,6 +35,8 @@ class RequestDelta(msgspec.Struct, frozen=True):
     error_kind: str = ""  # class name from errors.py
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # in the first delta, if requested
     embedding: bytes = b""  # float32 [hidden], in the only delta of a request that asks for it
+    # In the first delta: time from the end of the wait in the engine's queue to the first token.
+    prefill_s: float = 0.0
 
     @property
     def tokens(self) -> list[int]:
@@ -56,6 +58,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     error_kind: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embedding: bytes = b""
+    prefill_s: float = 0.0
 
 
 NO_NOTE = Note(-1)
@@ -114,6 +117,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
                     note.error_kind,
                     note.prompt_logprobs,
                     note.embedding,
+                    note.prefill_s,
                 )
             start = end
 

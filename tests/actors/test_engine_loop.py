@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dist_aclgraph.actors.engine.engine_loop import MEAN_FROM
 from dist_aclgraph.actors.wire.messages import Deltas, encoder
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.topology import GroupRank
 from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import (
@@ -181,6 +183,25 @@ def serve_twelve(client: EngineClient) -> None:
         for _ in range(20):
             tokens.append(next_token(tokens, 50))
         assert (answer.tokens, answer.finish_reason) == (tokens[3:], "length"), answer.error
+
+
+def test_the_first_delta_of_a_request_tells_the_time_of_its_prefill(
+    client: EngineClient,
+) -> None:
+    deltas: list[RequestDelta] = []
+    answer = Answer()
+
+    def take(delta: RequestDelta) -> None:
+        deltas.append(delta)
+        answer.take(delta)
+
+    before_s = time.monotonic()
+    client.submit("r", [1, 2, 3], greedy_params(5), [], take)
+
+    assert answer.ended.wait(WAIT_S)
+    first, *others = [delta.prefill_s for delta in deltas]
+    assert 0 < first < time.monotonic() - before_s
+    assert others == [0, 0, 0, 0]
 
 
 def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Path) -> None:

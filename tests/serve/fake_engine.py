@@ -107,6 +107,7 @@ class FakeEngine:
             token.
         frames: all received frames, unchanged.
         submitted, aborted: the received requests and aborts, in order.
+        prefill_s: what the engine tells of the time of each prefill.
         fail_after: the number of tokens after which requests fail, and the kind of the error.
         reports_late: whether requests with prompt log-probabilities wait until all other requests
             have ended.
@@ -145,6 +146,7 @@ class FakeEngine:
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
         self.fail_after: tuple[int, str] | None = None
+        self.prefill_s = 0.0
         self.silent = False
         self.reports_late = False
         self.embedding: Callable[[list[int]], list[float]] = lambda ids: [float(sum(ids)), 1.0]
@@ -324,8 +326,14 @@ class FakeEngine:
         if submit.sampling.embeds:
             state = self.embedding(unpack_ints(submit.prompt).tolist())
             embedding = np.array(state, "<f4").tobytes()
-        note = Note(0, finish_reason=finish_reason, prompt_logprobs=prompt, embedding=embedding)
-        notes = (note,) if finish_reason or prompt else ()
+        note = Note(
+            0,
+            finish_reason=finish_reason,
+            prompt_logprobs=prompt,
+            embedding=embedding,
+            prefill_s=self.prefill_s if running.sent == 1 else 0.0,
+        )
+        notes = (note,) if finish_reason or prompt or note.prefill_s else ()
         return StepDeltas(number, pack_ints([token_id]), pack_ints([1]), notes, logprobs)
 
 

@@ -1,4 +1,4 @@
-"""A request with traces gives one span, with its phases, tokens and outcome."""
+"""A request with traces gives a span with its tokens and outcome, and a child for each phase."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from tests.serve.test_errors import CHAT, HI, MODEL
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is missing")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PREFILL_S = 1e-6  # far below the time from the submission to the first token
 BODY = {"model": MODEL, "messages": HI, "max_tokens": 3}
 
 
@@ -38,9 +40,20 @@ class Spans:
         return list(self._exporter.get_finished_spans())
 
     def the_one(self) -> Any:
-        until(self.finished)
-        [span] = self.finished()
+        """Return the span of the only request."""
+        [span] = [span for span in self.all() if span.kind is SpanKind.SERVER]
         return span
+
+    def all(self) -> list[Any]:
+        until(lambda: any(span.kind is SpanKind.SERVER for span in self.finished()))
+        return self.finished()
+
+    def phases(self) -> list[Any]:
+        """Return the children of the only request's span, in the order of time."""
+        parent = self.the_one().context
+        children = [span for span in self.all() if span.kind is SpanKind.INTERNAL]
+        assert all(child.parent == parent for child in children)
+        return sorted(children, key=lambda span: span.start_time)
 
 
 @pytest.fixture
@@ -52,6 +65,7 @@ def spans(service: Service) -> Iterator[Spans]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_span_has_phases_tokens_and_the_parent_of_its_caller(spans: Spans, stream: bool) -> None:
+    spans.service.engine.prefill_s = PREFILL_S
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
     body = BODY | {"stream": stream}
 
@@ -60,9 +74,14 @@ def test_a_span_has_phases_tokens_and_the_parent_of_its_caller(spans: Spans, str
     span = spans.the_one()
     assert span.name == f"POST {CHAT}"
     assert f"{span.context.trace_id:032x}" == TRACE and f"{span.parent.span_id:016x}" == PARENT
-    assert [event.name for event in span.events] == ["submitted", "first_token"]
-    times = [span.start_time, *(event.timestamp for event in span.events), span.end_time]
-    assert times == sorted(times)
+    phases = spans.phases()
+    assert [phase.name for phase in phases] == ["queue", "prefill", "decode"]
+    ends = [end for phase in phases for end in (phase.start_time, phase.end_time)]
+    assert [span.start_time, *ends, span.end_time] == sorted(
+        [span.start_time, *ends, span.end_time]
+    )
+    assert ends[1::2][:-1] == ends[2::2] and ends[-1] == span.end_time
+    assert ends[3] - ends[2] == pytest.approx(PREFILL_S * 1e9, abs=2)
     found = dict(span.attributes)
     assert found["gen_ai.request.model"] == MODEL
     assert found["gen_ai.usage.output_tokens"] == 3 and found["gen_ai.usage.input_tokens"] > 0
@@ -86,7 +105,7 @@ def test_a_refused_request_has_a_span_without_phases(spans: Spans) -> None:
     spans.service.http.post(CHAT, json=BODY | {"model": "other"})
 
     span = spans.the_one()
-    assert not span.events
+    assert not spans.phases()
     assert span.attributes["http.response.status_code"] == 404
 
 
@@ -135,8 +154,8 @@ def test_a_collector_gets_the_spans_that_wait_at_the_end() -> None:
 
     [export] = collector.received
     [resource] = export.resource_spans
-    [span] = resource.scope_spans[0].spans
-    assert span.name == f"POST {CHAT}"
+    names = {span.name for span in resource.scope_spans[0].spans}
+    assert names == {f"POST {CHAT}", "queue and prefill", "decode"}
     named = {each.key: each.value.string_value for each in resource.resource.attributes}
     assert named["service.name"] == "dist_aclgraph"
     collector.shutdown()

@@ -270,6 +270,8 @@ class EngineLoop:
             sent_s = time.perf_counter()
             schedule_s, send_s = scheduled_s - start_s, sent_s - scheduled_s
             self._flying.append(_Sent(plan, schedule_s, send_s, sent_s))
+            for request in self._scheduler.admitted:
+                request.admitted_s = scheduled_s
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
         self._deliver(outputs)
@@ -288,6 +290,9 @@ class EngineLoop:
         received_s = time.perf_counter()
         outputs = self._scheduler.update(results)
         done_s = time.perf_counter()
+        for index in outputs.firsts.tolist():
+            request = outputs.requests[index]
+            request.prefill_s = received_s - request.admitted_s
         took_s = received_s - max(sent.at_s, self._received_s)
         self._received_s = received_s
         self._num_steps += 1
@@ -297,8 +302,8 @@ class EngineLoop:
         else:
             self._eager_times.add(plan.largest.num_tokens, took_s)
         self._num_tokens["generation"] += outputs.num_tokens
-        for request, error in outputs.failed:
-            link, number = self._recipients.pop(request.request_id)
+        for failed, error in outputs.failed:
+            link, number = self._recipients.pop(failed.request_id)
             self._links.send(link, last_words(number, error))
         first = next(result for result in results if result.rank == 0)
         if first.timings_us:

@@ -31,6 +31,8 @@ class RequestAccount:
         num_prompt_tokens, num_tokens: number of tokens of all prompts, and of all choices.
         submitted_s: when an engine got the request, by the monotonic clock; None until then.
         first_token_s: when the first token arrived, by the monotonic clock; None until then.
+        prefill_s: time from the end of the wait in the engine's queue to the first token; 0 if
+            unknown.
         finish_reason: why the last choice ended.
         error: name of the error that ended the request; ``CLIENT_GONE`` if the client ended it.
     """
@@ -43,6 +45,7 @@ class RequestAccount:
     num_tokens: int = 0
     submitted_s: float | None = None
     first_token_s: float | None = None
+    prefill_s: float = 0.0
     finish_reason: str | None = None
     error: str = ""
 

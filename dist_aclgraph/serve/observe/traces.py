@@ -1,14 +1,15 @@
-"""OpenTelemetry traces: one span for each POST request, sent to a collector (``serve.traces``).
+"""OpenTelemetry traces (``serve.traces``): a span for each POST request, and one for each phase.
 
-A span is made after its request has ended, from the times in the request's account, so tracing does
-not slow running requests. A thread of OpenTelemetry sends the spans. If the collector is slow or
-unreachable, spans beyond a limit are dropped, and no request waits. Without ``serve.traces``, no
+Spans are made after their request has ended, from the times in the request's account, so tracing
+does not slow running requests. A thread of OpenTelemetry sends the spans. If the collector is slow
+or unreachable, spans beyond a limit are dropped, and no request waits. Without ``serve.traces``, no
 module of OpenTelemetry is imported.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from dist_aclgraph.extras import require
@@ -45,7 +46,7 @@ class Traces:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         resource = {"service.name": "dist_aclgraph", "service.version": VERSION}
@@ -55,11 +56,12 @@ class Traces:
         self._tracer = self._provider.get_tracer("dist_aclgraph")
         self._parents = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
+        self._within = set_span_in_context
         self._failed = Status(StatusCode.ERROR)
         self._model_name = model_name
 
     def export(self, account: RequestAccount) -> None:
-        """Queue the span of a request that has ended. Does not wait."""
+        """Queue the spans of a request that has ended. Does not wait."""
         now_s, now_ns = time.monotonic(), time.time_ns()
 
         def at_ns(at_s: float) -> int:
@@ -74,10 +76,11 @@ class Traces:
             start_time=at_ns(account.began_s),
             attributes=self._attributes(account),
         )
-        if account.submitted_s is not None:
-            span.add_event("submitted", timestamp=at_ns(account.submitted_s))
-        if account.first_token_s is not None:
-            span.add_event("first_token", timestamp=at_ns(account.first_token_s))
+        for name, begin_s, end_s in _phases(account, now_s):
+            child = self._tracer.start_span(
+                name, context=self._within(span), start_time=at_ns(begin_s)
+            )
+            child.end(at_ns(end_s))
         if account.outcome != DONE and (account.error or account.status >= FIRST_SERVER_ERROR):
             span.set_attribute("error.type", account.outcome)
             span.set_status(self._failed)
@@ -105,3 +108,22 @@ class Traces:
         """Send the waiting spans, with a short time limit; then end the thread."""
         self._provider.force_flush(int(FLUSH_S * 1e3))
         self._provider.shutdown()
+
+
+def _phases(account: RequestAccount, end_s: float) -> Iterator[tuple[str, float, float]]:
+    """Yield name, begin and end of each phase of a request that reached an engine.
+
+    The engine measures the prefill, by its own clock. So the way to and from the engine is part of
+    ``queue``. If there are several choices, the phases are those of the first choice with a token.
+    """
+    submitted_s, first_s = account.submitted_s, account.first_token_s
+    if submitted_s is None:
+        return
+    if first_s is None or not account.prefill_s:  # the engine has not told when the wait ended
+        yield "queue and prefill", submitted_s, end_s if first_s is None else first_s
+    else:
+        admitted_s = max(submitted_s, first_s - account.prefill_s)
+        yield "queue", submitted_s, admitted_s
+        yield "prefill", admitted_s, first_s
+    if first_s is not None:
+        yield "decode", first_s, end_s

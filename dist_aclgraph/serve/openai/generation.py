@@ -245,7 +245,7 @@ class Generation:
             num_before = choice.num_tokens
             self._hand_on(sink, choice, delta, now_s)
             if choice.num_tokens > num_before:
-                self._observe(choice, is_first=not num_before, now_s=now_s)
+                self._observe(choice, delta, is_first=not num_before, now_s=now_s)
 
     def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         try:
@@ -343,11 +343,14 @@ class Generation:
             num_tokens=choice.num_tokens,
         )
 
-    def _observe(self, choice: _Choice, *, is_first: bool, now_s: float) -> None:
+    def _observe(
+        self, choice: _Choice, delta: RequestDelta, *, is_first: bool, now_s: float
+    ) -> None:
         if is_first:
             self.state.metrics.first_token(now_s - choice.started_s)
             if self.account is not None and self.account.first_token_s is None:
                 self.account.first_token_s = now_s
+                self.account.prefill_s = delta.prefill_s
         else:
             self.state.metrics.next_tokens(now_s - choice.last_token_s)
         choice.last_token_s = now_s

@@ -119,9 +119,12 @@ def test_waiting_requests_are_admitted_in_order_of_arrival() -> None:
         scheduler.add(make_request(name, max_tokens=1))
 
     scheduler.schedule()
+    admitted = [[request.request_id for request in scheduler.admitted]]
     outputs = run(scheduler, 1, 2)
     plan = scheduler.schedule()
+    admitted.append([request.request_id for request in scheduler.admitted])
 
+    assert admitted == [["a", "b"], ["c"]]
     assert [output.request_id for output in outputs] == ["a", "b"]
     assert [output.finish_reason for output in outputs] == ["length", "length"]
     assert len(records(plan)) == 1 and scheduler.running[0].request_id == "c"
