@@ -11,6 +11,7 @@ meaningful, but wall times are not.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -41,6 +42,7 @@ WARM_UP = 20  # steps
 SETTLE_S = 0.05  # seconds after the last step, in which servers send the step's frames
 FRAMES_BEFORE = 1  # frames before the first token's frame: one frame with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
+GOAL_TOKENS_PER_S = 300_000
 COLUMNS = {
     "server": "{server}",
     "streams": "{streams}",
@@ -48,6 +50,14 @@ COLUMNS = {
     "of the floor": "{of_floor:.2f}",
     "result to frame, ms p50": "{latency_ms_p50:.2f}",
     "p99": "{latency_ms_p99:.2f}",
+}
+INGRESS_COLUMNS = {
+    "ingresses": "{ingresses}",
+    "streams of each": "{streams}",
+    "CPU us a token": "{cpu_us:.1f}",
+    "of the busiest ingress": "{ingress_us:.1f}",
+    "tokens/s of an ingress": "{tokens_per_s:,.0f}",
+    f"ingresses for {GOAL_TOKENS_PER_S:,} tokens/s": "{needed}",
 }
 
 
@@ -65,6 +75,8 @@ def main(
     interval_ms: Annotated[float, typer.Option(help="Between two steps.")] = 5.0,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 3,
     on_ray: Annotated[bool, typer.Option(help="Ray Serve besides.")] = True,
+    ingresses: Annotated[str, typer.Option(help="Numbers of ingresses of one service.")] = "1,2",
+    of_ingress: Annotated[str, typer.Option(help="Streams of each of these.")] = "32,128",
     apart: Annotated[bool, typer.Option(help="Servers on one core, all else on others.")] = False,
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
@@ -73,9 +85,12 @@ def main(
     report_bench(
         "serve",
         out,
-        lambda folder, bar: measure(
-            folder, bar, sizes, pace, repeats, on_ray=on_ray, is_apart=apart
-        ),
+        lambda folder, bar: {
+            **measure(folder, bar, sizes, pace, repeats, on_ray=on_ray, is_apart=apart),
+            "ingresses": measure_ingresses(
+                folder, bar, numbers(ingresses), numbers(of_ingress), pace, repeats
+            ),
+        },
         report,
         draw,
     )
@@ -97,13 +112,7 @@ def measure(
         is_apart: whether no client runs on the servers' core. Then no client preempts a server, as
             if the clients were remote.
     """
-    config = make_config(
-        {
-            "model": str(shipped("models/tiny-qwen3")),
-            "scheduler": {"max_num_seqs": max(sizes)},
-            "max_model_len": pace.steps + 128,
-        }
-    )
+    config = _config(max(sizes), pace)
     tokens = Tokenizer(config.model).encode(TEXT)
     request = make_request(PATH, _body(config, pace.steps))
     with ExitStack() as stack:
@@ -139,6 +148,56 @@ def measure(
     }
 
 
+def measure_ingresses(
+    folder: Path,
+    bar: Progress,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    pace: Pace,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Stream from services with several ingresses; return one row for each number of streams of an
+    ingress and number of ingresses.
+
+    Each ingress gets the same load, however many there are. If CPU time per token is the same, too,
+    ingresses on their own cores serve as many times the tokens as there are ingresses.
+    """
+    config = _config(max(counts) * max(sizes), pace)
+    tokens = Tokenizer(config.model).encode(TEXT)
+    request = make_request(PATH, _body(config, pace.steps))
+    rows = []
+    task = bar.add_task("", total=repeats * len(sizes) * len(counts))
+    with ExitStack() as stack:
+        client = stack.enter_context(Client())
+        servers = []
+        for count in counts:
+            (place := folder / f"ingresses-{count}").mkdir()
+            servers.append(stack.enter_context(plain(config, place, count)))
+            turn(client, servers[-1], request, count, pace, tokens)
+        turns: dict[tuple[int, int], list[Turn]] = {}
+        for size, server in [
+            (s, server) for _ in range(repeats) for s in sizes for server in servers
+        ]:
+            count = len(server.ports)
+            bar.update(task, description=f"{count} ingresses, {size} streams each")
+            found = turn(client, server, request, count * size, pace, tokens)
+            turns.setdefault((size, count), []).append(found)
+            bar.advance(task)
+    for (size, count), done in sorted(turns.items()):
+        ingress_us = statistics.median(max(each.ingress_us) for each in done)
+        rows.append(
+            {
+                "ingresses": count,
+                "streams": size,
+                "cpu_us": statistics.median(each.cpu_us for each in done),
+                "ingress_us": ingress_us,
+                "tokens_per_s": 1e6 / ingress_us,
+                "needed": math.ceil(GOAL_TOKENS_PER_S * ingress_us / 1e6),
+            }
+        )
+    return rows
+
+
 class Client:
     """Owns the process that reads streams."""
 
@@ -165,9 +224,13 @@ class Client:
 
 @dataclass(frozen=True)
 class Turn:
-    """The results of one turn: CPU time per token, all latencies, and the frames of one stream."""
+    """The results of one turn: CPU time per token, all latencies, and the frames of one stream.
+
+    ``ingress_us`` is the CPU time of each ingress per token of its own.
+    """
 
     cpu_us: float
+    ingress_us: list[float]
     latencies_ms: list[float]
     frames: list[bytes]
 
@@ -181,23 +244,29 @@ def turn(
     tokens: Sequence[int],
 ) -> Turn:
     """Open the streams, run the steps, and return the results."""
-    answer = client.begin(Ask(server.port, request, num_streams))
+    answer = client.begin(Ask(server.ports, request, num_streams))
     server.source.wait_for(num_streams)
-    begun_s, sent_s = 0.0, []
+    begun_s, begun_ingresses_s, sent_s = 0.0, list[float](), []
     next_s = time.monotonic() + SETTLE_S
     for step in range(pace.steps):
         time.sleep(max(0.0, next_s - time.monotonic()))
         next_s += pace.interval_s
         if step == WARM_UP:
             begun_s = cpu_seconds(server.pids)
+            begun_ingresses_s = [cpu_seconds([pid]) for pid in server.ingresses]
         sent_s.append(time.monotonic())
         server.source.step(tokens[step % len(tokens)], is_last=step == pace.steps - 1)
     time.sleep(SETTLE_S)
     used_s = cpu_seconds(server.pids) - begun_s
+    ingresses_s = [
+        cpu_seconds([pid]) - begun
+        for pid, begun in zip(server.ingresses, begun_ingresses_s, strict=True)
+    ]
     arrivals_s, frames = answer.recv()
     num_tokens = num_streams * (pace.steps - WARM_UP)
     return Turn(
         used_s / num_tokens * 1e6,
+        [each_s / num_tokens * len(ingresses_s) * 1e6 for each_s in ingresses_s],
         [
             (arrived_s - at_s) * 1e3
             for stream in arrivals_s
@@ -226,6 +295,16 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     """Return the CPU time that the processes have used, with a resolution of one nanosecond."""
     # The expression is the id of the clock that counts a process's CPU time.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
+
+def _config(num_streams: int, pace: Pace) -> Config:
+    return make_config(
+        {
+            "model": str(shipped("models/tiny-qwen3")),
+            "scheduler": {"max_num_seqs": num_streams},
+            "max_model_len": pace.steps + 128,
+        }
+    )
 
 
 def _body(config: Config, max_tokens: int) -> bytes:
@@ -268,7 +347,10 @@ def report(results: dict[str, Any]) -> Report:
         f"{results['steps']} steps, {results['interval_ms']:g} ms apart, medians of "
         f"{results['repeats']} rounds"
         f"{', servers on one core and all else on the other,' * results['is_apart']}",
-        [make_table("A token from the engine to the socket", COLUMNS, rows)],
+        [
+            make_table("A token from the engine to the socket", COLUMNS, rows),
+            make_table("Several ingresses", INGRESS_COLUMNS, results["ingresses"]),
+        ],
         f"Aim: {GOAL_CPU_US:g} us and {GOAL_LATENCY_MS:g} ms.",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import selectors
 import socket
@@ -19,7 +20,7 @@ FRAMES = re.compile(rb"data: .*?\n\n", re.DOTALL)
 class Ask:
     """A command to open several streams with the same request at a server of this machine."""
 
-    port: int
+    ports: tuple[int, ...]  # the streams are spread over these ports
     request: bytes
     num_streams: int
 
@@ -53,8 +54,8 @@ def read_streams(ask: Ask) -> list[Stream]:
     """Open the streams, and read each one to its end."""
     with selectors.DefaultSelector() as selector:
         streams = [Stream() for _ in range(ask.num_streams)]
-        for stream in streams:
-            connection = socket.create_connection(("127.0.0.1", ask.port))
+        for stream, port in zip(streams, itertools.cycle(ask.ports), strict=False):
+            connection = socket.create_connection(("127.0.0.1", port))
             connection.sendall(ask.request)
             selector.register(connection, selectors.EVENT_READ, stream)
         while selector.get_map():

@@ -44,7 +44,7 @@ def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iter
         with running(process):
             wait_for(process, port, "/ready")
             title = "Ray Serve, HAProxy" if haproxy else "Ray Serve"
-            yield Server(title, port, _settled(pid_of(process)), engine)
+            yield Server(title, (port,), _settled(pid_of(process)), engine)
             ours.send(None)
             process.join()
     finally:

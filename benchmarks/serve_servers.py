@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -21,6 +21,7 @@ import uvicorn
 from benchmarks.serve_engine import ByteSource, PacedDeployment, PacedEngine, Source
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.cli.serve import serve_in_processes
+from dist_aclgraph.cli.supervise import INGRESS
 from dist_aclgraph.config import Config
 
 START_S = 120.0
@@ -31,18 +32,29 @@ spawn = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers at ``port``. ``pids`` are the processes on the path of a token."""
+    """A server that answers at ``ports``. ``pids`` are the processes on the path of a token.
+
+    ``ingresses`` are the processes of ``pids`` that serve HTTP, if there may be several.
+    """
 
     name: str
-    port: int
+    ports: tuple[int, ...]
     pids: tuple[int, ...]
     source: Source
+    ingresses: tuple[int, ...] = ()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """Return the first of ``count`` consecutive free ports."""
+    while True:
+        with ExitStack() as stack:
+            first, *others = (stack.enter_context(socket.socket()) for _ in range(count))
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            with suppress(OSError, OverflowError):
+                for place, probe in enumerate(others, port + 1):
+                    probe.bind(("127.0.0.1", place))
+                return port
 
 
 @contextmanager
@@ -88,20 +100,24 @@ def wait_for(process: SpawnProcess, port: int, path: str) -> None:
 
 
 @contextmanager
-def plain(config: Config, directory: Path) -> Iterator[Server]:
+def plain(config: Config, directory: Path, num_ingresses: int = 1) -> Iterator[Server]:
     """The unchanged ``dist-aclgraph serve``, with its supervisor, in front of a paced engine."""
     engine = PacedEngine(directory)
     found = PacedDeployment(engine.address, config.max_model_len or 4096)
-    config = config.model_copy(
-        update={"serve": config.serve.model_copy(update={"port": free_port()})}
-    )
+    first = free_port(num_ingresses)
+    keys = {"port": first, "replicas": num_ingresses}
+    config = config.model_copy(update={"serve": config.serve.model_copy(update=keys)})
+    ports = tuple(range(first, first + num_ingresses))
     process = spawn.Process(target=_serve, args=(config, found))
     try:
         with running(process):
-            wait_for(process, config.serve.port, "/ready")
+            for port in ports:
+                wait_for(process, port, "/ready")
             supervisor = pid_of(process)
-            pids = supervisor, *sorted(processes.children(supervisor))
-            yield Server("dist-aclgraph serve", config.serve.port, pids, engine)
+            others = sorted(processes.children(supervisor))
+            ingresses = tuple(pid for pid in others if processes.name_of(pid) == INGRESS)
+            name = "dist-aclgraph serve"
+            yield Server(name, ports, (supervisor, *others), engine, ingresses)
     finally:
         engine.close()
 
@@ -119,7 +135,7 @@ def floor(frames: Sequence[bytes]) -> Iterator[Server]:
     process = spawn.Process(target=_serve_frames, args=(port, frames, theirs))
     with ours, theirs, running(process):
         wait_for(process, port, "/ready")
-        yield Server("bare uvicorn", port, (pid_of(process),), ByteSource(ours))
+        yield Server("bare uvicorn", (port,), (pid_of(process),), ByteSource(ours))
 
 
 def _serve_frames(port: int, frames: Sequence[bytes], steps: socket.socket) -> None:

@@ -112,7 +112,7 @@ TLS = "put a proxy with TLS in front of the service"
 REFUSED: dict[str, str] = {
     "additional_config": "see the keys of graph, parallel and scheduler",
     "api_key": "set DIST_ACLGRAPH_API_KEY, or name a file of keys by serve.api_keys_file=FILE",
-    "api_server_count": "one process serves HTTP; Ray Serve starts serve.replicas",
+    "api_server_count": "serve.replicas=N serves from N processes, each at its own port",
     "chat_template": "the template of the checkpoint is used",
     "chat_template_content_format": "the template's code tells whether it reads texts or parts",
     "config_format": "config.json of the checkpoint is read",

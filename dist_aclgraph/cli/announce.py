@@ -68,7 +68,8 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     url = _url(config)
     path, fields = EXAMPLES[read_task(config).name]
     body = json.dumps({"model": config.name, **fields})
-    console.print(f"Ready at {url}/v1 -- try:")
+    others = [_url(config, index) for index in range(1, config.serve.replicas)]
+    console.print(f"Ready at {', '.join(f'{each}/v1' for each in (url, *others))} -- try:")
     # Not printed by rich, because rich would wrap this line, which users copy.
     print(
         f"curl -s {_curl_options(config)}{url}{path} "
@@ -100,8 +101,9 @@ def _curl_options(config: Config) -> str:
     return options
 
 
-def _url(config: Config) -> str:
-    if config.serve.uds is not None:
+def _url(config: Config, replica: int = 0) -> str:
+    serve = config.serve.of_replica(replica)
+    if serve.uds is not None:
         return "http://localhost"
-    host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
-    return f"http://{host}:{config.serve.port}"
+    host = f"[{serve.host}]" if ":" in serve.host else serve.host
+    return f"http://{host}:{serve.port}"

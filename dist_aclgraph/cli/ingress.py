@@ -30,7 +30,9 @@ END_S = 30.0  # after the failure of an ingress, the owner must end the service 
 OVER = Admission("the service has ended")
 
 
-def serve_http(opened: Opened, life: int, beat: Beat, link: HolderLink | None = None) -> None:
+def serve_http(
+    opened: Opened, life: int, beat: Beat, link: HolderLink | None = None, replica: int = 0
+) -> None:
     """Serve until the service is over.
 
     Args:
@@ -39,17 +41,19 @@ def serve_http(opened: Opened, life: int, beat: Beat, link: HolderLink | None = 
             open; until then, the process only listens.
         link: link to the process that keeps connections open, also those of the previous ingress;
             None if no connection outlives this process.
+        replica: index of this ingress among the ingresses of the service.
 
     Raises:
         EngineUnavailableError: no group will ever serve again, and the owner still runs.
     """
     front = Front("the service is starting")
-    server = HttpServer(opened.config.serve, opened.http, lambda: beat(serves=front.is_open), link)
+    http = opened.http[replica]
+    server = HttpServer(opened.config.serve, http, lambda: beat(serves=front.is_open), link)
     server.start(front)
     owner = OwnerClient(opened.owner_path)
     try:
         if reach := _wait_for_deployment(owner, life):
-            _serve(opened, life, server, front, owner, reach)
+            _serve(opened, life, server, front, owner, reach, replica)
         else:
             owner.close()
             _is_over(life, None)
@@ -70,11 +74,17 @@ def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
 
 
 def _serve(
-    opened: Opened, life: int, server: HttpServer, front: Front, owner: OwnerClient, reach: Reach
+    opened: Opened,
+    life: int,
+    server: HttpServer,
+    front: Front,
+    owner: OwnerClient,
+    reach: Reach,
+    replica: int,
 ) -> None:
     # A separate client, because another thread asks for outlooks.
     asker = OwnerClient(opened.owner_path)
-    state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
+    state = open_state(opened.config, opened.tokenizer, reach, asker.outlook, replica)
     failure = None
     try:
         # All objects up to here live until the process ends, so garbage collections skip them.

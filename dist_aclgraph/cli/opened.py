@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from dist_aclgraph.actors.deployment.owner_link import listen_for_ingress
@@ -32,7 +32,7 @@ class Opened:
     """A checked configuration, and the sockets that the processes of its service share.
 
     Attributes:
-        http: socket that listens for clients.
+        http: for each ingress, the socket that listens for clients.
         link: socket at which the owner of the deployment listens for the ingress.
         directory: directory of the socket file of ``link``.
     """
@@ -40,7 +40,7 @@ class Opened:
     config: Config
     access: Access
     tokenizer: Tokenizer
-    http: socket.socket
+    http: tuple[socket.socket, ...]
     link: socket.socket
     directory: RunDirectory
 
@@ -51,7 +51,7 @@ class Opened:
 
 @contextmanager
 def open_service(config: Config) -> Iterator[Opened]:
-    """Check a configuration, and listen at its port inside this context.
+    """Check a configuration, and listen at its ports inside this context.
 
     Raises:
         ConfigError: the port is in use; the service would be open to a network without a key; or
@@ -60,15 +60,17 @@ def open_service(config: Config) -> Iterator[Opened]:
         ModelError: the model cannot be served.
         MissingPackageError: the packages of ``serve.traces`` are not installed.
     """
-    if config.serve.replicas > 1:
+    replicas = [config.serve.of_replica(index) for index in range(config.serve.replicas)]
+    if len(replicas) > 1 and not config.recovery.keep_answers:
         raise ConfigError(
-            f"serve.replicas is {config.serve.replicas}; `dist-aclgraph serve` has one ingress: "
-            "leave it out, or use Ray Serve (`serve run dist_aclgraph:app`)"
+            f"serve.replicas is {len(replicas)}, but with recovery.keep_answers=false the service "
+            "is one process: leave one of the two keys out"
         )
     access = read_access(config.serve, checks_host=True)
     if config.serve.traces is not None:
         check_packages()
-    with listen_at(config.serve) as http:
+    with ExitStack() as stack:
+        http = tuple(stack.enter_context(listen_at(replica)) for replica in replicas)
         config = with_log_folder(check_deployment(config))
         tokenizer = Tokenizer(config.model, config.model_overrides)
         if config.task == "rerank":
@@ -80,6 +82,7 @@ def open_service(config: Config) -> Iterator[Opened]:
                 yield Opened(config, access, tokenizer, http, link, directory)
         finally:
             directory.remove()
-            if config.serve.uds is not None:
-                with suppress(OSError):
-                    os.unlink(config.serve.uds)
+            for replica in replicas:
+                if replica.uds is not None:
+                    with suppress(OSError):
+                        os.unlink(replica.uds)

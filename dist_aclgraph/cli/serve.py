@@ -1,7 +1,7 @@
-"""``dist-aclgraph serve`` runs an ingress, which serves HTTP, and the owner of its deployment.
+"""``dist-aclgraph serve`` runs ingresses, which serve HTTP, and the owner of their deployment.
 
-Ingress and owner are two processes under a supervisor. With ``recovery.keep_answers: false`` they
-are one process.
+The owner and each ingress (``serve.replicas``) are processes under a supervisor. With
+``recovery.keep_answers: false`` they are one process.
 
 The service listens from the moment before the deployment starts until the deployment is stopped.
 The service does not use Ray Serve. In a cluster that it joins, it does not change Ray Serve's
@@ -48,7 +48,7 @@ def serve(config: Config, start: Start | None = None) -> None:
 
 
 def serve_in_processes(config: Config, start: Start | None = None) -> None:
-    """Serve until a signal, with two processes. A process that dies is replaced.
+    """Serve until a signal, with an owner and its ingresses. A process that dies is replaced.
 
     Call this before the process has a second thread.
 
@@ -75,18 +75,18 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
                     stack.enter_context(native_output_in(path))
                 own_deployment(opened, start_owned, signals, heartbeat, restarts)
 
-        def serve_clients(life: int, beat: Beat, link: HolderLink) -> None:
+        def serve_clients(replica: int, life: int, beat: Beat, link: HolderLink) -> None:
             ProcessLog("ingress").open(config.logging, has_terminal=True)
-            serve_http(opened, life, beat, link)
+            serve_http(opened, life, beat, link, replica)
 
         def disown() -> None:
             opened.directory.disown()
             starter.disown()
 
-        _allow_connections(config.serve.max_connections)
+        _allow_connections(config.serve.max_connections * config.serve.replicas)
         supervisor = Supervisor(
             own,
-            serve_clients,
+            [partial(serve_clients, replica) for replica in range(config.serve.replicas)],
             restarts,
             silent_s=max(SILENT_S, 2 * config.timeouts.link_s),
             end_s=config.serve.drain_s + END_S,

@@ -1,4 +1,4 @@
-"""The first process of a service: it supervises the owner of the deployment, and the ingress.
+"""The first process of a service: it supervises the owner of the deployment, and the ingresses.
 
 The supervisor replaces a process that is killed or hangs. It also replaces an ingress that fails
 with an unforeseen error. A failed start is tried again after a pause.
@@ -19,7 +19,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from dist_aclgraph.actors.host import processes, run_directory
@@ -46,14 +47,33 @@ Own = Callable[[Signals, SharedHeartbeat], None]
 ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 
+@dataclass
+class _Ingress:
+    """One ingress, and what outlives it.
+
+    Attributes:
+        pid: 0 while no process runs.
+        due_s: time of the next start; inf means never.
+    """
+
+    serve_http: ServeHttp
+    heartbeat: SharedHeartbeat
+    backoff: Backoff
+    holder: ConnectionHolder = field(default_factory=ConnectionHolder)
+    pid: int = 0
+    due_s: float = 0.0
+    began_s: float = 0.0
+
+
 class Supervisor:
-    """Owns the two processes of a service.
+    """Owns the processes of a service.
 
     Args:
         own: runs the owner, until a signal. The owner sends heartbeats while it starts and serves.
-        serve_http: runs the ingress. Its arguments are: the read end of a pipe, which is closed
-            when the ingress must end; a function that the ingress's event loop calls every second;
-            and a link, with which the next ingress continues the connections.
+        serve_http: for each ingress, a function that runs it. The arguments are: the read end of a
+            pipe, which is closed when the ingress must end; a function that the ingress's event
+            loop calls every second; and a link, with which the next ingress continues the
+            connections.
         restarts: budget for restarts of the owner, and of an ingress that has not served. An
             ingress that has served is always replaced, unless the budget allows no restart at all.
             The budget's pauses apply only to the owner.
@@ -62,37 +82,35 @@ class Supervisor:
         end_started: kills those processes of a dead owner that are no descendants of the
             supervisor.
         on_fork: called first in each new process.
-        backoff: pauses between ingresses that end soon after their start.
+        make_backoff: returns the pauses between starts of one ingress that ends soon.
     """
 
     def __init__(
         self,
         own: Own,
-        serve_http: ServeHttp,
+        serve_http: Sequence[ServeHttp],
         restarts: RestartBudget,
         silent_s: float,
         end_s: float,
         end_started: Callable[[], None] = lambda: None,
         on_fork: Callable[[], None] = lambda: None,
-        backoff: Backoff | None = None,
+        make_backoff: Callable[[], Backoff] = Backoff,
     ) -> None:
         self._silent_s = silent_s
         self._look_s = beat_s(silent_s)
         self._end_s = end_s
         self._own = own
-        self._serve_http = serve_http
         self._restarts = restarts
-        self._backoff = backoff or Backoff()
         self._end_started = end_started
         self._on_fork = on_fork
         self._owner_heartbeat = SharedHeartbeat(silent_s)
-        self._ingress_heartbeat = SharedHeartbeat(silent_s)
-        self._holder = ConnectionHolder()
+        self._ingresses = [
+            _Ingress(each, SharedHeartbeat(silent_s), make_backoff()) for each in serve_http
+        ]
         # Owners also hold the write end, so the pipe closes after supervisor and owner have ended.
         self._life, self._life_end = os.pipe()
-        self._pid = self._owner = self._ingress = 0  # process ids
-        self._owner_due_s = self._ingress_due_s = 0.0  # time of the next start; inf means never
-        self._ingress_began_s = 0.0
+        self._pid = self._owner = 0  # process ids
+        self._owner_due_s = 0.0  # time of the next start; inf means never
         # Children that this process had before it became the supervisor, for example if a shell
         # replaced itself by this program (exec).
         self._strangers: set[int] = set()
@@ -115,8 +133,8 @@ class Supervisor:
         while code is None:
             code = self._wait()
         os.close(self._life_end)
-        self._end_ingress()
-        self._holder.close()
+        self._end_ingresses()
+        self._close_holders()
         return code
 
     # ---- in this process
@@ -124,7 +142,8 @@ class Supervisor:
     def _wait(self) -> int | None:
         """Wait for a signal or a child's end. Return the exit code if the service is over."""
         self._start_due()
-        due_in_s = min(self._owner_due_s, self._ingress_due_s) - time.monotonic()
+        due_s = min(self._owner_due_s, *(ingress.due_s for ingress in self._ingresses))
+        due_in_s = due_s - time.monotonic()
         received = signal.sigtimedwait(WAITED, min(self._look_s, max(0.0, due_in_s)))
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + self._look_s
@@ -135,16 +154,17 @@ class Supervisor:
         if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo == signal.SIGIO:
-            self._holder.take_in()
+            self._take_in()
             return None
         if received.si_signo != signal.SIGCHLD:
             return self._stop(received.si_signo)
         for pid, code in _ended():
             final = None
-            if pid == self._ingress:
-                final = self._replace_ingress(code)
-            elif pid == self._owner:
+            if pid == self._owner:
                 final = self._replace_owner(code)
+            for ingress in self._ingresses:
+                if pid == ingress.pid:
+                    final = self._replace_ingress(ingress, code)
             if final is not None:
                 return final
         return None
@@ -153,7 +173,9 @@ class Supervisor:
         """Tell the owner to stop. If there is no owner, return the exit code of the service."""
         event(logger, "service_stopping", signal=_name_of(number))
         self._is_stopping = True
-        self._owner_due_s = self._ingress_due_s = math.inf
+        self._owner_due_s = math.inf
+        for ingress in self._ingresses:
+            ingress.due_s = math.inf
         if not self._owner:
             return self._failure or OF_SIGNALS + number
         if not self._owner_heartbeat.has_served:
@@ -188,21 +210,21 @@ class Supervisor:
         self._owner_due_s = now_s + self._restarts.pause_s(now_s)
         return None
 
-    def _replace_ingress(self, code: int) -> int | None:
+    def _replace_ingress(self, ingress: _Ingress, code: int) -> int | None:
         """Schedule the start of another ingress, or stop the service; see ``_stop``."""
-        self._ingress = 0
+        ingress.pid = 0
         if not self._is_stopping and (code < 0 or code == CRASHED):
             end = f"was killed by {_name_of(-code)}" if code < 0 else "has failed"
-            is_counted = not self._ingress_heartbeat.has_served
+            is_counted = not ingress.heartbeat.has_served
             if self._may_restart(f"{SERVES} {end}", "it", is_counted=is_counted):
                 now_s = time.monotonic()
-                if now_s - self._ingress_began_s >= SETTLED_S:
-                    self._backoff.succeeded()
+                if now_s - ingress.began_s >= SETTLED_S:
+                    ingress.backoff.succeeded()
                 # The pause is counted from the previous failure, so it is over after a long run.
-                self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
-                self._backoff.failed(now_s)
+                ingress.due_s = now_s + ingress.backoff.pause_s(now_s)
+                ingress.backoff.failed(now_s)
                 return None
-        self._holder.close()
+        ingress.holder.close()
         if self._is_stopping:
             return None
         self._failure = FAILURE if code < 0 or code == CRASHED else max(code, FAILURE)
@@ -217,22 +239,23 @@ class Supervisor:
                 self._owner_due_s = math.inf
             except OSError as e:
                 self._owner_due_s = _pause(OWNS, self._restarts, e)
-        if now_s >= self._ingress_due_s:
-            try:
-                self._start_ingress()
-                self._ingress_due_s = math.inf
-            except OSError as e:
-                self._ingress_due_s = _pause(SERVES, self._backoff, e)
+        for ingress in self._ingresses:
+            if now_s >= ingress.due_s:
+                try:
+                    self._start_ingress(ingress)
+                    ingress.due_s = math.inf
+                except OSError as e:
+                    ingress.due_s = _pause(SERVES, ingress.backoff, e)
 
     def _start_owner(self) -> None:
         self._owner_heartbeat.begin()
         self._owner = self._fork(OWNER, self._be_owner)
 
-    def _start_ingress(self) -> None:
-        self._ingress_heartbeat.begin()
-        self._ingress_began_s = time.monotonic()
-        with self._holder.open() as end:
-            self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
+    def _start_ingress(self, ingress: _Ingress) -> None:
+        ingress.heartbeat.begin()
+        ingress.began_s = time.monotonic()
+        with ingress.holder.open() as end:
+            ingress.pid = self._fork(INGRESS, partial(self._be_ingress, ingress, end))
 
     def _look(self) -> None:
         """Kill a process that sends no heartbeats, and an owner that does not end in time."""
@@ -242,7 +265,7 @@ class Supervisor:
             os.kill(self._owner, signal.SIGKILL)
         for pid, heartbeat, what in (
             (self._owner, self._owner_heartbeat, OWNS),
-            (self._ingress, self._ingress_heartbeat, SERVES),
+            *((ingress.pid, ingress.heartbeat, SERVES) for ingress in self._ingresses),
         ):
             if pid and heartbeat.listen():
                 _say(f"warning: {what} has stood still for {self._silent_s:g} s; it is killed")
@@ -268,25 +291,41 @@ class Supervisor:
         _say(f"error: {why}; {what} is not started again: {allowed}")
         return False
 
-    def _end_ingress(self) -> None:
-        """Wait some time until the ingress, which knows that the service is over, has ended; then
-        kill the ingress.
+    def _end_ingresses(self) -> None:
+        """Wait some time until the ingresses, which know that the service is over, have ended; then
+        kill them.
         """
         until_s = time.monotonic() + END_S
-        while self._ingress:
-            if any(pid == self._ingress for pid, _ in _ended()):
-                self._ingress = 0
-            elif time.monotonic() > until_s:
-                processes.kill_all({self._ingress})
+        while running := self._running_ingresses():
+            ended = {pid for pid, _ in _ended()}
+            for ingress in self._ingresses:
+                if ingress.pid in ended:
+                    ingress.pid = 0
+            if ended:
+                continue
+            if time.monotonic() > until_s:
+                processes.kill_all(running)
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
                 # A connection ends only after both processes have closed it.
-                self._holder.take_in()
+                self._take_in()
+
+    def _running_ingresses(self) -> set[int]:
+        return {ingress.pid for ingress in self._ingresses if ingress.pid}
+
+    def _take_in(self) -> None:
+        for ingress in self._ingresses:
+            ingress.holder.take_in()
+
+    def _close_holders(self) -> None:
+        for ingress in self._ingresses:
+            ingress.holder.close()
 
     def _end_orphans(self) -> None:
         while True:
             self._end_started()
-            orphans = processes.children(self._pid) - {self._ingress} - self._strangers
+            orphans = processes.children(self._pid) - self._running_ingresses()
+            orphans -= self._strangers
             if not orphans:  # all orphans have ended, so none can start another process
                 break
             processes.kill_all(orphans)
@@ -319,7 +358,7 @@ class Supervisor:
         return pid
 
     def _be_owner(self) -> None:
-        self._holder.close()
+        self._close_holders()
         with Signals() as signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
             try:
@@ -329,13 +368,14 @@ class Supervisor:
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def _be_ingress(self, end: socket.socket) -> None:
+    def _be_ingress(self, ingress: _Ingress, end: socket.socket) -> None:
         for number in SIGNALS:  # ignored, because the owner tells the ingress when to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
-        link = self._holder.become_link(end)
-        self._serve_http(self._life, self._ingress_heartbeat.beat, link)
+        link = ingress.holder.become_link(end)
+        self._close_holders()  # so that this process holds no connections of other ingresses
+        ingress.serve_http(self._life, ingress.heartbeat.beat, link)
 
 
 def _ended() -> Iterator[tuple[int, int]]:

@@ -62,13 +62,16 @@ ToolFormat = Literal[
 ]
 
 
+MAX_PORT = 65535
+
+
 class ServeConfig(Section):
     """The HTTP service."""
 
     host: str = Field(
         "127.0.0.1", description="address at which the service listens; the default is loopback"
     )
-    port: int = Field(8000, ge=1, le=65535, description="port at which the service listens")
+    port: int = Field(8000, ge=1, le=MAX_PORT, description="port at which the service listens")
     uds: str | None = Field(
         None,
         description="path of a Unix socket at which the service listens instead of host and port. "
@@ -178,22 +181,39 @@ class ServeConfig(Section):
         None,
         pattern=r"^https?://[^\s]+$",
         description="URL of an OpenTelemetry collector (OTLP over HTTP), such as "
-        "http://127.0.0.1:4318/v1/traces, which gets one span per request. This needs the extra "
-        "otel: pip install 'dist-aclgraph[otel]'. null: no traces",
+        "http://127.0.0.1:4318/v1/traces, which gets one span per request, with a child for each "
+        "phase. This needs the extra otel: pip install 'dist-aclgraph[otel]'. null: no traces",
     )
     autoscale: AutoscaleConfig = AutoscaleConfig()
     replicas: int = Field(
         1,
         ge=1,
         le=256,
-        description="number of independent processes that serve HTTP under Ray Serve; "
-        "`dist-aclgraph serve` has one such process",
+        description="number of independent processes that serve HTTP. Under `dist-aclgraph serve`, "
+        "process i listens at serve.port + i (with serve.uds, process 0 at the path, and process i "
+        "at the path with the suffix .i), and limits such as max_connections apply to each process",
     )
+
+    def of_replica(self, index: int) -> ServeConfig:
+        """Return the configuration of one process of `dist-aclgraph serve`, with its address."""
+        if not index:
+            return self
+        uds = None if self.uds is None else f"{self.uds}.{index}"
+        return self.model_copy(update={"port": self.port + index, "uds": uds})
 
     @field_validator("host")
     @classmethod
     def _without_brackets(cls, host: str) -> str:
         return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> ServeConfig:
+        if self.uds is None and (last := self.port + self.replicas - 1) > MAX_PORT:
+            raise ValueError(
+                f"port is {self.port} and replicas is {self.replicas}, so the last port would be "
+                f"{last}, above {MAX_PORT}; choose a smaller port"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_bodies(self) -> ServeConfig:

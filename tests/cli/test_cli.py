@@ -221,6 +221,11 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys, task, path):
             None,
             """-H "Authorization: Bearer $(awk '/^[^# ]/ {print $1; exit}' '/etc/my keys')\"""",
         ),
+        (
+            {"serve.replicas": 2},
+            None,
+            "Ready at http://127.0.0.1:8000/v1, http://127.0.0.1:8001/v1",
+        ),
         ({"serve.uds": "/run/api"}, None, "curl -s --unix-socket /run/api http://localhost/v1"),
     ],
 )

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -29,6 +29,7 @@ WAIT_S, BEATS_S = 60.0, 2.0
 
 PARTS = r"""
 SILENT_S = END_S = 60.0
+NUM_INGRESSES = 1
 END_STARTED = lambda: None
 import logging, os, select, signal, subprocess, sys, time
 from dist_aclgraph.cli.supervise import Supervisor
@@ -55,7 +56,8 @@ def serve_http(life, beat, keeper):
         beat()
 """
 RUN = """
-sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, END_STARTED).run())
+INGRESSES = [serve_http] * NUM_INGRESSES
+sys.exit(Supervisor(own, INGRESSES, RestartBudget(2), SILENT_S, END_S, END_STARTED).run())
 """
 
 
@@ -91,14 +93,19 @@ class Service:
         return processes.with_variable(MARK, self._mark) & processes.living()
 
     def pid(self, name: str) -> int:
-        found: list[int] = []
+        [found] = self.pids(name, 1)
+        return found
 
-        def is_there() -> bool:
-            found[:] = [pid for pid in self.all() if processes.name_of(pid) == name]
-            return len(found) == 1
+    def pids(self, name: str, count: int) -> set[int]:
+        found: set[int] = set()
 
-        wait_until(is_there, f"there is no {name}", WAIT_S)
-        return found[0]
+        def are_there() -> bool:
+            found.clear()
+            found.update(pid for pid in self.all() if processes.name_of(pid) == name)
+            return len(found) == count
+
+        wait_until(are_there, f"there is no {name}", WAIT_S)
+        return found
 
     def kill(self, name: str) -> int:
         """Wait until a process runs, kill it, and wait for its end; return its id."""
@@ -172,6 +179,24 @@ def test_an_ingress_that_is_killed_is_replaced_beside_the_same_owner(start: Star
     assert wrong == (
         "warning: the process that serves HTTP was killed by SIGKILL; it is started again\n"
     )
+
+
+def test_an_ingress_that_is_killed_is_replaced_beside_other_ingresses(start: Start) -> None:
+    service = start("NUM_INGRESSES = 2")
+    assert service.lines(3) == ["listens", "listens", "owns"]
+    owner, both = service.pid(OWNER), service.pids(INGRESS, 2)
+    struck, other = sorted(both)
+
+    os.kill(struck, signal.SIGKILL)
+
+    assert service.lines(1) == ["listens"]
+    now = service.pids(INGRESS, 2)
+    assert other in now and struck not in now
+    assert service.pid(OWNER) == owner
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert wrong.count("\n") == 1 and "the process that serves HTTP was killed" in wrong
 
 
 @pytest.mark.parametrize(
@@ -622,44 +647,44 @@ def own(signals, heartbeat):
 def test_ingresses_that_live_for_long_between_their_deaths_come_back_without_longer_pauses() -> (
     None
 ):
-    supervisor = Supervisor(Mock(), Mock(), RestartBudget(100), 60.0, 60.0)
+    supervisor = Supervisor(Mock(), [Mock()], RestartBudget(100), 60.0, 60.0)
     for _ in range(20):
-        supervisor._ingress_began_s = time.monotonic() - 2 * SETTLED_S
+        supervisor._ingresses[0].began_s = time.monotonic() - 2 * SETTLED_S
 
-        assert supervisor._replace_ingress(-signal.SIGKILL) is None
+        assert supervisor._replace_ingress(supervisor._ingresses[0], -signal.SIGKILL) is None
 
-    assert supervisor._ingress_due_s <= time.monotonic() + FIRST_PAUSE_S
+    assert supervisor._ingresses[0].due_s <= time.monotonic() + FIRST_PAUSE_S
 
 
 def test_ingresses_that_die_at_their_start_come_back_after_longer_and_longer_pauses() -> None:
-    supervisor = Supervisor(Mock(), Mock(), RestartBudget(100), 60.0, 60.0)
+    supervisor = Supervisor(Mock(), [Mock()], RestartBudget(100), 60.0, 60.0)
     for _ in range(20):
-        supervisor._ingress_began_s = time.monotonic()
+        supervisor._ingresses[0].began_s = time.monotonic()
 
-        assert supervisor._replace_ingress(-signal.SIGKILL) is None
+        assert supervisor._replace_ingress(supervisor._ingresses[0], -signal.SIGKILL) is None
 
-    assert supervisor._ingress_due_s > time.monotonic() + 2 * FIRST_PAUSE_S
+    assert supervisor._ingresses[0].due_s > time.monotonic() + 2 * FIRST_PAUSE_S
 
 
 def test_an_ingress_that_has_served_is_replaced_however_often_it_dies() -> None:
     restarts = RestartBudget(2)
-    supervisor = Supervisor(Mock(), Mock(), restarts, 60.0, 60.0)
+    supervisor = Supervisor(Mock(), [Mock()], restarts, 60.0, 60.0)
     for _ in range(20):
-        supervisor._ingress_heartbeat.begin()
-        supervisor._ingress_heartbeat.beat()
+        supervisor._ingresses[0].heartbeat.begin()
+        supervisor._ingresses[0].heartbeat.beat()
 
-        assert supervisor._replace_ingress(-signal.SIGKILL) is None
+        assert supervisor._replace_ingress(supervisor._ingresses[0], -signal.SIGKILL) is None
 
     assert restarts.num_left(time.monotonic()) == 2, "these restarts are the owner's"
 
 
 def test_an_ingress_that_only_listens_uses_the_budget() -> None:
-    supervisor = Supervisor(Mock(), Mock(), RestartBudget(2), 60.0, 60.0)
+    supervisor = Supervisor(Mock(), [Mock()], RestartBudget(2), 60.0, 60.0)
     codes = []
     for _ in range(3):
-        supervisor._ingress_heartbeat.begin()
-        supervisor._ingress_heartbeat.beat(serves=False)
-        codes.append(supervisor._replace_ingress(CRASHED))
+        supervisor._ingresses[0].heartbeat.begin()
+        supervisor._ingresses[0].heartbeat.beat(serves=False)
+        codes.append(supervisor._replace_ingress(supervisor._ingresses[0], CRASHED))
 
     assert codes == [None, None, 1]
 
@@ -687,7 +712,7 @@ def test_an_ingress_serves_only_after_its_api_is_open(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ingress, "_wait_for_deployment", Mock(side_effect=RuntimeError))
 
     with pytest.raises(RuntimeError):
-        ingress.serve_http(Mock(), 0, heartbeat.beat)
+        ingress.serve_http(MagicMock(), 0, heartbeat.beat)
 
     assert seen == [False]
     assert heartbeat.has_served
@@ -695,8 +720,8 @@ def test_an_ingress_serves_only_after_its_api_is_open(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("has_served", [True, False])
 def test_a_service_without_restarts_does_not_replace_its_ingress(has_served: bool) -> None:
-    supervisor = Supervisor(Mock(), Mock(), RestartBudget(0), 60.0, 60.0)
+    supervisor = Supervisor(Mock(), [Mock()], RestartBudget(0), 60.0, 60.0)
     if has_served:
-        supervisor._ingress_heartbeat.beat()
+        supervisor._ingresses[0].heartbeat.beat()
 
-    assert supervisor._replace_ingress(-signal.SIGKILL) == 1
+    assert supervisor._replace_ingress(supervisor._ingresses[0], -signal.SIGKILL) == 1

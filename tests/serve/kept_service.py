@@ -77,9 +77,15 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
 
     ConnectionRecord.take_read = die_or_take  # type: ignore[method-assign]
     print(listener.getsockname()[1], flush=True)
-    at_once = Backoff(first_s=0.0)
-    budget = RestartBudget(1000)
-    return Supervisor(own, serve_http, budget, 60.0, 60.0, backoff=at_once).run()
+    supervisor = Supervisor(
+        own,
+        [serve_http],
+        RestartBudget(1000),
+        60.0,
+        60.0,
+        make_backoff=lambda: Backoff(first_s=0.0),
+    )
+    return supervisor.run()
 
 
 if __name__ == "__main__":

@@ -88,6 +88,10 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
             {"model": "m", "serve": {"max_bodies_mib": 3, "max_body_bytes": (2 << 20) + 1}},
             "max_bodies_mib is 3; .* raise max_bodies_mib to 5, or lower max_body_bytes",
         ),
+        (
+            {"model": "m", "serve": {"port": 65530, "replicas": 7}},
+            "port is 65530 and replicas is 7, so the last port would be 65536, above 65535",
+        ),
         ({"model": "m", "speculative": {"num_tokens": 4}}, "speculative.num_tokens is 4"),
         (
             {"model": "m", "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},
