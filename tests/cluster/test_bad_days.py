@@ -314,3 +314,29 @@ def test_a_host_that_is_drained_ends_no_request(hosts: Hosts, tmp_path: Path, po
 
     print("host drained:", port, found)
     assert (found["failed"], found["differ"]) == ([], 0)
+
+
+def test_scaling_and_rolling_end_no_request(hosts: Hosts, tmp_path: Path) -> None:
+    settings = [f"{key}={value}" for key, value in SETTINGS.items()]
+    other = [*settings, "graph.sizes=[4,16,32]", "scheduler.max_num_batched_tokens=256"]
+
+    def has_ended(count: int) -> bool:
+        return bool(load.so_far()["ok"] >= count)
+
+    with serving(hosts, tmp_path) as status:
+        load = Load(hosts, 16, 200)
+        for command in (
+            ["scale", "3"],
+            ["scale", "2"],
+            ["roll", "configs/tiny-qwen3.yaml", *other],
+        ):
+            seen, begun_s = load.so_far()["ok"], time.monotonic()
+            done = hosts.popen([PROGRAM, *command], stdout=subprocess.PIPE)
+            said, _ = done.communicate(timeout=WAIT_S)
+            print(f"{' '.join(command[:2])}: {time.monotonic() - begun_s:.0f} s, {said.strip()}")
+            assert done.returncode == 0 and status() == "200"
+            wait_until(partial(has_ended, seen + 16), "no stream ends")
+        found = load.end()
+
+    print("scaled and rolled:", found)
+    assert (found["failed"], found["differ"]) == ([], 0)
