@@ -18,6 +18,7 @@ DistAclGraphError
     UnsupportedModelError, MissingTensorError
   RequestError            a mistake that a client may have made (a 4xx)
     RequestTooLongError, InvalidParameterError, UnknownModelError
+      UnusableToolError   no grammar can be made for the arguments of some tools
   NonFiniteLogitsError    the model computed NaN or infinity for a request (a 500)
   GrammarError            a grammar reached a limit while a request was answered (a 500)
   NotAMessageError        bytes on one of our sockets that are not our message
@@ -198,6 +199,19 @@ class RequestError(DistAclGraphError):
 
 class InvalidParameterError(RequestError):
     """A sampling or request parameter is ill-typed or out of range."""
+
+
+class UnusableToolError(InvalidParameterError):
+    """Some tools have schemas that no grammar of their arguments can follow.
+
+    Attributes:
+        tools: names of these tools. The message describes the first one.
+    """
+
+    def __init__(self, message: str, param: str | None = None, tools: tuple[str, ...] = ()) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, tools)
+        self.tools = tools
 
 
 class RequestTooLongError(RequestError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
+from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats import (
     deepseek_v3,
     deepseek_v31,
@@ -23,7 +24,7 @@ from dist_aclgraph.formats import (
 from dist_aclgraph.formats.lark import Lark, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
-from dist_aclgraph.formats.tools import Tools
+from dist_aclgraph.formats.tools import TOOL_PART, Tools
 from dist_aclgraph.sampling import StructuredOutputs
 
 # The first format that fits a template is chosen. Hermes comes late, because other families also
@@ -88,6 +89,7 @@ class AnswerFormat:
             is_required: whether the answer must consist of calls.
 
         Raises:
+            UnusableToolError: the format of calls cannot follow the schemas of some strict tools.
             InvalidParameterError: the output format cannot be combined with calls.
         """
         lark = Lark(self.token_ids)
@@ -99,10 +101,17 @@ class AnswerFormat:
         if form is None and not is_required and not any(name in strict for name in tools):
             return None
         each = []
+        errors: dict[str, InvalidParameterError] = {}  # by the names of tools
         for name, schema in tools.items():
-            lark.part(f"the tool {name}")
+            lark.part(TOOL_PART + name)
             kept = schema or None if name in strict else None
-            each.append(module.lark_call(lark, name, kept))
+            try:
+                each.append(module.lark_call(lark, name, kept))
+            except InvalidParameterError as e:
+                errors[name] = e
+        if errors:
+            first = next(iter(errors.values()))
+            raise UnusableToolError(str(first), first.param, tuple(errors)) from first
         lark.part("the content")
         calls = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
         if is_required:

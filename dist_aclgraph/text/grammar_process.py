@@ -27,6 +27,7 @@ import llguidance.numpy
 import numpy as np
 
 from dist_aclgraph.formats.one_of import is_any_of
+from dist_aclgraph.formats.tools import TOOL_PART
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
 
@@ -75,7 +76,9 @@ def compile_source(
     tokenizer: llguidance.LLTokenizer,
     limits: llguidance.LLParserLimits,
 ) -> dict[str, str]:
-    """Return the ``grammar`` of a source, or the ``error`` that is in the source.
+    """Return the ``grammar`` of a source, or the first ``error`` that is in the source.
+
+    With the error of a tool, ``tools`` are the names of all tools whose schemas cannot be used.
 
     ``slow`` is not empty if the computation of masks can take long. All grammars that clients write
     may have such masks, because the time depends on the text of the answer. ``bytes`` is the memory
@@ -103,7 +106,37 @@ def compile_source(
             is_slow = source["kind"] == "grammar" or is_large or took_s > SLOW_S
             slow = "yes" if is_slow else ""
             return {"grammar": grammar, "slow": slow, "bytes": str(num_bytes)}
-    return {"error": _part_of(source, matcher.get_error()) + reason_of(matcher.get_error())}
+    part, reason = _part_of(source, matcher.get_error()), reason_of(matcher.get_error())
+    if not part.startswith(TOOL_PART):
+        return {"error": f"{part}: {reason}" if part else reason}
+    tools = " ".join(_unusable_tools(source, matcher, tokenizer, limits))
+    return {"error": f"{part}: {reason}", "tools": tools}
+
+
+def _unusable_tools(
+    source: dict[str, Any],
+    matcher: llguidance.LLMatcher,
+    tokenizer: llguidance.LLTokenizer,
+    limits: llguidance.LLParserLimits,
+) -> list[str]:
+    """Return the names of all tools whose schemas cannot be used.
+
+    Args:
+        matcher: has the error of the first of these tools.
+    """
+    found: dict[str, None] = {}
+    lines = source["text"].split("\n")
+    # The library stops at the first error. So each wrong rule is replaced by an empty rule.
+    for _ in range(len(lines)):
+        part = _part_of(source, matcher.get_error())
+        if not matcher.is_error() or not part.startswith(TOOL_PART):
+            break
+        found[part.removeprefix(TOOL_PART)] = None
+        at = _line_of(matcher.get_error()) - 1
+        lines[at] = lines[at].split(":", 1)[0] + ': ""'
+        grammar = llguidance.grammar_from("lark", "\n".join(lines))
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    return list(found)
 
 
 def _private_bytes() -> int:
@@ -117,12 +150,17 @@ def _private_bytes() -> int:
 
 def _part_of(source: dict[str, Any], message: str) -> str:
     """Return the part of a tool grammar in which an error is; empty if the part is not known."""
-    found = LINE.match(message)
-    if source["kind"] != "lark" or found is None:
+    if source["kind"] != "lark":
         return ""
-    before = source["text"].split("\n")[: int(found.group(1))]
+    before = source["text"].split("\n")[: _line_of(message)]
     parts = [line.removeprefix("// ") for line in before if line.startswith("// ")]
-    return f"{parts[-1]}: " if parts else ""
+    return parts[-1] if parts else ""
+
+
+def _line_of(message: str) -> int:
+    """Return the line of an error, from 1; 0 if it is not known."""
+    found = LINE.match(message)
+    return 0 if found is None else int(found.group(1))
 
 
 def _compile_in_fork(

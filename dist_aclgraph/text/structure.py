@@ -14,7 +14,11 @@ from typing import Any, NamedTuple, TypeAlias
 import llguidance
 import numpy as np
 
-from dist_aclgraph.errors import EngineUnavailableError, InvalidParameterError
+from dist_aclgraph.errors import (
+    EngineUnavailableError,
+    InvalidParameterError,
+    UnusableToolError,
+)
 from dist_aclgraph.sampling import SamplingParams, Structure, StructuredOutputs
 from dist_aclgraph.text import grammar_process, template_process
 from dist_aclgraph.text.child_process import ChildProcess, close_all
@@ -78,6 +82,7 @@ class GrammarCompiler:
             param: the field of the request that has the source.
 
         Raises:
+            UnusableToolError: the schemas of some tools in a grammar of calls cannot be used.
             InvalidParameterError: the source is wrong, is not supported, or takes too long.
             EngineUnavailableError: two processes in a row ended without a reply.
         """
@@ -99,7 +104,10 @@ class GrammarCompiler:
         if "error" in reply:
             name = param or "structured_outputs"
             what = NAMES_OF_KINDS.get(source.kind, source.kind)
-            raise InvalidParameterError(f"{name}: {what} cannot be used: {reply['error']}", name)
+            message = f"{name}: {what} cannot be used: {reply['error']}"
+            if tools := reply.get("tools", ""):
+                raise UnusableToolError(message, name, tuple(tools.split()))
+            raise InvalidParameterError(message, name)
         return Compiled(reply["grammar"], bool(reply["slow"]), int(reply["bytes"]))
 
     def knows(self, source: StructuredOutputs, salt: str = "") -> bool:

@@ -9,7 +9,7 @@ import json
 import jsonschema
 import pytest
 
-from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.choice import FORMATS
 from dist_aclgraph.sampling import StructuredOutputs
 from tests.formats.answers import Message
@@ -284,6 +284,19 @@ def test_a_strict_string_that_has_no_quotes_keeps_all_keywords_or_is_refused(nam
 
     with pytest.raises(InvalidParameterError, match=f"uses {keywords} for the string 'a'"):
         walk.form.structured(None, tools, {"find"}, is_required=True)
+
+
+@TAGS
+def test_an_error_names_every_tool_that_the_format_cannot_follow(name):
+    odd = {"type": "object", "anyOf": [{}]}
+    tools = {"find": TOOLS["find"], "odd": odd, "stop": TOOLS["stop"], "other": odd, "free": odd}
+    walk = Walk(name, tools)
+
+    with pytest.raises(UnusableToolError, match="the schema of odd uses anyOf") as refused:
+        walk.form.structured(None, tools, set(tools) - {"free"}, is_required=True)
+
+    assert refused.value.tools == ("odd", "other")
+    assert refused.value.param == "tools"
 
 
 @TAGS

@@ -151,6 +151,26 @@ def test_required_calls_follow_their_schema_where_it_can_be_used(tooled):
     assert "not" in error["message"]
 
 
+def test_tools_with_unusable_schemas_do_not_free_the_arguments_of_other_tools(tooled):
+    odd = {"type": "object", "properties": {"n": {"not": {"type": "string"}}}}
+    good = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 7}}}
+    schemas = {"odd": odd, "good": good, "other": odd, "none": {"type": "nothing"}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in schemas.items()
+    ]
+    ask(tooled, tools=tools, tool_choice="required", max_tokens=1)
+
+    grammar = structure_of(tooled).grammar
+    assert '"maxLength": 7' in grammar
+    assert grammar.count('%json {"type": "object", "x-guidance"') == 3
+
+    tools[1]["function"]["strict"] = tools[2]["function"]["strict"] = True
+    body = {"model": MODEL, "messages": HI, "tools": tools, "tool_choice": "required"}
+    error = assert_error(tooled.http.post("/v1/chat/completions", json=body), 400)
+    assert ": the tool other: " in error["message"]
+
+
 def test_tools_and_a_form_are_alternatives(tooled):
     ask(tooled, tools=[WEATHER], response_format=FORMAT, max_tokens=1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
@@ -176,7 +175,8 @@ async def _with_form(
     """Return parameters with the grammar of the answer.
 
     Required calls follow the schemas of the tools. But the arguments of a tool may be any object if
-    the tool is not strict and its schema cannot be used.
+    the tool is not strict and its schema cannot be used. If the grammar cannot be made for another
+    reason, for example its size, this applies to all tools that are not strict.
 
     Raises:
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.
@@ -202,10 +202,18 @@ async def _with_form(
         return found
 
     strict = frozenset() if tools is None else tools.strict
-    if tools is not None and tools.mode == "required" and strict != tools.schemas.keys():
-        with contextlib.suppress(InvalidParameterError):
-            return await compiled(frozenset(tools.schemas))
-    return await compiled(strict)
+    checked = strict
+    if tools is not None and tools.mode == "required":
+        checked = frozenset(tools.schemas)
+    while True:
+        try:
+            return await compiled(checked)
+        except InvalidParameterError as e:
+            unusable = e.tools if isinstance(e, UnusableToolError) else checked
+            kept = checked.difference(unusable) | strict
+            if kept == checked:
+                raise
+            checked = kept
 
 
 def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions) -> Thinking | None:
