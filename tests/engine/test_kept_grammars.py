@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.engine.masks.grammars import BYTES_OF_CHAR, MAX_KEPT_BYTES, Grammars
+from dist_aclgraph.engine.masks.grammars import BYTES_OF_CHAR, MAX_KEPT, MAX_KEPT_BYTES, Grammars
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import Structure, StructuredOutputs
 from dist_aclgraph.text.structure import BOUNDS, GrammarCompiler
@@ -62,6 +62,19 @@ def test_short_grammars_that_take_much_memory_are_forgotten(
 
     assert again == compiled[:-21:-1]
     assert grammars.compile(many[29]) is not compiled[29]
+
+
+def test_the_number_of_kept_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Grammars, "_compile", lambda self, grammar: grammar)
+    grammars = make_grammars()
+    many = [Structure(grammar=f"{i}") for i in range(2 * MAX_KEPT)]
+    compiled = []
+    for structure in many:
+        compiled.append(grammars.compile(structure))
+        compiled[-1].result(60)
+
+    assert grammars.compile(many[MAX_KEPT]) is compiled[MAX_KEPT]
+    assert grammars.compile(many[MAX_KEPT - 1]) is not compiled[MAX_KEPT - 1]
 
 
 def test_the_memory_of_a_grammar_is_measured_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:

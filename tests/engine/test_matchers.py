@@ -20,7 +20,7 @@ from dist_aclgraph.engine.masks import grammar_row
 from dist_aclgraph.engine.masks.matchers import Matchers
 from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.step import RowSampling
-from dist_aclgraph.text.grammars import make_limits, open_tokenizer, vocabulary_of
+from dist_aclgraph.text.grammars import PARSER_LIMITS, make_limits, open_tokenizer, vocabulary_of
 from tests.engine.test_structured import DEMO, END, GRAMMARS, TOKENIZER, thought
 
 ENDS = TOKENIZER.eos_ids
@@ -57,11 +57,21 @@ class Row:
         while self.matchers.take_report().compiling:
             time.sleep(0.001)
 
+    def serve(self, text: str) -> None:
+        """Begin another request, which already has a part of its output."""
+        self.output = LL.tokenize_str(text)
+        self.num_known = len(self.output)
+        self._show()
+        self.begin()
+
+    def _show(self) -> None:
+        self._batch.token_ids[0, PROMPT : PROMPT + len(self.output)] = self.output
+        self._batch.num_tokens[0] = PROMPT + self.num_known
+
     def masks(self, drafts: list[int] | None = None) -> np.ndarray:
         """Return whether each token is allowed at each place, [k + 1, vocab]."""
         drafts = drafts or []
-        self._batch.token_ids[0, PROMPT : PROMPT + len(self.output)] = self.output
-        self._batch.num_tokens[0] = PROMPT + self.num_known
+        self._show()
         num_logits = len(drafts) + 1
         first = PROMPT + len(self.output)
         step: Any = SimpleNamespace(
@@ -135,10 +145,31 @@ def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k, is_slo
 def test_a_row_with_a_slow_grammar_serves_another_request():
     row = Row(Structure(grammar=GRAMMARS["regex"], end_ids=ENDS, is_slow=True), 0)
     for text in ("abab", "ba", "abb, 1", ""):
-        row.output = LL.tokenize_str(text)
-        row.num_known = len(row.output)
-        row.begin()
+        row.serve(text)
         assert (row.masks()[0] == fresh_mask(GRAMMARS["regex"], row.output)).all()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_requests_with_a_common_grammar_do_not_use_up_each_others_states(monkeypatch, is_slow):
+    monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 400)
+    grammar = llguidance.LLMatcher.grammar_from_regex("|".join(f"{x}{{0,150}}" for x in "abcdef"))
+    row = Row(Structure(grammar=grammar, end_ids=ENDS, is_slow=is_slow), 0)
+    for letter in "abcdefa":
+        row.serve(letter * 120)
+        assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
+        assert not row.failed
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_request_ends_if_it_needs_too_many_states_itself(monkeypatch, is_slow):
+    monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 100)
+    bomb = llguidance.LLMatcher.grammar_from_regex("([ab]*a[ab]{14}c)*")
+    letters = np.random.default_rng(1).choice(["a", "b"], 180)
+    row = Row(Structure(grammar=bomb, end_ids=ENDS, is_slow=is_slow), 0)
+    for _ in range(2):
+        row.serve("".join(letters))
+        row.masks()
+        assert "too many states" in row.failed[0]
 
 
 def test_reasoning_is_free_but_has_no_end_token():

@@ -26,6 +26,7 @@ class Row:
     """The state of one row with a grammar or a limit of reasoning.
 
     Attributes:
+        is_shared: whether other requests use states of the same lexer.
         num_seen: number of tokens of the output that the state includes.
         complaint: why the request must end (its masks take too much CPU time); empty if it
             continues.
@@ -37,6 +38,8 @@ class Row:
         matcher: Future[llguidance.LLMatcher] | None,
         end_words: IntArray,
         permitted: Permitted | None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         assert sampling.structure is not None
         self.structure: Structure = sampling.structure
@@ -45,6 +48,7 @@ class Row:
         self._coming = matcher
         self._matcher: llguidance.LLMatcher | None = None
         self.permitted = permitted
+        self.is_shared = is_shared
         self._end_words = end_words  # the bits of tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0

@@ -21,6 +21,9 @@ from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
 
 T = TypeVar("T")
 MAX_KEPT_BYTES = 1 << 28  # maximum memory of all grammars that are kept for further requests
+# Maximum number of these grammars. A kept grammar takes more memory while requests use it, because
+# its lexer gets more states; we measured up to 100 MB with the maximum number of states.
+MAX_KEPT = 64
 # We measured that a compiled grammar usually needs up to 500 bytes for each of its characters. Some
 # grammars need much more, for example a grammar of the multiples of a large number.
 BYTES_OF_CHAR = 500
@@ -44,10 +47,29 @@ class Grammars:
         self._sizes: dict[tuple[str, str], int] = {}  # number of bytes of each grammar in ``_kept``
         self._num_bytes = 0  # sum of the values of ``_sizes``
 
+    def shares(self, structure: Structure) -> bool:
+        """Return whether ``compile`` returns the same matcher to several requests."""
+        kept = self._kept.get((structure.salt, structure.grammar))
+        return kept is None or not kept.cancelled()
+
+    def stop_sharing(self, structure: Structure) -> None:
+        """From now on, compile a structure's grammar for each request.
+
+        All copies of a matcher share the states of its lexer, and the library limits the number of
+        these states. When several requests together have reached the limit, no copy can be used any
+        more, although each request needs fewer states.
+        """
+        key = (structure.salt, structure.grammar)
+        if key in self._kept:
+            nothing: Future[llguidance.LLMatcher] = Future()
+            nothing.cancel()
+            self._kept[key] = nothing
+
     def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
         """Return the matcher of a structure's grammar as a future; begin to compile a new grammar.
 
-        The caller copies the matcher, because requests with the same grammar and salt share it.
+        The caller copies the matcher, because requests with the same grammar and salt share it
+        while ``shares`` returns true.
 
         If the grammar is invalid, the matcher contains an error.
         """
@@ -55,6 +77,8 @@ class Grammars:
         key = (structure.salt, grammar)
         if key in self._kept:
             self._kept.move_to_end(key)
+            if not self.shares(structure):
+                return self._thread.submit(self._compile, grammar)
             return self._kept[key]
         self._kept[key] = coming = self._thread.submit(self._compile, grammar)
         self._sizes[key] = size = max(structure.num_bytes, BYTES_OF_CHAR * len(grammar))
@@ -85,7 +109,7 @@ class Grammars:
         waits for it.
         """
         for key, kept in list(self._kept.items()):
-            if self._num_bytes <= MAX_KEPT_BYTES:
+            if self._num_bytes <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:
                 break
             if kept.done() and key != newest:
                 del self._kept[key]

@@ -31,6 +31,7 @@ from dist_aclgraph.engine.sampling.token_counts import ToDevice
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling
+from dist_aclgraph.text.grammar_errors import TOO_MANY_STATES
 from dist_aclgraph.text.grammars import Vocabulary
 
 
@@ -119,26 +120,26 @@ class Matchers:
             if slow is not None:
                 slow.drop()
             return
-        matcher = None
-        if structure.grammar:
-            matcher = self._grammars.compile(structure)
         ends = np.zeros(self._num_words, np.int32)
         for token in structure.end_ids:
             allow(ends, token)
         permitted = Permitted.of_row(sampling, self._num_words)
         is_slow = structure.is_slow and self._rows_may_wait
+        is_shared = self._grammars.shares(structure)
         if slow is not None:
             known = int(self._batch.num_tokens[row])
             output = self._tokens(row, sampling.num_prompt_tokens, known)
-            if is_slow and slow.can_continue(sampling, output):
+            is_same = slow.is_shared == is_shared
+            if is_slow and is_same and slow.can_continue(sampling, output):
                 slow.permitted = permitted
                 self._rows[row] = slow
                 return
             slow.drop()
+        matcher = self._grammars.compile(structure) if structure.grammar else None
         self._rows[row] = (
-            SlowRow(sampling, matcher, ends, permitted, self._grammars)
+            SlowRow(sampling, matcher, ends, permitted, self._grammars, is_shared=is_shared)
             if is_slow
-            else Row(sampling, matcher, ends, permitted)
+            else Row(sampling, matcher, ends, permitted, is_shared=is_shared)
         )
 
     @property
@@ -191,6 +192,10 @@ class Matchers:
                 if row in self._late:
                     raise NotReadyError
                 error = self._fill(row, firsts[sample], drafted, own, until_s)
+                if TOO_MANY_STATES in error and self._rows[row].is_shared:
+                    # The request begins its row again, with a matcher that no other request uses.
+                    self._grammars.stop_sharing(self._rows[row].structure)
+                    raise NotReadyError
             except NotReadyError:
                 self._late.add(row)
                 self._unmasked.append(sample)

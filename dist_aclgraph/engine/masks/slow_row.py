@@ -34,8 +34,10 @@ class SlowRow(Row):
         end_words: IntArray,
         permitted: Permitted | None,
         grammars: Grammars,
+        *,
+        is_shared: bool = False,
     ) -> None:
-        super().__init__(sampling, matcher, end_words, permitted)
+        super().__init__(sampling, matcher, end_words, permitted, is_shared=is_shared)
         self._grammars = grammars
         self._output: list[int] = []  # the output for which ``_mask`` was computed
         self._mask: Future[tuple[IntArray, str]] | None = None
@@ -54,13 +56,14 @@ class SlowRow(Row):
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
         """Return whether the row may serve this request: the request that had to wait, or another
-        request with the same grammar. A row that has failed serves only the request with the output
-        at which it failed, so that this request gets the reason.
+        request with the same grammar if such requests share a lexer. A row that has failed serves
+        only the request with the output at which it failed, so that this request gets the reason.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask
         has_failed = mask is not None and mask.done() and bool(mask.result()[1])
-        is_good = self._output == output or not (has_failed or self.complaint)
+        serves_others = self.is_shared and not (has_failed or self.complaint)
+        is_good = serves_others or self._output == output
         return is_same and is_good and self.free_from == sampling.min_tokens
 
     def drop(self) -> None:
