@@ -49,7 +49,7 @@ CALLS: dict[str, list[Call]] = {
 # Tokens that can follow an assistant's turn.
 ENDS = (
     *("<|im_end|>", "</s>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
-    *("<|user|>", "<|observation|>", "<|endoftext|>", "[e~[", "<|return|>"),
+    *("<|user|>", "<|observation|>", "<|endoftext|>", "[e~[", "<|return|>", "<|eot|>"),
 )
 
 
@@ -71,7 +71,9 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
     asked = template.render([USER], ChatOptions(tools=TOOLS, add_generation_prompt=False))
     head = template.render([USER], ChatOptions(tools=TOOLS)).removeprefix(asked)
     whole = template.render([USER, answer], ChatOptions(tools=TOOLS, add_generation_prompt=False))
-    text = whole.removeprefix(asked)
+    # A template can write more text, such as white space, after the last message.
+    pairs = enumerate(zip(asked, whole, strict=False))
+    text = whole[next((i for i, (one, other) in pairs if one != other), len(asked)) :]
     # The head can also begin the reasoning. A turn in the history can be without reasoning.
     while not text.startswith(head):
         head = head[: max(head.rfind(end, 0, -1) for end in (">", "\n")) + 1]
@@ -101,7 +103,15 @@ def calls_in(form: AnswerFormat, text: str) -> list[tuple[str, Any, bool]]:
             found[event.index] = (name, arguments + event.text, False)
         elif isinstance(event, CallEnd):
             found[event.index] = (*found[event.index][:2], True)
-    return [(name, json.loads(arguments), is_whole) for name, arguments, is_whole in found]
+    return [(name, _decoded(arguments), is_whole) for name, arguments, is_whole in found]
+
+
+def _decoded(arguments: str) -> Any:
+    """Return the value of a call's arguments; the text itself if it is not JSON."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def check(template: ChatTemplate, source: str) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ BEGINS = (TAGS.calls[0],)
 
 
 def fits(template: str) -> bool:
-    return DSML in template
+    return DSML in template and "function_calls>" in template
 
 
 read = partial(copy_calls, tags=TAGS)

@@ -26,7 +26,7 @@ _NO_NAME = re.compile(r"^(?![A-Za-z_][\w.-]*\Z)")
 
 
 def fits(template: str) -> bool:
-    return "func_name1(params_name1=" in template
+    return any(text in template for text in ("func_name1(params_name1=", "func_name1(param1="))
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:

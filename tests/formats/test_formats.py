@@ -346,6 +346,23 @@ def test_a_template_without_calls_has_no_format():
     assert form.is_plain
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("[func_name1(params_name1=params_value1, params_name2=params_value2...)]", "pythonic"),
+        ("[func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic"),
+        ("<｜DSML｜function_calls>", "deepseek_v32"),
+        (
+            "{{ '<' + dsml_token + 'function_calls>' }}{% set dsml_token = '｜DSML｜' %}",
+            "deepseek_v32",
+        ),
+        ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
+    ],
+)
+def test_published_descriptions_of_calls_choose_the_format(template, expected):
+    assert choose_format(template, lambda text: None).name == expected
+
+
 def test_half_a_surrogate_pair_becomes_a_character_that_can_be_sent():
     halves = r"\ud83d\ude00 \ud83d"
     marked = '<tool_call>{"name": "find", "arguments": "' + halves + '"}</tool_call>'

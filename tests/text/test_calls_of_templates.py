@@ -33,3 +33,26 @@ def test_calls_are_read_as_the_template_writes_them(tmp_path, capsys, call, num_
         f"1 templates: {num_read} turns are read, {num_problems} are not\n"
     )
     assert code == bool(num_problems)
+
+
+def test_calls_that_are_read_wrongly_are_printed(tmp_path, capsys):
+    call = '{{ \'{"name": "\' + c.function.name + \'", "arguments": {"city": }}\' }}'
+    (tmp_path / "one.jinja").write_text(TURNS.replace("{{ CALL }}", call))
+
+    assert main([str(tmp_path)]) == 1
+    assert "is read as" in capsys.readouterr().out
+
+
+def test_text_at_the_end_of_a_prompt_does_not_hide_the_turn(tmp_path, capsys):
+    example = HERMES.replace("c.function.name", "'stop'").replace("c.function.arguments", "{}")
+    template = (
+        f"Write <tool_call>{example}</tool_call>.\n{{% for m in messages %}}"
+        "{% if m.role == 'user' %}{{ m.content }}:{% else %}{{ m.content or '' }}"
+        f"{{% for c in m.tool_calls %}}\n<tool_call>\n{HERMES}\n</tool_call>{{% endfor %}}"
+        "<|im_end|>{% endif %}{% endfor %}{{ ' ' }}"
+    )
+    (tmp_path / "one.jinja").write_text(template)
+
+    main([str(tmp_path)])
+
+    assert f" {2 * len(CALLS)} turns are read, 0 are not" in capsys.readouterr().out
