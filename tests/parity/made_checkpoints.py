@@ -59,7 +59,7 @@ class Made:
     Attributes:
         sizes: settings of the model in transformers, which determine the shapes of its weights.
         keys: keys that replace those of transformers in config.json; rope_parameters is removed.
-        quantised: INT4, or the type of the scales of FP8 weights; None means float weights.
+        quantised: INT4, INT8, or the type of the scales of FP8 weights; None means float weights.
         deployment: keys of the deployment's configuration.
         refusal: a part of the expected error's message; None means that the tokens must equal those
             of transformers.
@@ -156,7 +156,8 @@ EXPERTS: tuple[Keys, ...] = (
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT4 = "int4"  # 4-bit attention weights in groups, as compressed-tensors stores them
-QUANTISED = (None, None, torch.float8_e8m0fnu, torch.float32, INT4, torch.bfloat16, None)
+INT8 = "int8"  # 8-bit weights and activations, as ModelSlim stores and describes them
+QUANTISED = (None, None, torch.float8_e8m0fnu, torch.float32, INT4, torch.bfloat16, INT8)
 GROUP = 32
 
 
@@ -275,7 +276,7 @@ def _make(
         shard_size=shard_size,
         quantised=quantised,
         deployment={
-            "dtype": "bfloat16" if quantised == INT4 else "float32",
+            "dtype": "bfloat16" if isinstance(quantised, str) else "float32",
             "parallel": {"tp": tp},
             "max_model_len": scheme.max_len,
             "graph": {"mode": mode},
@@ -296,6 +297,11 @@ def write(made: Made, directory: Path) -> tuple[Path, Path]:
     if made.quantised is None:
         return directory, directory
     if isinstance(made.quantised, str):
+        if made.quantised == INT8:
+            described, kind = {"version": "1.0.0"}, "W8A8_DYNAMIC"
+            return rewrite(
+                directory, directory, lambda module: None, description=described, others=kind
+            )
         keys = compressed_config(GROUP) | {"ignore": ["lm_head", "re:.*mlp.*"]}
         return rewrite(
             directory,
