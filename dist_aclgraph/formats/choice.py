@@ -115,7 +115,8 @@ class AnswerFormat:
         lark.part("the content")
         calls = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
         if is_required:
-            start = calls
+            # Some templates write line breaks between the reasoning and the first call.
+            start = calls if self.has_channels else rf"(/\n{{1,2}}/)? {calls}"
         elif form is None and module.BEGINS:
             start = lark.text_or_calls(each, calls, module.BEGINS, several=is_parallel)
         else:

@@ -60,6 +60,26 @@ def test_required_calls_are_calls_of_the_tools(name):
 
 
 @EACH
+def test_required_calls_may_follow_line_breaks(name):
+    """Some templates write line breaks between the reasoning and the first call."""
+    if name == "gpt_oss":  # a channel's marker begins each message
+        return
+    walk = Walk(name, TOOLS)
+    form = walk.form.structured(None, TOOLS, set(TOOLS), is_required=True)
+    assert form is not None
+    call = next(found for seed in range(40) if (found := walk.answer(form, seed)) is not None)
+    text = walk.text(call).lstrip("\n")
+
+    for breaks in ("", "\n", "\n\n"):
+        tokens = walk.tokens(breaks + text)
+        assert walk.allows(form, tokens)
+        message = walk.read(tokens)
+        assert message.calls
+        assert not message.content
+    assert not walk.allows(form, walk.tokens("\n\n\n" + text))
+
+
+@EACH
 def test_one_call_if_calls_are_not_parallel(name):
     walk = Walk(name, TOOLS)
     form = walk.form.structured(None, TOOLS, set(TOOLS), is_required=True, is_parallel=False)
