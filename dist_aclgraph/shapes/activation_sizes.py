@@ -79,8 +79,8 @@ def prompt_bytes(
         chunk_tokens: number of tokens whose keys are read at once. An indexer's choice needs all
             keys of a request at once.
     """
-    # New keys in three forms: those of the rank, those of all ranks in order, and keys and values
-    # as separate tensors.
+    # New keys exist three times: the rank's own keys, the keys of all ranks in one tensor, and the
+    # keys and values of all ranks as separate tensors.
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
         # With one shard, latents are read from the cache directly. With several shards, they are

@@ -123,7 +123,7 @@ class Case:
         q, q_rope = (random(count, HEADS, d)[:, heads] for d in (PLAIN, 64))
         kv, index_keys = random(count, 576), random(count, 128)
         queries, index_weights = random(count, INDEX_HEADS, 128), random(count, INDEX_HEADS).abs()
-        # Several requests share a chunk, and a longer request has one of its own.
+        # With this limit, short requests share a chunk, and a long request is alone in its chunk.
         steps = AttentionSteps(KIND, place, npu, max_tokens=48)
         num_blocks, shards = int(self._table().max()) + 1, place.shards
         cache = SparseCache(

@@ -42,7 +42,7 @@ def before_packages(text: str) -> list[str]:
 
 
 def faults_of(text: str) -> set[str]:
-    """Return what is wrong with the order of an image's layers, and with its user."""
+    """Return the faults in the order of an image's layers, and in the choice of its user."""
     instructions = instructions_of(text)
     faults = set()
     if ALL in before_packages(text):

@@ -72,9 +72,10 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 
 
 def rdma_targets(node: str, first_npus: Mapping[str, str]) -> list[str]:
-    """Return the RDMA addresses that a node pings: those of the next two nodes, in a circle.
+    """Return the RDMA addresses that a node pings: the addresses of the next two nodes.
 
-    So every node is pinged twice, and the number of pings grows only with the number of nodes.
+    After the last node comes the first one. So every node is pinged twice, and the number of pings
+    is twice the number of nodes.
     """
     names = sorted(first_npus)
     if node not in first_npus:

@@ -1,8 +1,8 @@
 """Asks the driver's hccn_tool about the RDMA links of this host's NPUs.
 
-Groups over several nodes use these links. The outputs are those that users of Ascend clusters
-publish: ``link status: UP`` for ``-link -g``, and a line with the number of received packets for
-``-ping -g``. No real hccn_tool was tried.
+Groups over several nodes use these links. Users of Ascend clusters publish the tool's outputs:
+``link status: UP`` for ``-link -g``, and a line with the number of received packets for
+``-ping -g``. This module was not tried with a real hccn_tool.
 """
 
 from __future__ import annotations
