@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dist_aclgraph.config.cluster import ClusterConfig
 from dist_aclgraph.config.device import DeviceConfig, EmulatorConfig, FaultConfig, HcclExpansion
+from dist_aclgraph.config.kv import KVConfig
 from dist_aclgraph.config.loading import (
     load_config,
     load_with_options,
@@ -25,7 +26,6 @@ from dist_aclgraph.config.tree import (
     ExchangeSetting,
     GraphConfig,
     GraphMode,
-    KVConfig,
     Mc2Algorithm,
     ParallelConfig,
     SchedulerConfig,

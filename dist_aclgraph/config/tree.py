@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from dist_aclgraph.config.cluster import ClusterConfig
 from dist_aclgraph.config.device import DeviceConfig
+from dist_aclgraph.config.kv import KVConfig
 from dist_aclgraph.config.logs import LoggingConfig
 from dist_aclgraph.config.recovery import RecoveryConfig
 from dist_aclgraph.config.section import Section
@@ -297,39 +298,6 @@ class SchedulerConfig(Section):
         return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 
-class KVConfig(Section):
-    """The paged KV cache."""
-
-    block_size: int = Field(128, ge=16, le=1024, multiple_of=16, description="tokens per KV block")
-    num_blocks: int | None = Field(
-        None,
-        ge=2,
-        description="KV blocks per rank; null derives the number from the free device memory",
-    )
-    memory_fraction: float = Field(
-        0.9,
-        gt=0.0,
-        le=0.98,
-        description="KV blocks get this share of the device memory that weights, buffers, graphs "
-        "and eager steps do not need",
-    )
-    max_bytes: int = Field(
-        1 << 40, ge=1 << 16, description="upper limit of the bytes of KV blocks per rank"
-    )
-    checkpoints: int | None = Field(
-        None,
-        ge=0,
-        le=1 << 20,
-        description="for models with linear attention: copies of states per rank, from which "
-        "prompts with an equal prefix start; null gives as many as scheduler.max_num_seqs",
-    )
-    checkpoint_interval: int = Field(
-        512,
-        ge=1,
-        description="tokens between two checkpoints of a prompt, rounded up to whole blocks",
-    )
-
-
 class SpeculativeConfig(Section):
     """Multi-token prediction."""
 
@@ -489,6 +457,25 @@ class Config(Section):
     def shares_prefixes(self) -> bool:
         """Return whether a request may use KV blocks that another request has computed."""
         return self.scheduler.prefix_cache and not self.recovery.exact
+
+    def keeps_block_copies(self, *, has_state: bool) -> bool:
+        """Return whether copies of KV blocks are kept outside the device.
+
+        Args:
+            has_state: whether the model has recurrent state. Blocks without the states at their
+                ends are of no use, so then there are no copies.
+        """
+        return self.kv.keeps_copies and not has_state
+
+    @model_validator(mode="after")
+    def _check_copies(self) -> Config:
+        if self.kv.keeps_copies and not self.shares_prefixes:
+            why = "recovery.exact=true" if self.recovery.exact else "scheduler.prefix_cache=false"
+            raise ValueError(
+                f"kv.host_gib and kv.disk keep blocks for the prefix cache, which {why} turns off: "
+                "remove one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_interleave(self) -> Config:

@@ -28,6 +28,7 @@ from dist_aclgraph.device.npu import (
 )
 from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch, UpdateWait
 from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.engine.block_copier import BlockCopier
 from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafts.drafting import Collect
 from dist_aclgraph.engine.drafts.landing_drafts import LandingDrafts
@@ -52,6 +53,7 @@ from dist_aclgraph.graphs.device_step import SharedPlaces
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
+from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.segments import run_directly, work_between
@@ -61,6 +63,7 @@ from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.step_sizes import table_width
+from dist_aclgraph.steps.copies import CopyJob
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import RankPlan, StepResult, StepSize
@@ -122,6 +125,7 @@ class ModelRunner:
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
             experts. The plan of an eager step contains the exchange of this step.
         context: the ranks that share the context of this rank's requests.
+        tiers: the files for copies of this rank's KV blocks; None if no files are kept.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class ModelRunner:
         owns_output: bool,
         choose_exchange: ChooseExchange = no_exchange,
         context: ContextParallel = UNDIVIDED,
+        tiers: KVTiers | None = None,
     ) -> None:
         self._npu = npu
         self._max_len = max_len
@@ -232,6 +237,7 @@ class ModelRunner:
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
         )
         self.make_cache(num_blocks)
+        self._copier = None if tiers is None else BlockCopier(npu, self._block_tensors, tiers)
 
     def make_cache(self, num_blocks: int) -> None:
         """Replace the KV cache by an empty cache.
@@ -510,6 +516,8 @@ class ModelRunner:
             DeviceError: the device does not work after the abort.
         """
         self._flights.clear()
+        if self._copier is not None:
+            self._copier.forget()
         self._num_passed[:] = 0
         self._replays.forget()
         self._buffers.forget()
@@ -528,10 +536,24 @@ class ModelRunner:
             DeviceError: the device does not work after the abort.
         """
         self._flights.clear()
+        if self._copier is not None:
+            self._copier.close()
         self._replays.forget()
         with translated("giving graphs and cache back"):
             self._graphs.release_all()
             self._caches.clear()
+
+    def copy_blocks(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
+        """Begin copies of KV blocks, and continue earlier ones; see ``BlockCopier.advance``.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        if self._copier is None:
+            return []
+        with translated("copying KV blocks"), torch.inference_mode():
+            self._copier.begin(jobs)
+            return self._copier.advance()
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
         """Send the next step's probable lengths until ``is_wanted_elsewhere`` returns true."""

@@ -215,6 +215,15 @@ class BlockPool:
         """Whether ``match`` can find the block; then nobody may write to the block."""
         return self._hashes[block_id] is not None
 
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        """Return the hash of a block that ``match`` can find; None for another block."""
+        return self._hashes[block_id]
+
+    @property
+    def has_dirty(self) -> bool:
+        """Whether blocks must be cleaned before the next step."""
+        return bool(self._dirty)
+
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
         if block_hash is not None:

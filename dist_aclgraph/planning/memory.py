@@ -18,6 +18,7 @@ from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.cache_spec import (
     DTYPE_BYTES,
+    KVCacheSpec,
     elements_per_token,
     how_to_shrink_weights,
 )
@@ -28,6 +29,7 @@ from dist_aclgraph.planning.buckets import (
     candidate_families,
     lazy_families,
 )
+from dist_aclgraph.planning.copy_slots import slot_bytes
 from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS, input_sizes, table_width
 from dist_aclgraph.shapes.activation_sizes import activation_bytes, prompt_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
@@ -42,6 +44,7 @@ LARGE = 4  # An error message names each part that needs a quarter of the device
 WEIGHTS = "weights"
 EAGER_STEPS = "eager steps"
 HCCL_BUFFERS, MC2_BUFFERS = "HCCL buffers", "MC2 buffers"
+COPY_SLOTS = "copies of KV blocks"
 STEP_BUFFERS, TOKEN_COUNTS = "step buffers", "token counts"
 
 
@@ -139,6 +142,7 @@ class RankMemory:
                 *(MemoryPart(part.name, part.bytes, WEIGHTS) for part in weights),
                 *hccl,
                 *_step_buffers(config, model, largest),
+                *_copy_slots(config, model),
             ),
             graph_bytes=activations(largest.num_tokens, largest.num_tokens),
             eager_bytes=activations(*eager) + prompts,
@@ -185,6 +189,14 @@ class RankMemory:
             f"weights, buffers and eager steps take {needed / GIB:.2f} GiB of {whose}, which has "
             f"{self.device_bytes / GIB:.2f}; {'; '.join(named)}"
         )
+
+
+def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
+    """Return the memory through which copies of KV blocks pass; empty without copies."""
+    if not config.keeps_block_copies(has_state=model.linear is not None):
+        return ()
+    block_bytes = KVCacheSpec.from_config(config, model).bytes_per_block
+    return (MemoryPart(COPY_SLOTS, slot_bytes(block_bytes)),)
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:

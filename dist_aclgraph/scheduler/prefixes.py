@@ -8,6 +8,7 @@ import numpy as np
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block
+from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.rank_step import Chunk, Flight
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import Indices, RunningRows
@@ -19,8 +20,9 @@ class Prefixes:
     Owns nothing: the pool owns blocks and checkpoints, and a request owns its hashes.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, copies: BlockCopies | None = None) -> None:
         self._pool = pool
+        self._copies = copies
 
     def match(self, request: Request) -> list[int]:
         """Return the cached blocks of a waiting request's prefix. If the model has recurrent state,
@@ -39,6 +41,27 @@ class Prefixes:
         if self._pool.checkpoints is None:
             return found
         return found[: self._pool.checkpoints.longest(request.hashes[: len(found)])]
+
+    def fetch(self, request: Request, shared: Sequence[int]) -> bool:
+        """Begin to read the blocks after ``shared`` from files; return False if there are none, or
+        if too few blocks are free to start the request.
+
+        Files are looked up once for each wait of a request.
+        """
+        copies, pool = self._copies, self._pool
+        # Cleaning a block before the next step would destroy contents that were read before.
+        if copies is None or request.has_looked or pool.has_dirty or request.is_suspect:
+            return False
+        missing = -(-len(request.tokens) // pool.block_size) - len(shared)
+        if missing > pool.num_free_without(shared):
+            return False
+        request.has_looked = True
+        count = (len(request.tokens) - 1) // pool.block_size
+        wanted = request.hashes[len(shared) : count]
+        found = copies.find(wanted)
+        if found:
+            copies.load(request, shared, wanted[:found])
+        return found > 0
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
         """Return the checkpoint after the blocks that ``match`` found; empty if none is needed."""
@@ -61,6 +84,8 @@ class Prefixes:
                 self._hash_blocks(request, num_full)
                 for full in range(int(rows.next_full[index]) // size - 1, num_full):
                     self._pool.store(request.block_ids[full], request.hashes[full])
+                    if self._copies is not None:
+                        self._copies.note_stored(request.block_ids[full], request.hashes[full])
             rows.next_full[index] = (num_full + 1) * size
 
     def begin_checkpoints(

@@ -21,6 +21,7 @@ from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.prefixes import Prefixes
 from dist_aclgraph.scheduler.rank_step import (
@@ -75,6 +76,7 @@ class RankScheduler:
         num_prompt_ranks: number of ranks that split prompts.
         exact: whether output that must be computed again runs in decode steps, one token per
             step, as when it was sampled.
+        copies: the copies of this rank's blocks in files; None if there are none.
     """
 
     def __init__(
@@ -87,11 +89,13 @@ class RankScheduler:
         num_prompt_ranks: int = 1,
         *,
         exact: bool = False,
+        copies: BlockCopies | None = None,
     ) -> None:
         self._exact = exact
         self.index = index
         self.pool = pool
-        self.prefixes = Prefixes(pool)
+        self.copies = copies
+        self.prefixes = Prefixes(pool, copies)
         self.rows = rows
         self._max_tokens = config.max_num_batched_tokens
         self._max_chunk = config.prompt_share

@@ -46,6 +46,7 @@ class Request:
             request does not ask for it.
         admitted_s: when the request last left the queue, and prefill_s: the time from then to the
             first token; the owner measures both.
+        has_looked: whether files of the request's KV blocks were looked up since it began to wait.
         is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
             again without shared blocks.
     """
@@ -58,6 +59,7 @@ class Request:
         "deadline",
         "dp_rank",
         "embedding",
+        "has_looked",
         "hashes",
         "is_over",
         "is_suspect",
@@ -115,6 +117,7 @@ class Request:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.embedding = b""
         self.admitted_s = self.prefill_s = 0.0
+        self.has_looked = False
         self.is_over = False
         self.is_suspect = False
         self.max_total_tokens = 0
@@ -137,6 +140,7 @@ class Request:
         """Reset row and blocks. If the request runs again, it is computed from the first token."""
         self.row = -1
         self.block_ids = []
+        self.has_looked = False
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
         """Return how many new tokens the request gets if a stop token ends the request; else None.

@@ -8,9 +8,11 @@ the graph that the largest batch needs.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -27,8 +29,10 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.decoding_ranks import land_decoding
 from dist_aclgraph.scheduler.group_rows import GroupRows
 from dist_aclgraph.scheduler.outputs import StepOutputs
@@ -41,6 +45,7 @@ from dist_aclgraph.scheduler.rank_step import (
     largest_of,
 )
 from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.steps.copies import CopyJob
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ChooseExchange, no_exchange
@@ -79,6 +84,7 @@ class Scheduler:
             request. Then a step contains either a chunk of one prompt on each rank, or requests
             whose prompt is computed. Output that a request had before it came to this engine is
             computed token by token, as when it was sampled.
+        has_file: whether there is a file of a KV block; None if no files are kept.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Scheduler:
         pcp: int = 1,
         choose_exchange: ChooseExchange = no_exchange,
         exact: bool = False,
+        has_file: Callable[[BlockHash], bool] | None = None,
     ) -> None:
         self.config = config
         self.dispatcher = dispatcher
@@ -103,18 +110,32 @@ class Scheduler:
         self.step = 0
         window = pools[0].block_size + num_drafts + 1
         self._rows = GroupRows(len(pools), config.max_num_seqs, window, num_drafts)
+        self._ranks_per_batch = tp * pcp
+        self.copies = [
+            BlockCopies(pool, has_file, self._workers_of(index))
+            for index, pool in enumerate(pools)
+            if has_file is not None
+        ]
+        # Requests that wait until their blocks are read from files.
+        self._fetching: set[Request] = set()
         self.ranks = [
             RankScheduler(
-                index, config, pool, self._rows.of_rank(index), num_drafts, pcp, exact=exact
+                index,
+                config,
+                pool,
+                self._rows.of_rank(index),
+                num_drafts,
+                pcp,
+                exact=exact,
+                copies=copies,
             )
-            for index, pool in enumerate(pools)
+            for index, (pool, copies) in enumerate(zip_longest(pools, self.copies))
         ]
         # Kinds of steps, in the order in which they are tried; the first kind with work is chosen.
         self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
         self.waiting: deque[Request] = deque()  # in the order of deadlines
         # Requests without a row whose grammars are compiled, with their last rank and row.
         self._compiling: dict[Request, tuple[int, int]] = {}
-        self._ranks_per_batch = tp * pcp
         self._splits_prompts = pcp > 1
         self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
@@ -134,10 +155,14 @@ class Scheduler:
     def running(self) -> list[Request]:
         return [request for rank in self.ranks for request in rank.running]
 
+    def _workers_of(self, dp_rank: int) -> range:
+        """Return the workers of a data-parallel rank."""
+        return range(dp_rank * self._ranks_per_batch, (dp_rank + 1) * self._ranks_per_batch)
+
     @property
     def has_work(self) -> bool:
         """Whether a step is in flight or could be scheduled."""
-        waiting = self.waiting or self._compiling
+        waiting = self.waiting or self._compiling or self._fetching
         return bool(waiting or self._in_flight or any(map(len, (r.rows for r in self.ranks))))
 
     @property
@@ -146,7 +171,7 @@ class Scheduler:
 
     @property
     def _num_waiting(self) -> int:
-        return len(self.waiting) + len(self._compiling)
+        return len(self.waiting) + len(self._compiling) + len(self._fetching)
 
     @property
     def num_preemptions(self) -> int:
@@ -194,6 +219,8 @@ class Scheduler:
         request.is_over = True
         if request.row >= 0:
             self.ranks[request.dp_rank].abort(request)
+        elif request in self._fetching:
+            self._fetching.remove(request)
         elif self._compiling.pop(request, None) is None:
             self.waiting.remove(request)
         return RequestDelta(
@@ -347,8 +374,45 @@ class Scheduler:
         self.epoch = epoch
         self._in_flight.clear()
         self._is_void = False
+        self._end_fetching([each for copies in self.copies for each in copies.forget()])
         for rank in self.ranks:
             self._wait_again(rank.rewind())
+
+    # ---- copies of KV blocks
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a copy of KV blocks runs."""
+        return any(copies.num_running for copies in self.copies)
+
+    def copied_blocks(self) -> dict[str, int]:
+        """Return the fields of ``CopyCounts``, for all ranks; empty if no files are kept."""
+        total: Counter[str] = Counter()
+        for copies in self.copies:
+            total.update(asdict(copies.counts))
+        return dict(total)
+
+    def take_copies(self, *, is_idle: bool) -> list[tuple[CopyJob, ...]]:
+        """Return the copies that the workers of each data-parallel rank must begin now."""
+        return [copies.take_jobs(is_idle=is_idle) for copies in self.copies]
+
+    def end_copy(self, number: int, rank: int, num_whole: int) -> None:
+        """Note that a worker has ended a copy. If all have, the request that waits is admitted."""
+        copies = self.copies[rank // self._ranks_per_batch]
+        request = copies.end(number, rank, num_whole)
+        if request is not None:
+            self._end_fetching([request])
+
+    def stop_fetching(self) -> int:
+        """Let no request wait for copies any longer; return how many waited."""
+        requests = list(self._fetching)
+        self._end_fetching(requests)
+        return len(requests)
+
+    def _end_fetching(self, requests: Sequence[Request]) -> None:
+        left = [request for request in requests if request in self._fetching]
+        self._fetching.difference_update(left)
+        self._wait_again(left)
 
     def lose_kv(self) -> None:
         """Let every request wait and start again at its first token, because all KV is lost.
@@ -398,6 +462,9 @@ class Scheduler:
                 order = (-len(shared), rank.num_running, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
+            if self.ranks[index].prefixes.fetch(request, shared):
+                self._fetching.add(request)
+                return True
             if self.ranks[index].start(builders[index], request, shared):
                 self.admitted.append(request)
                 self.num_admitted_tokens += len(request.tokens)

@@ -17,6 +17,7 @@ from dist_aclgraph.ints import INT_BYTES, listed_ints
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.sampling import Structure
+from dist_aclgraph.steps.copies import BlockCopyJobs, CopiedBlocks
 from dist_aclgraph.topology import ExchangeKind
 
 
@@ -286,8 +287,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 ToAllWorkers = GraphCommand | Pause | Resume | Shutdown
-ToWorker = RankPlan | ToAllWorkers
-FromWorker = StepResult | GraphAnswer | Resumed
+ToWorker = RankPlan | BlockCopyJobs | ToAllWorkers
+FromWorker = StepResult | GraphAnswer | Resumed | CopiedBlocks
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -43,6 +43,7 @@ from dist_aclgraph.errors import (
     RollError,
     WorkerError,
 )
+from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.logs import event, logged
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
@@ -515,6 +516,7 @@ class ServingGroups:
             exchange=exchange,
             counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
             has_state=planner.facts.linear is not None,
+            cache_place=CachePlace.of(planner.config, planner.facts),
             token=self._token,
             report=report,
         )

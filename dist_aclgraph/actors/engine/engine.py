@@ -29,6 +29,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
+from dist_aclgraph.kv.tiers import CachePlace, HostCopies, KVTiers
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -59,6 +60,9 @@ class EngineSettings:
     exchange: ExchangeRule
     counts_shared_blocks: bool
     has_state: bool  # whether the model has recurrent state
+    cache_place: (
+        CachePlace | None
+    )  # the first rank's part of the cache; None without copies in files
     token: str
     report: dict[str, Any]
 
@@ -90,6 +94,7 @@ class Engine:
         self._resumption: Resumption | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
+        self._copies: HostCopies | None = None
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._lease = Lease(config.timeouts.link_s)
         leave_with(self._lease, "this engine")
@@ -156,6 +161,11 @@ class Engine:
         dispatcher = GraphDispatcher(
             settings.plan, LazyGraphs.from_config(config, settings.lazy_capacity)
         )
+        place = settings.cache_place
+        tiers = None
+        if place is not None:
+            tiers = KVTiers.open(config, place)
+            self._copies = HostCopies(config) if config.kv.host_gib else None
         scheduler = Scheduler(
             config.scheduler,
             [
@@ -176,6 +186,7 @@ class Engine:
             pcp=layout.pcp,
             choose_exchange=settings.exchange.choose,
             exact=config.recovery.exact,
+            has_file=None if tiers is None else tiers.has,
         )
         ranks = ChannelRanks(
             self._channel,
@@ -205,6 +216,7 @@ class Engine:
                 **settings.report,
                 "began_s": began_s,
                 "pool_bytes": ranks.pool_bytes,
+                "copies_bytes": {} if tiers is None else tiers.num_bytes(),
                 "restarts_left": self._restarts.num_left(time.monotonic()),
             },
         )
@@ -273,4 +285,6 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
+        if self._copies is not None:
+            self._copies.leave()
         self._directory.remove()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_aclgraph.actors.capture.graph_changes import GraphChanges
+from dist_aclgraph.actors.engine.copy_link import CopyLink
 from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.engine.resumption import Resumption
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
+COPYING_S = 0.002  # seconds between two checks while only copies of KV blocks run
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
 # A mean is reported after MEAN_FROM steps. A running mean covers about MEAN_OF steps.
 MEAN_FROM, MEAN_OF = 16, 200
@@ -122,6 +124,9 @@ class EngineLoop:
         self._received_s = 0.0  # time when the last result arrived
         self._changes = changes
         self._resumption = resumption
+        self._copies: CopyLink | None = None
+        if scheduler.copies:
+            self._copies = CopyLink(scheduler, channel, channel.num_workers, step_timeout_s)
         self._report = report
         self._recipients = Recipients()
         self._seen_s = time.monotonic()  # time when the loop last showed progress
@@ -274,9 +279,13 @@ class EngineLoop:
                 request.admitted_s = scheduled_s
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
+        wait_s = IDLE_S
+        if self._copies is not None:
+            self._copies.turn(is_idle=not self._flying)
+            wait_s = COPYING_S if self._copies.is_busy else IDLE_S
         self._deliver(outputs)
         if not self._flying:
-            self._take(IDLE_S)
+            self._take(wait_s)
             return StepOutputs()
         if plan is not None and len(self._flying) < self._steps_in_flight:
             return StepOutputs()
@@ -319,6 +328,8 @@ class EngineLoop:
         else:
             self._flying.clear()
             self._scheduler.rewind(comeback.epoch)
+            if self._copies is not None:
+                self._copies.reset()
             if not comeback.keeps_kv:
                 self._scheduler.lose_kv()
         return StepOutputs()

@@ -52,6 +52,8 @@ def group_metrics(
         "generation_tokens": counts.generation_tokens,
         "prefix_cache_queries": stats["admitted_tokens"],
         "prefix_cache_hits": stats["cached_tokens"],
+        "kv_copied_blocks": scheduler.copied_blocks(),
+        "kv_copies_bytes": ranks_report.get("copies_bytes", {}),
         "spec_decode_num_drafts": stats["drafts"],
         "spec_decode_num_draft_tokens": stats["draft_tokens"],
         "spec_decode_num_accepted_tokens": stats["accepted_tokens"],

@@ -7,6 +7,7 @@ messages of old epochs or steps are dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
@@ -23,6 +24,7 @@ from dist_aclgraph.errors import (
     WorkerStartTimeoutError,
 )
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
+from dist_aclgraph.steps.copies import BlockCopyJobs, CopiedBlocks, CopyJob
 from dist_aclgraph.steps.step import (
     FromWorker,
     Pause,
@@ -68,7 +70,11 @@ def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
 
 
 class StepSender:
-    """The engine's side of the channel. Owns the sockets for workers on all nodes."""
+    """The engine's side of the channel. Owns the sockets for workers on all nodes.
+
+    Attributes:
+        num_workers: number of workers of the group.
+    """
 
     def __init__(
         self,
@@ -91,9 +97,10 @@ class StepSender:
             PlacementError: no port is free.
         """
         self._world_ranks = tuple(world_ranks)
-        self._num_workers = len(world_ranks)
+        self.num_workers = len(world_ranks)
         self._ranks_per_batch = ranks_per_batch
         self._ask = ask
+        self._copied: list[CopiedBlocks] = []
         self._place = place
         self._local = LocalPeers(f"{place.directory}/{SOCKET_FILE}", self._num_batches)
         self._remote: RemotePeers | None = None
@@ -106,7 +113,7 @@ class StepSender:
 
     @property
     def _num_batches(self) -> int:
-        return self._num_workers // self._ranks_per_batch
+        return self.num_workers // self._ranks_per_batch
 
     def address_for(self, node_id: str, rank: GroupRank) -> ChannelAddress:
         """Return where the worker of ``rank`` connects; the worker is on node ``node_id``.
@@ -128,11 +135,11 @@ class StepSender:
             WorkerStartTimeoutError: a worker did not connect in time.
         """
         deadline_s = time.monotonic() + timeout_s
-        while (connected := self._num_connected()) < self._num_workers:
+        while (connected := self._num_connected()) < self.num_workers:
             check()
             if time.monotonic() > deadline_s:
                 raise WorkerStartTimeoutError(
-                    f"{connected} of {self._num_workers} workers listened for steps within "
+                    f"{connected} of {self.num_workers} workers listened for steps within "
                     f"{timeout_s:g} s",
                     phase="CAPTURING",
                 )
@@ -149,9 +156,40 @@ class StepSender:
             frames = list(map(encoder.encode, parts))
         else:
             frames = [encoder.encode(message)] * self._num_batches
+        self._send_frames(frames)
+
+    def _send_frames(self, frames: Sequence[bytes]) -> None:
         self._local.send(frames)
         if self._remote is not None:
             self._remote.send(frames)
+
+    def send_copies(self, epoch: int, number: int, jobs: Sequence[tuple[CopyJob, ...]]) -> None:
+        """Send the workers of each data-parallel rank the copies of KV blocks that begin."""
+        frames = [encoder.encode(BlockCopyJobs(epoch, number, each)) for each in jobs]
+        self._send_frames(frames)
+
+    def take_copied(self) -> list[CopiedBlocks]:
+        """Return the workers' replies to ``send_copies`` that arrived since the last call."""
+        copied, self._copied = self._copied, []
+        return copied
+
+    def poll_copied(self) -> None:
+        """Receive replies to ``send_copies`` while no step is in flight, without waiting.
+
+        Other messages of workers are of earlier steps then, and are dropped.
+        """
+        self._local.wait(0)
+        while (frame := self._take()) is not None:
+            with contextlib.suppress(NotAMessageError):
+                self._keep_copied(read_frame(from_worker_decoder, frame))
+
+    def _keep_copied(self, message: FromWorker) -> bool:
+        """Keep a reply to ``send_copies`` for ``take_copied``; return whether it is one."""
+        if not isinstance(message, CopiedBlocks):
+            return False
+        if 0 <= message.rank < self.num_workers:
+            self._copied.append(message)
+        return True
 
     def receive(
         self, plan: StepPlan, timeout_s: float, check: Callable[[], None]
@@ -163,7 +201,7 @@ class StepSender:
         """
         results: dict[GroupRank, StepResult] = {}
         what, deadline = f"step {plan.step}", Deadline(timeout_s)
-        while len(results) < self._num_workers:
+        while len(results) < self.num_workers:
             result = self._next(what, results, deadline, check)
             if not isinstance(result, StepResult) or result.step < plan.step:
                 continue
@@ -192,7 +230,7 @@ class StepSender:
         """
         errors: dict[GroupRank, str] = {}
         deadline = Deadline(timeout_s)
-        while len(errors) < self._num_workers:
+        while len(errors) < self.num_workers:
             answer = self._next("coming back", errors, deadline, check)
             if isinstance(answer, Resumed) and answer.epoch == epoch:
                 errors[GroupRank(answer.rank)] = answer.error
@@ -208,7 +246,7 @@ class StepSender:
         """
         votes: dict[GroupRank, GraphAnswer] = {}
         deadline = Deadline(timeout_s)
-        while len(votes) < self._num_workers:
+        while len(votes) < self.num_workers:
             vote = self._next(f"'{command}'", votes, deadline, check)
             if not isinstance(vote, GraphAnswer) or vote.number != command.number:
                 continue
@@ -237,7 +275,7 @@ class StepSender:
             except NotAMessageError as e:
                 logger.debug("dropped: %s", e)
                 continue
-            if 0 <= message.rank < self._num_workers:
+            if not self._keep_copied(message) and 0 <= message.rank < self.num_workers:
                 return message
 
     def _wait(self) -> bool:
@@ -258,7 +296,7 @@ class StepSender:
     def _silence(
         self, what: str, answered: Container[GroupRank], timeout_s: float
     ) -> WorkerLostError:
-        missing = [r for r in map(GroupRank, range(self._num_workers)) if r not in answered]
+        missing = [r for r in map(GroupRank, range(self.num_workers)) if r not in answered]
         verdict = judge(self._world_ranks, self._ask(missing))
         when = f"within {timeout_s:g} s"
         if self._local.num_lost:
@@ -298,7 +336,9 @@ class StepReceiver:
         """Return whether ``receive`` would find a message."""
         return self._engine.has_message()
 
-    def receive(self, epoch: int) -> RankPlan | GraphCommand | Pause | Resume | None:
+    def receive(
+        self, epoch: int
+    ) -> RankPlan | BlockCopyJobs | GraphCommand | Pause | Resume | None:
         """Return the next message of ``epoch``; None if the engine shuts down.
 
         Frames that are not messages are dropped.

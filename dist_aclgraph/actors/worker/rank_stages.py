@@ -24,6 +24,7 @@ from dist_aclgraph.device.kind import DeviceKind, resolve_kind
 from dist_aclgraph.environment import is_soft_partition, launch_blocking, visible_devices
 from dist_aclgraph.errors import DeviceError, DeviceFault, NotBoundError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.commands import GraphCommand
@@ -379,9 +380,16 @@ class LoadedRank:
                 owns_output=joined.groups.tp.rank == joined.groups.pcp.rank == 0,
                 choose_exchange=joined.exchange.choose,
                 context=ContextParallel.of(joined.groups),
+                tiers=self._open_tiers(),
             )
         joined.streams.book("main, update and capture streams")
         return RunningRank(self, runner)
+
+    def _open_tiers(self) -> KVTiers | None:
+        """Return the files for copies of this rank's KV blocks; None if none are kept."""
+        config, groups = self.joined.config, self.joined.groups
+        place = CachePlace.of(config, self.joined.spec, groups.tp.rank, groups.dcp.rank)
+        return None if place is None else KVTiers.open(config, place)
 
 
 @dataclass(frozen=True)

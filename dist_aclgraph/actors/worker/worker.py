@@ -49,6 +49,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.planning.way_back import MAY_SURVIVE
 from dist_aclgraph.shapes.weight_files import weight_files
+from dist_aclgraph.steps.copies import BlockCopyJobs, CopiedBlocks
 from dist_aclgraph.steps.step import Pause, RankPlan, Resume, Resumed, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 from dist_aclgraph.version import build
@@ -430,7 +431,10 @@ class Worker:
                     channel.send(self.carry_out(plan))
                 else:
                     try:
-                        self._run_step(plan, channel)
+                        if isinstance(plan, BlockCopyJobs):
+                            self._copy_blocks(plan, channel)
+                        else:
+                            self._run_step(plan, channel)
                     except EngineDeadError:
                         raise
                     except Exception as e:
@@ -455,6 +459,12 @@ class Worker:
                 self.launch(plan, channel.send)
                 runner.prepare_next(channel.has_message)
         self._recorder.idle()
+
+    def _copy_blocks(self, order: BlockCopyJobs, channel: StepReceiver) -> None:
+        rank = self._running
+        with rank.joined.npu.launching():
+            ended = tuple(rank.runner.copy_blocks(order.jobs))
+        channel.send(CopiedBlocks(order.epoch, order.number, rank.joined.group_rank, ended))
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""

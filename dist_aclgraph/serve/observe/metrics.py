@@ -58,6 +58,12 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "generation_tokens": ("counter", "", "Tokens generated."),
     "prefix_cache_queries": ("counter", "", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("counter", "", "Prompt tokens found in the prefix cache."),
+    "kv_copied_blocks": (
+        "counter",
+        "outcome",
+        "KV blocks saved to files or loaded from files; unsaved and missed ones could not be.",
+    ),
+    "kv_copies_bytes": ("gauge", "tier", "Bytes of KV files on the engine's node, by tier."),
     "spec_decode_num_drafts": ("counter", "", "Times that a request's drafts were verified."),
     "spec_decode_num_draft_tokens": ("counter", "", "Draft tokens that were verified."),
     "spec_decode_num_accepted_tokens": ("counter", "", "Draft tokens that were accepted."),

@@ -31,6 +31,7 @@ from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import ExchangeKind
 from tests.laws import examples, is_full
 from tests.plans import make_plan
+from tests.unit.scheduler.fake_files import FakeFiles
 from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker, next_token
 from tests.unit.scheduler.requests import EOS, submit
 
@@ -115,6 +116,7 @@ class Shape:
     exact: bool = False
     num_checkpoints: int | None = None  # None: the model has no recurrent state
     interval: int = 1  # number of blocks between two checkpoints
+    has_files: bool = False  # whether blocks are copied to files, and back
 
     @property
     def max_tokens(self) -> int:
@@ -135,6 +137,7 @@ shapes = st.builds(
     counts_shared=st.booleans(),
     in_flight=st.integers(1, 2),
 )
+shapes_with_files = shapes.map(lambda s: replace(s, prefix_cache=True, has_files=True))
 # With ``counts_shared``, decode steps run without a graph if the cache is full. Such steps are not
 # exact, so ``counts_shared`` is off here.
 exact_shapes = shapes.map(
@@ -188,6 +191,18 @@ class World:
         shape, chance = self.shape, random.Random(self.seed)
         query_len = shape.num_drafts + 1
         plan = make_plan(query_len, 2 * query_len, 4 * query_len, query_len=query_len)
+        workers = [
+            FakeWorker(
+                shape.num_blocks,
+                BLOCK_SIZE,
+                VOCABULARY,
+                num_drafts=shape.num_drafts,
+                accept=lambda: chance.randint(0, shape.num_drafts),
+                has_state=shape.num_checkpoints is not None,
+            )
+            for _ in range(shape.dp)
+        ]
+        self.files = FakeFiles(chance, workers, shape.tp)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_tokens
@@ -208,19 +223,10 @@ class World:
             tp=shape.tp,
             choose_exchange=self.choose_exchange,
             exact=shape.exact,
+            has_file=self.files.has if shape.has_files else None,
         )
         self.group = FakeGroup(
-            [
-                FakeWorker(
-                    shape.num_blocks,
-                    BLOCK_SIZE,
-                    VOCABULARY,
-                    num_drafts=shape.num_drafts,
-                    accept=lambda: chance.randint(0, shape.num_drafts),
-                    has_state=shape.num_checkpoints is not None,
-                )
-                for _ in range(shape.dp)
-            ],
+            workers,
             shape.tp,
             lose=lambda: shape.loses_tokens and chance.random() < 0.2,
             compile_steps=lambda: chance.choice([*[0] * 20, 1, 4]) if shape.compiles else 0,
@@ -259,12 +265,21 @@ class World:
             self.results.append(self.group.execute(plan))
             self.check_plan(plan)
         meanwhile()
+        is_copying = self.copy()
         if not self.results:
-            assert not self.scheduler.has_work
-            return False
+            assert is_copying or not self.scheduler.has_work
+            return is_copying
         if plan is None or len(self.results) == self.shape.in_flight:
             self.take(self.scheduler.update(self.results.popleft()))
         return True
+
+    def copy(self) -> bool:
+        """Begin and continue copies of blocks; return whether a copy ran or waits."""
+        self.files.begin(self.scheduler.take_copies(is_idle=not self.results))
+        was_busy = any(copies.is_busy for copies in self.scheduler.copies)
+        for number, rank, num_whole in self.files.advance():
+            self.scheduler.end_copy(number, rank, num_whole)
+        return was_busy
 
     def resume(self, *, keeps_kv: bool) -> None:
         """Simulate that devices failed during the steps in flight, and that the group has
@@ -273,6 +288,7 @@ class World:
         for worker in self.group.workers:
             worker.resume(len(self.results))
         self.results.clear()
+        self.files.forget()
         self.scheduler.rewind(self.scheduler.epoch + 1)
         if not keeps_kv:
             for worker in self.group.workers:
@@ -373,6 +389,14 @@ class World:
 @examples(400)
 @given(arrivals, shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_every_request_gets_its_tokens_and_every_block_comes_back(
+    plan_of_arrivals, shape, seed, resumes_at
+) -> None:
+    play(plan_of_arrivals, shape, seed, resumes_at)
+
+
+@examples(400)
+@given(arrivals, shapes_with_files, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
+def test_blocks_that_are_read_from_files_have_the_contents_of_their_tokens(
     plan_of_arrivals, shape, seed, resumes_at
 ) -> None:
     play(plan_of_arrivals, shape, seed, resumes_at)

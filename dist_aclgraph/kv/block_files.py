@@ -1,0 +1,321 @@
+"""Files that keep copies of KV blocks, in a folder whose bytes are limited.
+
+A file holds one block of one rank: all layers, one tensor after the other. Its name is the hash of
+the block's tokens, so a file that exists is the right one for every request with these tokens. A
+file gets its name when it is complete, and is never changed afterwards. Any number of processes
+read and write the same folder; the file system is their only index. A file that one process deletes
+while another process reads it stays readable for the reader.
+
+The folder's bytes are counted in one file, under a lock. If a new file does not fit, the files that
+were not used for the longest time are deleted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_aclgraph.kv.checkpoints import BlockHash
+
+# Magic number, checksum of the contents, number of bytes of the contents, hash of the block.
+HEADER = struct.Struct("<8sIQ16s")
+MAGIC = b"DAGKV\0\0\1"
+COUNT = struct.Struct("<Q")
+COUNT_FILE = "bytes.count"
+LOCK_SUFFIX = ".lock"  # suffix of files that are not blocks
+UNFINISHED = ".part"  # suffix of a file that is being written
+ABANDONED_S = 60.0  # seconds after which an unfinished file belongs to a process that has ended
+LOCK_S = 1.0  # seconds to wait for the lock of the count
+LOCK_POLL_S = 0.005
+COPY_BYTES = 1 << 24
+MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
+
+Buffers = Sequence[memoryview]
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _NewFile:
+    """A file that is written: its descriptor, or -1; and whether the file exists at the end."""
+
+    fd: int = -1
+    exists: bool = False
+
+
+class BlockFiles:
+    """The files of blocks below one folder, with a limit on their bytes.
+
+    Args:
+        root: the folder whose bytes are limited; it may contain the folders of several models and
+            ranks.
+        folder: the folder below ``root`` for the blocks of this rank.
+        max_bytes: limit on the bytes of all files below ``root``, headers included.
+    """
+
+    def __init__(self, root: Path, folder: Path, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._root = root
+        self._folder = folder
+        self._oldest: deque[tuple[float, Path]] = deque()  # files to delete next, oldest first
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path_of(self, block_hash: BlockHash) -> Path:
+        return self._folder / block_hash.hex()
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return self.path_of(block_hash).exists()
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all files below the root, as they were last counted."""
+        try:
+            return int(COUNT.unpack((self._root / COUNT_FILE).read_bytes())[0])
+        except (OSError, struct.error):
+            return 0
+
+    def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+        """Read a block into ``buffers``; return False if there is no whole file of this size.
+
+        A file with wrong contents is deleted.
+        """
+        path = self.path_of(block_hash)
+        size = sum(map(len, buffers))
+        header = bytearray(HEADER.size)
+        try:
+            with path.open("rb", buffering=0) as file:
+                if file.readinto(header) != HEADER.size:
+                    raise OSError("the header is cut off")
+                _move(os.readv, file.fileno(), buffers)
+                os.utime(file.fileno())  # the file is deleted later than the files that nobody uses
+        except FileNotFoundError:
+            return False
+        except OSError as e:
+            return self._refuse(path, str(e))
+        if header != _header(block_hash, size, buffers):
+            return self._refuse(path, "its contents do not match its header")
+        return True
+
+    def _refuse(self, path: Path, why: str) -> bool:
+        logger.warning("%s is deleted: %s", path, why)
+        self.delete(path)
+        return False
+
+    def write(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+        """Write a block; return whether a file of this block exists or is being written.
+
+        Returns False, and writes nothing, if no room can be made within a second.
+        """
+        size = sum(map(len, buffers))
+        with self._new_file(self.path_of(block_hash), HEADER.size + size) as new:
+            if new.fd >= 0:
+                header = memoryview(_header(block_hash, size, buffers))
+                _move(os.writev, new.fd, [header, *buffers])
+        return new.exists
+
+    def copy_from(self, other: BlockFiles, block_hash: BlockHash) -> None:
+        """Copy a block's file from other files; do nothing if it is no longer there."""
+        try:
+            with other.path_of(block_hash).open("rb", buffering=0) as source:
+                size = os.fstat(source.fileno()).st_size
+                with self._new_file(self.path_of(block_hash), size) as new:
+                    if new.fd >= 0:
+                        _copy(source.fileno(), new.fd)
+        except FileNotFoundError:
+            pass
+
+    @contextmanager
+    def _new_file(self, path: Path, size: int) -> Iterator[_NewFile]:
+        """Reserve ``size`` bytes and open an unfinished file; it gets its name after the context.
+
+        The file is not opened if it exists, if another process writes it, or if there is no room.
+        If the context ends with an OSError, the unfinished file is removed.
+        """
+        unfinished, new = path.with_name(path.name + UNFINISHED), _NewFile()
+        if path.exists():
+            new.exists = True
+            yield new
+            return
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Only one process succeeds in creating the file; the others have nothing to write.
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            new.fd = os.open(unfinished, flags, 0o600)
+        except FileExistsError:
+            new.exists = not _remove_abandoned(unfinished)
+            yield new
+            return
+        except OSError as e:
+            logger.warning("a KV block is not kept: %s", e)
+            yield new
+            return
+        is_reserved = False
+        try:
+            is_reserved = self._make_room(size)
+            if not is_reserved:
+                os.close(new.fd)
+                new.fd = -1
+            yield new
+            if is_reserved:
+                os.rename(unfinished, path)
+                new.exists = True
+        except OSError as e:  # for example, another program has filled the file system
+            logger.warning("a KV block is not kept: %s", e)
+            if is_reserved:
+                self._add(-size)
+        finally:
+            if new.fd >= 0:
+                os.close(new.fd)
+            if not new.exists:
+                unfinished.unlink(missing_ok=True)
+
+    def delete(self, path: Path) -> None:
+        """Delete a file, and subtract its bytes from the count."""
+        try:
+            size = path.stat().st_size
+            path.unlink()
+        except OSError:
+            return  # another process has deleted the file
+        self._add(-size)
+
+    def _add(self, num_bytes: int) -> None:
+        with self._counting() as count:
+            if count is not None:
+                count[0] = max(0, count[0] + num_bytes)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Reserve bytes for a new file, and delete old files until they fit."""
+        if num_bytes > self.max_bytes:
+            return False
+        with self._counting() as count:
+            if count is None:
+                return False
+            is_fresh = False
+            while count[0] + num_bytes > self.max_bytes:
+                if not self._oldest:
+                    if is_fresh:
+                        return False
+                    count[0], is_fresh = self._survey(), True
+                    continue
+                used_s, path = self._oldest.popleft()
+                count[0] -= self._evict(path, used_s)
+            count[0] += num_bytes
+        return True
+
+    def _survey(self) -> int:
+        """Find the oldest files below the root; return the bytes of all files.
+
+        A tenth of the bytes is enough: the next survey finds the files that were used since.
+        """
+        found = sorted(_files_below(self._root))
+        total = sum(size for _, _, size in found)
+        chosen, now_s = 0, time.time()
+        for used_s, path, size in found:
+            if chosen > self.max_bytes // 10:
+                break
+            if path.name.endswith(UNFINISHED) and now_s - used_s < ABANDONED_S:
+                continue  # a process is writing this file
+            chosen += size
+            self._oldest.append((used_s, path))
+        return total
+
+    def _evict(self, path: Path, used_s: float) -> int:
+        """Delete a file if it was not used since ``used_s``; return the freed bytes."""
+        try:
+            status = path.stat()
+            if status.st_mtime != used_s:
+                return 0
+            path.unlink()
+        except OSError:
+            return 0
+        return status.st_size
+
+    @contextmanager
+    def _counting(self) -> Iterator[list[int] | None]:
+        """Lock the count; yield it in a list whose value is stored at the end.
+
+        Yields None if the lock is not free in time, because a stopped process may hold it.
+        """
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+        file = os.open(self._root / COUNT_FILE, flags, 0o600)
+        try:
+            if not _lock(file):
+                yield None
+                return
+            stored = os.pread(file, COUNT.size, 0)
+            count = [COUNT.unpack(stored)[0] if len(stored) == COUNT.size else self._survey()]
+            yield count
+            os.pwrite(file, COUNT.pack(max(0, count[0])), 0)
+        finally:
+            os.close(file)
+
+
+def _header(block_hash: BlockHash, size: int, buffers: Buffers) -> bytes:
+    checksum = 0
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer, checksum)
+    return HEADER.pack(MAGIC, checksum, size, block_hash)
+
+
+def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> None:
+    """Read or write all bytes of the buffers.
+
+    Raises:
+        OSError: the file or the file system has fewer bytes.
+    """
+    left = deque(buffers)
+    while left:
+        moved = call(file, list(left)[:MAX_PARTS])
+        if moved == 0:
+            raise OSError("the file is cut off")
+        while left and moved >= len(left[0]):
+            moved -= len(left.popleft())
+        if moved:
+            left[0] = left[0][moved:]
+
+
+def _copy(source: int, target: int) -> None:
+    while os.sendfile(target, source, None, COPY_BYTES):
+        pass
+
+
+def _files_below(root: Path) -> Iterator[tuple[float, Path, int]]:
+    """Yield time of last use, path and size of all block files, unfinished ones included."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name == COUNT_FILE or name.endswith(LOCK_SUFFIX):
+                continue
+            path = Path(folder, name)
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                yield status.st_mtime, path, status.st_size
+
+
+def _remove_abandoned(unfinished: Path) -> bool:
+    """Remove an unfinished file whose process has ended; return whether it was removed."""
+    try:
+        if time.time() - unfinished.stat().st_mtime < ABANDONED_S:
+            return False
+        unfinished.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _lock(file: int) -> bool:
+    deadline_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(LOCK_POLL_S)

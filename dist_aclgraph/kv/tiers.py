@@ -1,0 +1,237 @@
+"""KV outside the device: files of blocks in a node's memory, then on its disk.
+
+All groups of a node that serve the same model with the same layout share these files. A block is
+written to memory, and then, when there is time, also to the disk. In each tier, the blocks that
+were not used for the longest time are deleted when it is full. A block that is in no tier is
+computed again, so files can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.kv.block_files import BlockFiles, Buffers
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.shapes.model_facts import ModelFacts
+from dist_aclgraph.shapes.weight_files import weight_files
+
+FORMAT = "1"  # version of the contents of a block's file
+GIB = 1 << 30
+PREFIX = "dist-aclgraph-kv-"
+MODEL_CONFIG = "config.json"
+USERS = "users.lock"
+MAX_LATE = 4096  # number of blocks that wait to be written to the disk
+OTHERS_WRITE = 0o022  # bits of a mode
+
+
+@dataclass(frozen=True)
+class CachePlace:
+    """The part of a data-parallel rank's cache that one of its ranks keeps.
+
+    Attributes:
+        heads: index of the rank's key-value heads among ``num_heads`` different ones; ranks with
+            copies of the same heads have the same index. With latent attention, all ranks have the
+            same latents.
+        shard: index of the rank's shard of the context among ``num_shards`` ones.
+        interleave: number of neighbouring tokens on one shard.
+    """
+
+    heads: int = 0
+    num_heads: int = 1
+    shard: int = 0
+    num_shards: int = 1
+    interleave: int = 1
+
+    @classmethod
+    def of(
+        cls, config: Config, facts: ModelFacts, tp_rank: int = 0, dcp_rank: int = 0
+    ) -> CachePlace | None:
+        """Return the place of a rank; None if no copies of its blocks are kept."""
+        if not config.keeps_block_copies(has_state=facts.linear is not None):
+            return None
+        parallel = config.parallel
+        num_heads = 1 if facts.mla else min(parallel.tp, facts.num_kv_heads)
+        return cls(
+            tp_rank * num_heads // parallel.tp,
+            num_heads,
+            dcp_rank,
+            parallel.dcp,
+            parallel.cp_interleave,
+        )
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder for files of this place."""
+        return (
+            f"heads-{self.heads}-of-{self.num_heads}-shard-{self.shard}-of-{self.num_shards}"
+            f"-by-{self.interleave}"
+        )
+
+
+class KVTiers:
+    """The files of one rank's blocks, in memory and on disk; any thread may use this object.
+
+    Args:
+        tiers: the files in each tier, by the tier's name; the first tier gets new blocks.
+    """
+
+    def __init__(self, tiers: Mapping[str, BlockFiles]) -> None:
+        self._by_name = tiers
+        self._first, *lower = tiers.values()
+        self._second = lower[0] if lower else None
+        # Blocks that are written to the second tier later.
+        self._late: queue.Queue[BlockHash] = queue.Queue(MAX_LATE)
+        if self._second is not None:
+            threading.Thread(target=self._write_late, name="kv-disk", daemon=True).start()
+
+    @classmethod
+    def open(cls, config: Config, place: CachePlace) -> KVTiers:
+        """Return the tiers that the configuration asks for.
+
+        Raises:
+            ConfigError: a folder cannot be made, or is too small.
+            ModelError: the checkpoint's files cannot be found.
+        """
+        kv, folder = config.kv, Path(cache_identity(config), place.folder)
+        tiers = {}
+        if kv.host_gib:
+            tiers["host"] = _open(host_root(config), folder, kv.host_gib, "kv.host_gib")
+        if kv.disk is not None:
+            root = Path(kv.disk).expanduser()
+            tiers["disk"] = _open(root, folder, kv.disk_gib, "kv.disk_gib")
+        return cls(tiers)
+
+    def path_of(self, block_hash: BlockHash) -> Path:
+        """Return where the first tier keeps a block."""
+        return self._first.path_of(block_hash)
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return any(tier.has(block_hash) for tier in self._by_name.values())
+
+    def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+        """Read a block from the first tier that has it; see ``BlockFiles.read``.
+
+        A block that only the second tier has is written to the first one.
+        """
+        if self._first.read(block_hash, buffers):
+            return True
+        if self._second is None or not self._second.read(block_hash, buffers):
+            return False
+        self._first.write(block_hash, buffers)
+        return True
+
+    def write(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+        """Write a block to the first tier; see ``BlockFiles.write``."""
+        if not self._first.write(block_hash, buffers):
+            return False
+        if self._second is not None:
+            # If the disk is too slow, some blocks are not written to it.
+            with contextlib.suppress(queue.Full):
+                self._late.put_nowait(block_hash)
+        return True
+
+    def _write_late(self) -> None:
+        assert self._second is not None
+        while True:
+            block_hash = self._late.get()
+            self._second.copy_from(self._first, block_hash)
+            self._late.task_done()
+
+    def flush(self) -> None:
+        """Wait until the second tier has all blocks."""
+        self._late.join()
+
+    def num_bytes(self) -> dict[str, int]:
+        """Return the bytes in each tier of this node, by the tier's name."""
+        return {name: tier.num_bytes() for name, tier in self._by_name.items()}
+
+
+def host_root(config: Config) -> Path:
+    """Return this user's folder for copies in memory."""
+    return Path(config.kv.host_path) / f"{PREFIX}{os.getuid()}"
+
+
+class HostCopies:
+    """A group's use of this model's copies in the memory of its node.
+
+    When the last group of a node ends in an orderly way, the copies are deleted. They outlive a
+    group that is killed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._folder = host_root(config) / cache_identity(config)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+        self._lock = os.open(self._folder / USERS, flags, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def leave(self) -> None:
+        """Delete the copies if no other group uses them."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def cache_identity(config: Config) -> str:
+    """Return a name that is equal only for caches in which equal tokens have equal contents.
+
+    The name depends on the checkpoint's files (their names, sizes and times, as reading all weights
+    takes minutes), and on all settings that change values or their layout within a block.
+    """
+    directory = Path(config.model)
+    files = [directory / MODEL_CONFIG]
+    if config.weights == "checkpoint":
+        files += weight_files(directory)
+    facts = {
+        "format": FORMAT,
+        "files": [(file.resolve().name, *_size_and_time(file)) for file in files],
+        "overrides": config.model_overrides,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "weights": config.weights,
+        "block_size": config.kv.block_size,
+        "has_drafts": config.speculative.num_tokens > 0,
+    }
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    try:
+        status = file.stat()
+    except OSError as e:
+        raise ModelError(f"{file} cannot be read: {e.strerror}") from e
+    return status.st_size, status.st_mtime_ns
+
+
+def _open(root: Path, folder: Path, gib: float, key: str) -> BlockFiles:
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status, space = root.stat(), os.statvfs(root)
+        if status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
+            raise ConfigError(
+                f"{root} can be changed by other users, who could change answers: make it this "
+                "user's own, and run `chmod go-w` on it"
+            )
+        files = BlockFiles(root, root / folder, int(gib * GIB))
+    except OSError as e:
+        raise ConfigError(f"{root} cannot keep copies of KV blocks: {e.strerror}") from e
+    if (size := space.f_blocks * space.f_frsize) < gib * GIB:
+        raise ConfigError(
+            f"{key} is {gib:g}, but the file system of {root} has only {size / GIB:.1f} GiB: lower "
+            f"{key}, or give the file system more room"
+        )
+    return files

@@ -1,0 +1,22 @@
+"""The device memory through which copies of KV blocks pass on their way to and from files."""
+
+from __future__ import annotations
+
+NUM_SLOTS = 4
+# A slot holds as many blocks as fit in SLOT_BYTES, from 1 to MAX_BLOCKS.
+SLOT_BYTES = 32 << 20
+MAX_BLOCKS = 64
+
+
+def blocks_per_slot(block_bytes: int) -> int:
+    """Return the number of blocks in a slot.
+
+    Args:
+        block_bytes: bytes of a block in all layers, on one rank.
+    """
+    return max(1, min(MAX_BLOCKS, SLOT_BYTES // block_bytes))
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Return the bytes of all slots on a device, and also in the pinned memory of its host."""
+    return NUM_SLOTS * blocks_per_slot(block_bytes) * block_bytes

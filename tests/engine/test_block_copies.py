@@ -1,0 +1,215 @@
+"""KV blocks that are read from files give the tokens that computed blocks give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.kv.block_files import BlockFiles
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.tiers import KVTiers
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.routing import block_hashes
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from tests.checkpoints import add_next_token_module, make_reference
+from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner, turn
+from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = [[(7 * i + j) % 90 + 3 for j in range(40 + 9 * i)] for i in range(4)]
+ROWS = 4
+NUM_FULL = sum(
+    (len(prompt) - 1) // BLOCK_SIZE for prompt in PROMPTS
+)  # blocks that a prefix can have
+FAMILIES = {"deepseek": "DeepseekV3ForCausalLM"}
+WAIT_S = 60.0
+
+
+class Service:
+    """A scheduler and its only worker, whose cache is empty."""
+
+    def __init__(
+        self, runner: ModelRunner, tiers: KVTiers, num_drafts: int = 0, num_blocks: int = 64
+    ) -> None:
+        self.runner = runner
+        runner.clear_cache()
+        self.tokens: dict[str, list[int]] = {}
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64),
+            [BlockPool(num_blocks, BLOCK_SIZE)],
+            GraphDispatcher(plan_of(num_drafts)),
+            max_model_len=MAX_LEN,
+            num_drafts=num_drafts,
+            has_file=tiers.has,
+        )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.scheduler.copied_blocks()
+
+    def add(self, name: str, prompt: Sequence[int], **options: Any) -> None:
+        self.tokens[name] = []
+        self.scheduler.add(submit(name, prompt, PARAMS, **options))
+
+    def turn(self) -> None:
+        for delta in turn(self.scheduler, self.runner):
+            self.tokens[delta.request_id] += delta.token_ids
+        (jobs,) = self.scheduler.take_copies(is_idle=not self.runner.is_busy)
+        for number, num_whole in self.runner.copy_blocks(jobs):
+            self.scheduler.end_copy(number, 0, num_whole)
+
+    def finish(self) -> None:
+        """Run until no request and no copy is left."""
+        deadline_s = time.monotonic() + WAIT_S
+        while self.scheduler.has_work or self.scheduler.copies[0].is_busy:
+            self.turn()
+            assert time.monotonic() < deadline_s
+        assert self.scheduler.ranks[0].pool.num_used == 0
+
+    def answer(self, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+        names = [f"{len(self.tokens) + i}" for i in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.add(name, prompt, **options)
+        self.finish()
+        return [self.tokens[name] for name in names]
+
+
+def plan_of(num_drafts: int) -> GraphPlan:
+    return make_plan(ROWS * (num_drafts + 1), query_len=num_drafts + 1, max_num_seqs=ROWS)
+
+
+def make_tiers(folder: Path) -> KVTiers:
+    return KVTiers({"host": BlockFiles(folder, folder / "rank", 1 << 30)})
+
+
+def make(npu: Npu, directory: Path, tiers: KVTiers, num_drafts: int = 0) -> ModelRunner:
+    """Return a runner with captured graphs."""
+    graphs = plan_of(num_drafts).capture_order
+    runner = make_runner(npu, directory, ROWS, graphs, num_drafts, tiers=tiers)
+    for graph in graphs:
+        runner.warm_up(graph)
+        runner.capture(graph)
+        runner.commit(graph)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def tiers(folder: Path) -> KVTiers:
+    return make_tiers(folder)
+
+
+@pytest.fixture(scope="module")
+def runner(npu: Npu, checkpoint: Path, tiers: KVTiers) -> Iterator[ModelRunner]:
+    runner = make(npu, checkpoint, tiers)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner, tiers: KVTiers) -> list[list[int]]:
+    """The answers to PROMPTS, whose blocks have files now."""
+    service = Service(runner, tiers)
+    answers = service.answer()
+    assert service.counts["saved"] >= NUM_FULL and service.counts["unsaved"] == 0
+    return answers
+
+
+def test_a_new_group_finds_the_blocks_of_an_earlier_one(
+    runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
+) -> None:
+    service = Service(runner, tiers)
+    assert service.answer() == expected
+    assert (service.counts["loaded"], service.counts["missed"]) == (NUM_FULL, 0)
+    assert service.scheduler.num_cached_tokens == NUM_FULL * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(("family", "num_drafts"), [("deepseek", 0), ("deepseek", 2)])
+def test_other_caches_are_copied(npu: Npu, tmp_path: Path, family: str, num_drafts: int) -> None:
+    """Latents, and the blocks of a next-token module: with them, the same drafts are accepted."""
+    make_reference(FAMILIES[family], tmp_path)
+    if num_drafts:
+        add_next_token_module(tmp_path)
+    tiers = make_tiers(tmp_path / "files")
+    runner = make(npu, tmp_path, tiers, num_drafts)
+    first = Service(runner, tiers, num_drafts)
+    answers = first.answer()
+    second = Service(runner, tiers, num_drafts)
+    assert second.answer() == answers
+    assert second.counts["loaded"] == NUM_FULL
+    assert second.scheduler.stats()["accepted_tokens"] == first.scheduler.stats()["accepted_tokens"]
+    runner.close()
+
+
+def test_a_damaged_file_costs_only_the_blocks_from_it_on(
+    runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
+) -> None:
+    longest = max(PROMPTS, key=len)
+    hashes = block_hashes(pack_ints(longest), "", BLOCK_SIZE)
+    path = tiers.path_of(hashes[1])
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    service = Service(runner, tiers)
+    assert service.answer([longest]) == [expected[PROMPTS.index(longest)]]
+    assert service.counts["loaded"] == 1
+    assert service.counts["missed"] == len(hashes) - 1
+    assert tiers.has(hashes[1])  # the computed block was written again
+
+
+def test_blocks_of_other_salts_are_not_found(
+    runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
+) -> None:
+    service = Service(runner, tiers)
+    assert service.answer(cache_salt="private") == expected
+    assert service.counts["loaded"] == 0
+
+
+def test_preempted_requests_find_their_blocks_in_files(runner: ModelRunner, tiers: KVTiers) -> None:
+    prompts = [[number] * 60 for number in (5, 6, 7)]  # each grows from two blocks to three
+    expected = Service(runner, tiers).answer(prompts)
+    service = Service(runner, tiers, num_blocks=8)
+    assert service.answer(prompts) == expected
+    assert service.scheduler.num_preemptions > 0
+    assert service.counts["loaded"] >= len(prompts)
+
+
+def test_an_aborted_request_leaves_its_blocks_to_the_cache(
+    runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
+) -> None:
+    service = Service(runner, tiers)
+    service.add("a", PROMPTS[3])
+    service.turn()
+    assert service.scheduler.is_copying and not service.scheduler.running
+    service.scheduler.abort("a")
+    service.finish()
+    assert service.answer([PROMPTS[3]]) == [expected[3]]
+    assert service.counts["loaded"] == len(PROMPTS[3]) // BLOCK_SIZE  # only once
+
+
+def test_copies_end_with_an_abort_of_the_device(
+    runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
+) -> None:
+    service = Service(runner, tiers)
+    for index, prompt in enumerate(PROMPTS):
+        service.add(str(index), prompt)
+    service.turn()
+    assert service.scheduler.is_copying
+    runner.forget_steps()
+    service.scheduler.rewind(epoch=0)
+    assert not service.scheduler.is_copying
+    service.finish()
+    assert [service.tokens[str(index)] for index in range(len(PROMPTS))] == expected

@@ -1,0 +1,227 @@
+"""Files of KV blocks: what is read is what was written, and a folder never exceeds its limit."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.kv import block_files
+from dist_aclgraph.kv.block_files import ABANDONED_S, COUNT_FILE, HEADER, BlockFiles
+from tests.laws import examples
+
+BLOCK = 100  # bytes of a block's contents
+FILE = BLOCK + HEADER.size
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def contents(number: int) -> list[memoryview]:
+    data = bytes([number % 256]) * BLOCK
+    return [memoryview(data[:30]), memoryview(data[30:])]
+
+
+def room() -> list[memoryview]:
+    data = bytearray(BLOCK)
+    return [memoryview(data)[:64], memoryview(data)[64:]]
+
+
+def use_time(files: BlockFiles, number: int, time_s: float) -> None:
+    os.utime(files.path_of(name(number)), (time_s, time_s))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> BlockFiles:
+    return BlockFiles(tmp_path, tmp_path / "model" / "rank", 10 * FILE)
+
+
+def test_a_block_is_read_as_it_was_written(files: BlockFiles) -> None:
+    assert files.write(name(7), contents(7))
+    buffers = room()
+    assert files.has(name(7)) and files.read(name(7), buffers)
+    assert b"".join(buffers) == bytes([7]) * BLOCK
+    assert not files.has(name(8)) and not files.read(name(8), room())
+
+
+def test_many_buffers_are_moved(tmp_path: Path) -> None:
+    """Linux moves at most 1,024 buffers in one system call."""
+    files = BlockFiles(tmp_path, tmp_path / "rank", 1 << 20)
+    data = os.urandom(3000)
+    assert files.write(name(1), [memoryview(data)[i : i + 1] for i in range(3000)])
+    target = bytearray(3000)
+    assert files.read(name(1), [memoryview(target)[i : i + 1] for i in range(3000)])
+    assert target == data
+
+
+@pytest.mark.parametrize("place", [0, 9, 13, 25, HEADER.size, FILE - 1])
+def test_a_changed_byte_is_found(files: BlockFiles, place: int) -> None:
+    files.write(name(1), contents(1))
+    with files.path_of(name(1)).open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    assert not files.read(name(1), room())
+    assert not files.has(name(1))
+    assert files.num_bytes() == 0
+
+
+@pytest.mark.parametrize("size", [0, HEADER.size - 1, HEADER.size, FILE - 1])
+def test_a_file_that_is_cut_off_is_not_read(files: BlockFiles, size: int) -> None:
+    files.write(name(1), contents(1))
+    os.truncate(files.path_of(name(1)), size)
+    assert not files.read(name(1), room())
+
+
+def test_a_file_of_another_block_is_not_read(files: BlockFiles) -> None:
+    files.write(name(1), contents(1))
+    os.rename(files.path_of(name(1)), files.path_of(name(2)))
+    assert not files.read(name(2), room())
+
+
+def test_a_block_of_another_size_is_not_read(files: BlockFiles) -> None:
+    files.write(name(1), contents(1))
+    assert not files.read(name(1), [memoryview(bytearray(BLOCK - 1))])
+
+
+def test_the_blocks_that_were_not_used_for_the_longest_time_are_deleted(files: BlockFiles) -> None:
+    for number in range(10):
+        assert files.write(name(number), contents(number))
+        use_time(files, number, 1000.0 + number)
+    files.read(name(0), room())
+    assert files.write(name(10), contents(10))
+    assert [number for number in range(11) if not files.has(name(number))] == [1]
+
+
+def test_a_block_that_was_used_after_the_survey_is_kept(files: BlockFiles) -> None:
+    for number in range(10):
+        files.write(name(number), contents(number))
+        use_time(files, number, 1000.0 + number)
+    files.write(name(10), contents(10))  # deletes 0, and remembers 1 as the next one
+    files.read(name(1), room())
+    files.write(name(11), contents(11))
+    assert files.has(name(1)) and not files.has(name(2))
+
+
+def test_a_block_above_the_limit_is_not_written(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path, tmp_path / "rank", FILE - 1)
+    assert not files.write(name(1), contents(1))
+    assert [path.name for path in (tmp_path / "rank").iterdir()] == []
+
+
+def test_the_count_is_made_again_if_it_is_lost(files: BlockFiles, tmp_path: Path) -> None:
+    for number in range(10):
+        files.write(name(number), contents(number))
+    (tmp_path / COUNT_FILE).unlink()
+    files.write(name(10), contents(10))
+    assert files.num_bytes() == 10 * FILE
+
+
+def test_two_processes_do_not_write_the_same_block(files: BlockFiles) -> None:
+    unfinished = files.path_of(name(1)).with_suffix(".part")
+    unfinished.touch()
+    assert files.write(name(1), contents(1))  # the other process writes it
+    assert not files.has(name(1))
+    old_s = unfinished.stat().st_mtime - 2 * ABANDONED_S
+    os.utime(unfinished, (old_s, old_s))
+    assert not files.write(name(1), contents(1))  # the other process has ended
+    assert files.write(name(1), contents(1)) and files.has(name(1))
+
+
+def test_a_stopped_process_with_the_lock_delays_a_write_only_for_a_limited_time(
+    files: BlockFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(name(1), contents(1))
+    monkeypatch.setattr(block_files, "LOCK_S", 0.01)
+    with (tmp_path / COUNT_FILE).open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not files.write(name(2), contents(2))
+        assert files.read(name(1), room())
+    assert files.write(name(2), contents(2))
+
+
+def test_a_full_file_system_loses_no_count(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, buffers: list[memoryview]) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", fail)
+    assert not files.write(name(1), contents(1))
+    monkeypatch.undo()
+    assert files.num_bytes() == 0
+    assert files.write(name(1), contents(1))
+
+
+def test_a_deleted_folder_is_a_folder_without_blocks(files: BlockFiles, tmp_path: Path) -> None:
+    files.write(name(1), contents(1))
+    files.path_of(name(1)).unlink()
+    files.path_of(name(1)).parent.rmdir()
+    assert not files.read(name(1), room())
+    assert files.write(name(1), contents(1)) and files.has(name(1))
+
+
+def test_a_file_is_copied_from_another_folder(files: BlockFiles, tmp_path: Path) -> None:
+    disk = BlockFiles(tmp_path / "disk", tmp_path / "disk" / "rank", 4 * FILE)
+    files.write(name(5), contents(5))
+    disk.copy_from(files, name(5))
+    disk.copy_from(files, name(6))
+    buffers = room()
+    assert disk.read(name(5), buffers) and b"".join(buffers) == bytes([5]) * BLOCK
+    assert not disk.has(name(6)) and disk.num_bytes() == FILE
+
+
+@examples(400)
+@given(
+    limit=st.integers(1, 5),
+    steps=st.lists(st.tuples(st.sampled_from("wrd"), st.integers(0, 9)), max_size=40),
+)
+def test_law_of_files(
+    tmp_path_factory: pytest.TempPathFactory, limit: int, steps: list[tuple[str, int]]
+) -> None:
+    """The bytes never exceed the limit and equal their count; a read gives what was written."""
+    root = tmp_path_factory.mktemp("law")
+    both = [BlockFiles(root, root / "rank", limit * FILE) for _ in range(2)]
+    for index, (what, number) in enumerate(steps):
+        files = both[index % 2]
+        if what == "w":
+            assert files.write(name(number), contents(number)) and files.has(name(number))
+        elif what == "d":
+            files.delete(files.path_of(name(number)))
+        else:
+            buffers = room()
+            had = files.has(name(number))
+            assert files.read(name(number), buffers) == had
+            assert not had or b"".join(buffers) == bytes([number]) * BLOCK
+        sizes = [path.stat().st_size for path in (root / "rank").iterdir()]
+        assert sum(sizes) == files.num_bytes() <= limit * FILE
+
+
+def test_threads_share_a_folder(tmp_path: Path) -> None:
+    def work(seed: int) -> None:
+        files = BlockFiles(tmp_path, tmp_path / "rank", 5 * FILE)
+        for index in range(40):
+            number = (seed * index) % 13
+            files.write(name(number), contents(number))
+            buffers = room()
+            if files.read(name(number), buffers):
+                assert b"".join(buffers) == bytes([number]) * BLOCK
+            else:
+                missing.append(number)
+
+    missing: list[int] = []
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sizes = [path.stat().st_size for path in (tmp_path / "rank").iterdir()]
+    assert all(size == FILE for size in sizes) and sum(sizes) <= 5 * FILE
+    assert len(missing) < 120

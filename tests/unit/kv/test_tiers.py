@@ -1,0 +1,142 @@
+"""Copies of KV blocks in memory and on disk: which ranks and services share which files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.kv.tiers import (
+    CachePlace,
+    HostCopies,
+    KVTiers,
+    cache_identity,
+    host_root,
+)
+from tests.unit.kv.test_cache_spec import make_facts
+
+MODEL = Path(__file__).parents[3] / "models" / "tiny-qwen3"
+NAME = bytes(range(16))
+GIB = 1 << 30
+
+
+def configure(tmp_path: Path, **kv) -> Config:
+    values = {"host_path": str(tmp_path), "host_gib": 0.001} | kv
+    return make_config({"model": str(MODEL), "kv": values})
+
+
+def test_the_same_tokens_have_the_same_file_in_each_tier(tmp_path: Path) -> None:
+    config = configure(tmp_path, disk=str(tmp_path / "disk"), disk_gib=0.001)
+    tiers = KVTiers.open(config, CachePlace())
+    data = memoryview(os.urandom(400_000))
+    names = [bytes([number]) * 16 for number in range(4)]
+    assert all(tiers.write(name, [data]) for name in names)
+    tiers.flush()
+    assert all(tiers.has(name) for name in names[2:])
+    assert all(size > 0 for size in tiers.num_bytes().values())
+    target = bytearray(400_000)
+    assert tiers.read(names[3], [memoryview(target)]) and target == data
+
+
+def test_the_disk_alone_keeps_blocks_beyond_the_service(tmp_path: Path) -> None:
+    config = configure(tmp_path, host_gib=0, disk=str(tmp_path / "disk"), disk_gib=0.001)
+    KVTiers.open(config, CachePlace()).write(NAME, [memoryview(b"x")])
+    assert KVTiers.open(config, CachePlace()).has(NAME)
+
+
+def test_the_last_group_of_a_node_deletes_the_copies_in_memory(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    first, second = HostCopies(config), HostCopies(config)
+    KVTiers.open(config, CachePlace()).write(NAME, [memoryview(b"x")])
+    first.leave()
+    assert KVTiers.open(config, CachePlace()).has(NAME)
+    second.leave()
+    assert not KVTiers.open(config, CachePlace()).has(NAME)
+
+
+def test_a_block_on_disk_returns_to_memory_when_it_is_read(tmp_path: Path) -> None:
+    config = configure(tmp_path, disk=str(tmp_path / "disk"), disk_gib=0.001)
+    tiers, group = KVTiers.open(config, CachePlace()), HostCopies(config)
+    tiers.write(NAME, [memoryview(b"x")])
+    tiers.flush()
+    group.leave()
+    tiers = KVTiers.open(config, CachePlace())
+    assert not tiers.path_of(NAME).exists()
+    assert tiers.read(NAME, [memoryview(bytearray(1))])
+    assert tiers.path_of(NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_shared"),
+    [
+        ({"graph": {"mode": "NONE"}}, True),
+        ({"scheduler": {"max_num_seqs": 3}}, True),
+        ({"parallel": {"tp": 2, "dp": 2}}, True),
+        ({"dtype": "float16"}, False),
+        ({"quantization": "w8a8"}, False),
+        ({"weights": "dummy"}, False),
+        ({"kv": {"block_size": 32}}, False),
+        ({"speculative": {"num_tokens": 1}}, False),
+        ({"model_overrides": {"rope_theta": 5.0}}, False),
+    ],
+)
+def test_only_equal_contents_have_equal_names(changes: dict, *, is_shared: bool) -> None:
+    base = {"model": str(MODEL), "kv": {"block_size": 16}}
+    changed = cache_identity(make_config(base | changes))
+    assert (changed == cache_identity(make_config(base))) == is_shared
+
+
+def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = make_config({"model": str(tmp_path)})
+    before = cache_identity(config)
+    os.utime(tmp_path / "model.safetensors", (5, 5))
+    assert cache_identity(config) != before
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        cache_identity(config)
+
+
+def test_ranks_with_the_same_heads_share_files() -> None:
+    def places(tp: int, num_kv_heads: int, **changes) -> list[str]:
+        config = make_config({"model": "m", "parallel": {"tp": tp}, "kv": {"host_gib": 1}})
+        facts = make_facts(num_kv_heads=num_kv_heads, **changes)
+        return [CachePlace.of(config, facts, rank).folder for rank in range(tp)]
+
+    assert len(set(places(4, 8))) == 4
+    assert places(4, 2)[:2] == [places(4, 2)[0]] * 2
+    assert len(set(places(4, 2))) == 2
+    assert set(places(4, 8)).isdisjoint(places(2, 8))
+    assert set(places(4, 128, latent_size=576)) == {places(1, 128, latent_size=576)[0]}
+
+
+def test_shards_of_contexts_have_files_of_their_own() -> None:
+    kv, parallel = {"host_gib": 1}, {"tp": 4, "dcp": 2}
+    config = make_config({"model": "m", "parallel": parallel, "kv": kv})
+    facts = make_facts(num_kv_heads=2)
+    places = {CachePlace.of(config, facts, rank, rank % 2) for rank in range(4)}
+    assert len({place.folder for place in places}) == 4
+
+
+def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    host_root(config).mkdir(mode=0o700)
+    host_root(config).chmod(0o770)
+    with pytest.raises(ConfigError, match="changed by other users"):
+        KVTiers.open(config, CachePlace())
+
+
+def test_a_folder_in_a_small_file_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv\.host_gib is 1e\+06, but the file system"):
+        KVTiers.open(configure(tmp_path, host_gib=1e6), CachePlace())
+
+
+def test_copies_without_a_prefix_cache_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.prefix_cache=false turns off"):
+        make_config({"model": "m", "kv": {"host_gib": 1}, "scheduler": {"prefix_cache": False}})
+    with pytest.raises(ConfigError, match=r"recovery\.exact=true turns off"):
+        make_config({"model": "m", "kv": {"disk": "/x"}, "recovery": {"exact": True}})

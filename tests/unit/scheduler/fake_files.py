@@ -1,0 +1,83 @@
+"""Files of KV blocks without a device: contents move between a fake worker's cache and a dict."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.steps.copies import CopyJob
+from tests.unit.scheduler.fake_worker import FakeWorker
+
+
+@dataclass
+class _Running:
+    job: CopyJob
+    dp_rank: int
+    ranks: list[int]  # ranks that have not ended the copy
+    has_moved: bool = False
+    num_whole: int = 0
+
+
+class FakeFiles:
+    """Copies blocks of all data-parallel ranks, in random order and at random times.
+
+    Files disappear now and then, and a rank sometimes fails to read a block.
+    """
+
+    def __init__(self, chance: random.Random, workers: list[FakeWorker], tp: int) -> None:
+        self.contents: dict[bytes, np.ndarray] = {}
+        self._chance = chance
+        self._workers = workers
+        self._tp = tp
+        self._running: list[_Running] = []
+
+    def has(self, block_hash: bytes) -> bool:
+        return block_hash in self.contents
+
+    def begin(self, jobs: list[tuple[CopyJob, ...]]) -> None:
+        for dp_rank, each in enumerate(jobs):
+            ranks = list(range(dp_rank * self._tp, (dp_rank + 1) * self._tp))
+            self._running += (_Running(job, dp_rank, list(ranks)) for job in each)
+
+    def advance(self) -> Iterator[tuple[int, int, int]]:
+        """Continue some copies; yield number, rank and count of each that has ended."""
+        if self.contents and self._chance.random() < 0.05:
+            del self.contents[self._chance.choice(list(self.contents))]
+        for copy in list(self._running):
+            if self._chance.random() < 0.4:
+                continue
+            if not copy.has_moved:
+                copy.num_whole, copy.has_moved = self._move(copy), True
+                continue
+            rank = copy.ranks.pop(self._chance.randrange(len(copy.ranks)))
+            fails = copy.job.is_load and self._chance.random() < 0.1
+            yield (
+                copy.job.number,
+                rank,
+                self._chance.randint(0, copy.num_whole) if fails else (copy.num_whole),
+            )
+            if not copy.ranks:
+                self._running.remove(copy)
+
+    def _move(self, copy: _Running) -> int:
+        job, cache = copy.job, self._workers[copy.dp_rank].cache
+        names = [job.hashes[i : i + HASH_BYTES] for i in range(0, len(job.hashes), HASH_BYTES)]
+        block_ids = unpack_ints(job.block_ids).tolist()
+        for count, (block_id, name) in enumerate(zip(block_ids, names, strict=True)):
+            if not job.is_load:
+                self.contents.setdefault(name, cache[block_id].copy())
+                assert (self.contents[name] == cache[block_id]).all(), "equal names, other contents"
+            elif name in self.contents:
+                cache[block_id] = self.contents[name]
+            else:
+                return count
+        return len(names)
+
+    def forget(self) -> None:
+        """Drop all copies, as workers do after an abort of their devices."""
+        self._running.clear()
