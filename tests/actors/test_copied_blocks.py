@@ -1,0 +1,71 @@
+"""KV blocks in files outlive the group that computed them, and its service."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.kv.tiers import host_root
+from tests.actors.leftovers import wait_until
+from tests.actors.test_faults_while_serving import worker_pids
+from tests.checkpoints import make_prompts
+from tests.deployments import (
+    Answer,
+    Serving,
+    greedy_params,
+    make_deployment_config,
+    serving,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+TOKENS, ANSWER_S, BLOCK = 40, 240.0, 16
+PROMPTS = make_prompts([100, 65, 180, 33])
+NUM_FULL = sum((len(prompt) - 1) // BLOCK for prompt in PROMPTS)
+
+
+def configure(checkpoint: Path, folder: Path, **kv: Any) -> Config:
+    kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(folder), "host_gib": 0.1} | kv
+    return make_deployment_config(checkpoint, parallel={"tp": 2}, kv=kv)
+
+
+def submit_all(service: Serving, prefix: str) -> list[Answer]:
+    return [
+        service.submit(f"{prefix}{index}", prompt, greedy_params(TOKENS))
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+def copied(service: Serving) -> dict[str, int]:
+    blocks: dict[str, int] = service.report()["metrics"]["kv_copied_blocks"]
+    return blocks
+
+
+@pytest.mark.timeout(900)
+def test_blocks_outlive_a_killed_worker_and_then_the_service(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = configure(checkpoint, tmp_path, disk=str(tmp_path / "disk"), disk_gib=0.1)
+    with serving(config) as service:
+        wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))
+        wait_until(lambda: copied(service).get("saved", 0) >= NUM_FULL, "nothing is saved")
+        before = worker_pids(service)
+        answers = submit_all(service, "struck")
+        wait_until(lambda: all(len(answer.tokens) > 2 for answer in answers), "none runs")
+        os.kill(before[1], signal.SIGKILL)
+        assert tokens_of(ANSWER_S, answers) == wanted
+        wait_until(lambda: worker_pids(service) != before, "no other group", ANSWER_S)
+        assert copied(service)["loaded"] >= NUM_FULL
+        assert copied(service)["missed"] == 0
+        assert host_root(config).exists()
+    assert not any(path.is_dir() for path in host_root(config).iterdir())
+
+    with serving(config) as service:
+        assert tokens_of(ANSWER_S, submit_all(service, "later")) == wanted
+        assert copied(service)["loaded"] >= NUM_FULL
