@@ -105,6 +105,20 @@ class ParallelConfig(Section):
         description="number of consecutive tokens on the same dcp shard; must divide kv.block_size",
     )
 
+    prefill_groups: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="number of lockstep groups that compute long prompts for the other groups. The "
+        "other groups find the prompts' KV in kv.host_gib or kv.disk, and generate. 0 lets every "
+        "group do both",
+    )
+    prefill_from_tokens: int = Field(
+        1024,
+        ge=1,
+        description="a prompt is given to a prefill group if at least this many of its tokens are "
+        "in no cache of the other groups",
+    )
     tp_across_nodes: bool = Field(
         False,
         description="let a tensor parallel group use several nodes if no node has enough NPUs. "
@@ -474,6 +488,26 @@ class Config(Section):
             raise ValueError(
                 f"kv.host_gib and kv.disk keep blocks for the prefix cache, which {why} turns off: "
                 "remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prefill_groups(self) -> Config:
+        count, parallel = self.parallel.prefill_groups, self.parallel
+        if count == 0:
+            return self
+        if not self.kv.keeps_copies:
+            raise ValueError(
+                f"parallel.prefill_groups is {count}, and groups pass on KV in kv.host_gib or "
+                "kv.disk: set one of them"
+            )
+        num_groups = (
+            parallel.dp * parallel.tp * parallel.pcp // max(parallel.ep, parallel.tp * parallel.pcp)
+        )
+        if count >= num_groups:
+            raise ValueError(
+                f"parallel.prefill_groups is {count}; the deployment has {num_groups} lockstep "
+                "groups, and at least one of them must generate: lower it, or raise parallel.dp"
             )
         return self
 

@@ -11,7 +11,7 @@ blocks are read has no row and waits; the other requests run.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -82,6 +82,7 @@ class BlockCopies:
         self._pending: deque[tuple[int, BlockHash]] = deque()
         self._num_turns = 0  # decisions since a batch was last written
         self._new: list[CopyJob] = []
+        self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
         self.counts = CopyCounts()
 
     @property
@@ -104,9 +105,24 @@ class BlockCopies:
     def note_stored(self, block_id: int, block_hash: BlockHash) -> None:
         """Write a block that has entered the prefix cache to a file, when there is time."""
         self._pending.append((block_id, block_hash))
+        self._unsaved[block_hash] += 1
         if len(self._pending) > MAX_PENDING:
-            self._pending.popleft()
+            self._settle([self._pending.popleft()[1]])
             self.counts.unsaved += 1
+
+    def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether no block of these is still to be written to a file."""
+        return self._unsaved.keys().isdisjoint(hashes)
+
+    def stop_waiting(self) -> None:
+        """From now on, nobody waits for the blocks that are not written yet."""
+        self._unsaved.clear()
+
+    def _settle(self, hashes: Sequence[BlockHash]) -> None:
+        for block_hash in hashes:
+            self._unsaved[block_hash] -= 1
+            if self._unsaved[block_hash] <= 0:
+                del self._unsaved[block_hash]
 
     def _save(self) -> None:
         """Begin to write the pending blocks that are still in the prefix cache."""
@@ -116,11 +132,11 @@ class BlockCopies:
         room = self._num_free
         while self._pending and len(block_ids) < room:
             block_id, block_hash = self._pending.popleft()
-            if self._pool.hash_of(block_id) != block_hash:
-                self.counts.unsaved += 1  # the block was given to another request
-            elif not self._has(block_hash):
+            if self._pool.hash_of(block_id) == block_hash and not self._has(block_hash):
                 block_ids.append(block_id)
                 hashes.append(block_hash)
+            else:  # the block was given to another request, or another group has written the file
+                self._settle([block_hash])
         if block_ids:
             self._pool.share(block_ids)
             self._begin(block_ids, block_ids, hashes, None)
@@ -186,6 +202,7 @@ class BlockCopies:
         del self._running[number]
         count, total = copy.num_whole, len(copy.block_ids)
         if copy.request is None:
+            self._settle(copy.hashes)
             self.counts.saved += count
             self.counts.unsaved += total - count
         else:
@@ -206,5 +223,6 @@ class BlockCopies:
             self._pool.free(copy.held)
         self._running.clear()
         self._pending.clear()
+        self._unsaved.clear()
         self._new.clear()
         return requests

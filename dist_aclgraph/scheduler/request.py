@@ -59,6 +59,7 @@ class Request:
         "deadline",
         "dp_rank",
         "embedding",
+        "hands_over",
         "has_looked",
         "hashes",
         "is_over",
@@ -88,12 +89,14 @@ class Request:
         max_tokens: int | None = None,
         stop_token_ids: Iterable[int] = (),
         cache_salt: str = "",
+        hands_over: bool = False,
     ) -> None:
         """Make a waiting request.
 
         Args:
             sampling: the final parameters, which include a seed.
             cache_salt: blocks are shared only between requests with the same salt.
+            hands_over: whether another group continues the request.
         """
         if not len(prompt_token_ids):
             raise InvalidParameterError(
@@ -117,6 +120,7 @@ class Request:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.embedding = b""
         self.admitted_s = self.prefill_s = 0.0
+        self.hands_over = hands_over
         self.has_looked = False
         self.is_over = False
         self.is_suspect = False

@@ -196,6 +196,22 @@ class RequestRouter:
         counts.routed_cached_tokens += cached[index]
         return name
 
+    def uncached(self, prompt: bytes, cache_salt: str, among: Collection[str]) -> int:
+        """Return how many tokens of a prompt are not in the group's cache that has the most.
+
+        Args:
+            prompt: int32 [num_prompt_tokens].
+            among: names of groups, at least one.
+        """
+        groups = [self._groups[name] for name in among]
+        sizes = {group.tokens_per_block for group in groups}
+        hashes = {size: block_hashes(prompt, cache_salt, size) for size in sizes}
+        cached = max(
+            group.memory.match(hashes[group.tokens_per_block]) * group.tokens_per_block
+            for group in groups
+        )
+        return len(prompt) // INT_BYTES - cached
+
     def begun(self, request_id: str) -> None:
         """Record that a request has its first token, which means that its prompt is computed."""
         request = self._open.get(request_id)

@@ -403,8 +403,14 @@ class Scheduler:
         if request is not None:
             self._end_fetching([request])
 
+    def has_ended_copies(self, request: Request) -> bool:
+        """Whether no block of a request that has ended is still to be written to a file."""
+        return self.copies[request.dp_rank].have_ended(request.hashes)
+
     def stop_fetching(self) -> int:
-        """Let no request wait for copies any longer; return how many waited."""
+        """Let no request wait for copies any longer; return how many waited to run."""
+        for copies in self.copies:
+            copies.stop_waiting()
         requests = list(self._fetching)
         self._end_fetching(requests)
         return len(requests)

@@ -48,6 +48,35 @@ def copied(service: Serving) -> dict[str, int]:
 
 
 @pytest.mark.timeout(900)
+def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Path) -> None:
+    """When it is killed, the other group does everything."""
+    kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(tmp_path), "host_gib": 0.1}
+    parallel = {"dp": 2, "prefill_groups": 1, "prefill_from_tokens": 64}
+    config = make_deployment_config(
+        checkpoint, parallel=parallel, kv=kv, recovery={"restarts_per_hour": 0}
+    )
+    with serving(config) as service:
+        wait_until(lambda: service.client.capacity().prefill == 1, "no roles are known")
+        wanted = tokens_of(ANSWER_S, submit_all(service, "split"))
+        counts = service.client.query("metrics")
+        prefill, decode = counts["0"], counts["1"]
+        long = [prompt for prompt in PROMPTS if len(prompt) >= 64]
+        assert prefill["prompt_tokens"] == sum(map(len, long))
+        assert prefill["generation_tokens"] == len(long)
+        assert decode["generation_tokens"] == TOKENS * len(PROMPTS) - len(long)
+        num_full = sum(len(prompt) // BLOCK for prompt in long)
+        assert prefill["kv_copied_blocks"]["saved"] == num_full
+        assert decode["kv_copied_blocks"]["loaded"] == num_full
+
+        answers = submit_all(service, "struck")
+        wait_until(lambda: all(len(answer.tokens) > 2 for answer in answers), "none runs")
+        os.kill(worker_pids(service)[0], signal.SIGKILL)
+        assert tokens_of(ANSWER_S, answers) == wanted
+        wait_until(lambda: service.client.capacity().prefill == 0, "no loss")
+        assert tokens_of(ANSWER_S, submit_all(service, "degraded")) == wanted
+
+
+@pytest.mark.timeout(900)
 def test_blocks_outlive_a_killed_worker_and_then_the_service(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -441,6 +441,7 @@ class EngineClient:
                     continue
                 try:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
+                    self._table.engines[url].prefill_from = entry.prefill_from
                 except PlacementError as e:  # perhaps other clients can reach the group
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
@@ -477,8 +478,11 @@ class EngineClient:
         """
         with self._lock:  # lock once for all requests
             told, death = self._table.take_deltas(engine, message)
+            over = self._table.continue_elsewhere(time.monotonic())
         for on_delta, delta in told:
             self._tell(on_delta, delta)
+        for request in over:
+            self._end(request, EngineDeadError(self._table.why_dead()))
         if death:
             raise EngineDeadError(death)
 

@@ -22,6 +22,8 @@ class KnownEngine:
         is_draining: whether the engine accepts no new requests.
         added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step on the present link.
+        prefill_from: if it is not 0, the group computes prompts with at least this many uncached
+            tokens for other groups.
         is_listed: whether the deployment's last group list contains the engine.
         names: for each request number on this engine, the request's id.
     """
@@ -34,6 +36,7 @@ class KnownEngine:
     is_draining: bool = False
     is_proven: bool = False
     is_listed: bool = True
+    prefill_from: int = 0
     requests: dict[str, OpenRequest] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     num_submitted: int = 0
@@ -62,18 +65,27 @@ class Capacity:
         serving: number of groups that accept requests.
         draining: number of groups that only finish their running requests.
         lost: the reason why a group is dead, by the group's name.
+        prefill: number of serving groups that compute prompts for other groups; None if the
+            deployment has no such groups, not even lost ones.
     """
 
     serving: int
     draining: int
     lost: dict[str, str]
+    prefill: int | None = None
 
     @classmethod
     def of(cls, engines: Iterable[KnownEngine]) -> Capacity:
         engines = list(engines)
         states = [engine.state for engine in engines]
         lost = {engine.name: engine.dead_because for engine in engines if engine.dead_because}
-        return cls(states.count("serving"), states.count("draining"), lost)
+        prefill = [engine.state == "serving" for engine in engines if engine.prefill_from]
+        return cls(
+            states.count("serving"),
+            states.count("draining"),
+            lost,
+            sum(prefill) if prefill else None,
+        )
 
     @property
     def total(self) -> int:

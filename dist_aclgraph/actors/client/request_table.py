@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from msgspec.structs import replace as replace_fields
+
 from dist_aclgraph.actors.client.known_engine import KnownEngine
 from dist_aclgraph.actors.client.outage import Outage, Outlook, Recovery
 from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest
@@ -64,6 +66,7 @@ class RequestTable:
         # The keys are request ids. The values are the engine, and the request's number there.
         self._owner: dict[str, tuple[KnownEngine, int]] = {}
         self._trials = Trials()
+        self._handed_over: list[OpenRequest] = []  # requests that continue on another engine
 
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in place for place in (self._owner, self.outage, self._trials))
@@ -151,6 +154,12 @@ class RequestTable:
                 return told, delta.error
             request = engine.requests[delta.request_id]
             request.note(delta)
+            if request.hands_over and delta.finish_reason == "length":
+                self.forget(delta.request_id)
+                self._handed_over.append(request)
+                if delta.token_ids:  # the engine keeps no files, and did not wait for them
+                    told.append((request.on_delta, replace_fields(delta, finish_reason=None)))
+                continue
             if self._trials.is_turn and not request.is_suspect:
                 self._trials.leave(delta.request_id)
             self.router.begun(delta.request_id)
@@ -158,6 +167,13 @@ class RequestTable:
             if delta.finish_reason is not None:
                 self.forget(delta.request_id)
         return told, ""
+
+    def continue_elsewhere(self, now_s: float) -> list[OpenRequest]:
+        """Give the requests whose prompts are computed to other engines; return the requests that
+        end, because no engine is left.
+        """
+        requests, self._handed_over = self._handed_over, []
+        return [request for request in requests if not self.place(request, now_s)]
 
     def lose(
         self, engine: KnownEngine, reason: str, now_s: float, *, is_over: bool
@@ -241,6 +257,7 @@ class RequestTable:
         if not taking:
             return False
         request_id, tokens = request.request_id, bytes(request.tokens)
+        request.hands_over, taking = self._for_role(request, tokens, taking)
         engine = self.engines[self.router.route(request_id, tokens, request.cache_salt, taking)]
         number = engine.num_submitted % NUMBERS
         engine.num_submitted += 1
@@ -253,6 +270,24 @@ class RequestTable:
         # group list is sent before the client confirms the next version.
         self._send(engine, request.submit(number))
         return True
+
+    def _for_role(
+        self, request: OpenRequest, tokens: bytes, taking: Sequence[str]
+    ) -> tuple[bool, Sequence[str]]:
+        """Return whether a prefill group should compute the prompt, and the groups for this role.
+
+        If no group of a role is left, all groups do everything.
+        """
+        prefill = [url for url in taking if self.engines[url].prefill_from]
+        others = [url for url in taking if not self.engines[url].prefill_from]
+        if not prefill or not others:
+            return False, taking
+        if not request.may_hand_over:
+            return False, others
+        uncached = self.router.uncached(tokens, request.cache_salt, others)
+        if uncached < min(self.engines[url].prefill_from for url in prefill):
+            return False, others
+        return True, prefill
 
     def _resume(
         self, request: OpenRequest, engine: KnownEngine, now_s: float, *, is_proof: bool

@@ -36,6 +36,7 @@ class OpenRequest:
         first_death_s: time of the first death that ``num_deaths`` counts.
         is_cause: whether the request counts as the cause of the deaths; then it is not resumed.
         is_resumed: whether the request has lost an engine, or the link to an engine.
+        hands_over: whether the present engine only computes the prompt and the first token.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
 
@@ -51,6 +52,7 @@ class OpenRequest:
     first_death_s: float = 0.0
     is_cause: bool = False
     is_resumed: bool = False
+    hands_over: bool = False
     is_probe: bool = False
     _num_prompt_bytes: int = field(init=False)
 
@@ -78,6 +80,21 @@ class OpenRequest:
         request survives a decode step.
         """
         return self.num_deltas > 1
+
+    @property
+    def may_hand_over(self) -> bool:
+        """Whether a group may compute the prompt, and another group the output.
+
+        The answers about a prompt itself come from one group.
+        """
+        sampling = self.sampling
+        return (
+            self.num_output_tokens == 0
+            and self.max_tokens > 1
+            and sampling.prompt_logprobs < 0
+            and not sampling.embeds
+            and not self.is_probe
+        )
 
     def see_death(self, now_s: float, *, is_proof: bool) -> None:
         """Record that this request's engine died.
@@ -125,7 +142,8 @@ class OpenRequest:
             number,
             bytes(self.tokens),
             sampling,
-            self.max_tokens - self.num_output_tokens,
+            1 if self.hands_over else self.max_tokens - self.num_output_tokens,
             self.stop_ids,
             self.cache_salt,
+            self.hands_over,
         )

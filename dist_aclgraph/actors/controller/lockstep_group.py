@@ -48,6 +48,7 @@ class LockstepGroup:
     opened_at: Address | None = None  # where clients reach the group's engine
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve
+    prefills: bool = False  # whether the group computes prompts for other groups
     is_rejoined: bool = False  # whether survivors of another group are part of this group
     lost_because: str = ""  # why the group is lost; "" while it is not lost
     lost_s: float = 0.0  # time when the loss was noticed
@@ -89,6 +90,7 @@ class LockstepGroup:
             self.num_blocks * self.planner.layout.within_group.dp,
             self.planner.cache_spec.tokens_per_block,
             self.state is GroupState.DRAINING,
+            self.planner.config.parallel.prefill_from_tokens if self.prefills else 0,
         )
 
     @property
@@ -100,6 +102,7 @@ class LockstepGroup:
             "hosts": ",".join(dict.fromkeys(info.host for info in self.workers.infos)),
             "pids": ",".join(str(info.pid) for info in self.workers.infos),
             "blocks": self.num_blocks,
+            "prefills": self.prefills,
             "is_rejoined": self.is_rejoined,
         }
 

@@ -172,6 +172,8 @@ class ServingGroups:
         self.max_model_len = self.max_model_len or longest
         for group in new:
             group.number, self._next_number = self._next_number, self._next_number + 1
+            serving = [each for each in (*self.taking, *new) if each.prefills]
+            group.prefills = len(serving) < group.planner.config.parallel.prefill_groups
         side_by_side(self._open, new)
         for group in new:
             group.enter(GroupState.SERVING)

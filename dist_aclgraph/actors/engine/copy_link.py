@@ -62,8 +62,9 @@ class CopyLink:
         jobs = scheduler.take_copies(is_idle=is_idle)
         if not scheduler.is_copying:
             self._progress_s = now_s
-        elif now_s - self._progress_s > self._timeout_s and (given_up := scheduler.stop_fetching()):
-            event(logger, "copies_are_late", logging.WARNING, requests=given_up)
+        elif now_s - self._progress_s > self._timeout_s:
+            self._progress_s = now_s
+            event(logger, "copies_are_late", logging.WARNING, requests=scheduler.stop_fetching())
         if any(jobs) or (scheduler.is_copying and not self._waits_for):
             self._number += 1
             self._waits_for = set(range(self._num_workers))

@@ -18,6 +18,7 @@ from typing import Any
 from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.engine.copy_link import CopyLink
 from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics, group_report
+from dist_aclgraph.actors.engine.hand_overs import HandOvers
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.engine.resumption import Resumption
 from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
@@ -124,11 +125,12 @@ class EngineLoop:
         self._received_s = 0.0  # time when the last result arrived
         self._changes = changes
         self._resumption = resumption
+        self._report = report
+        self._recipients = Recipients()
+        self._hand_overs = HandOvers(scheduler, self._recipients)
         self._copies: CopyLink | None = None
         if scheduler.copies:
             self._copies = CopyLink(scheduler, channel, channel.num_workers, step_timeout_s)
-        self._report = report
-        self._recipients = Recipients()
         self._seen_s = time.monotonic()  # time when the loop last showed progress
         self._failure = ""
         self._has_dismissed = False
@@ -245,7 +247,8 @@ class EngineLoop:
                 is_last = self._drains_from and self._links.have_confirmed(self._drains_from)
                 try:
                     outputs = self._turn(outputs)
-                    if is_last and not len(outputs) and not self._scheduler.has_work:
+                    is_idle = not (self._scheduler.has_work or self._hand_overs)
+                    if is_last and not len(outputs) and is_idle:
                         self._drained.set()
                 except DeviceFaultError as e:
                     outputs = self._resume(e)
@@ -284,6 +287,8 @@ class EngineLoop:
             self._copies.turn(is_idle=not self._flying)
             wait_s = COPYING_S if self._copies.is_busy else IDLE_S
         self._deliver(outputs)
+        for link, deltas in self._hand_overs.take_ready():
+            self._links.send(link, deltas)
         if not self._flying:
             self._take(wait_s)
             return StepOutputs()
@@ -297,7 +302,7 @@ class EngineLoop:
         plan = sent.plan
         results = self._channel.receive(plan, self._step_timeout_s, self.raise_if_dead)
         received_s = time.perf_counter()
-        outputs = self._scheduler.update(results)
+        outputs = self._hand_overs.keep(self._scheduler.update(results))
         done_s = time.perf_counter()
         for index in outputs.firsts.tolist():
             request = outputs.requests[index]
@@ -399,6 +404,7 @@ class EngineLoop:
                 max_tokens=submit.max_tokens,
                 stop_token_ids=submit.stop_token_ids,
                 cache_salt=submit.cache_salt,
+                hands_over=submit.hands_over and self._copies is not None,
             )
             self._scheduler.add(request)
         except DistAclGraphError as e:

@@ -46,6 +46,10 @@ class Recipients:
         key = self._key_of.get(request_id)
         return key is not None and self._links[self._link_of[key]] is link
 
+    def has(self, request_id: str) -> bool:
+        """Whether a client waits for the request."""
+        return request_id in self._key_of
+
     def remove(self, request_id: str) -> None:
         key = self._key_of.pop(request_id)
         self._link_of[key] = NOBODY

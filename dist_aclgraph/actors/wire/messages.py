@@ -70,6 +70,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # only requests with the same salt share cached blocks
+    # Whether another group continues the request. Then its end is sent when its KV is in files.
+    hands_over: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -119,6 +121,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each of these blocks.
         is_draining: whether the group accepts no new requests.
+        prefill_from: if it is not 0, the group computes prompts with at least this many tokens for
+            other groups.
     """
 
     name: str
@@ -126,6 +130,7 @@ class GroupEntry(msgspec.Struct, frozen=True):
     cache_blocks: int
     tokens_per_block: int
     is_draining: bool = False
+    prefill_from: int = 0
 
 
 class GroupList(msgspec.Struct, frozen=True, tag="groups"):

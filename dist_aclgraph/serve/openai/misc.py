@@ -59,6 +59,8 @@ async def ready(state: ApiState, request: Request) -> Response:
         raise EngineUnavailableError(outage)
     capacity = state.client.capacity()
     groups = {**capacity.by_state(), "total": capacity.total}
+    if capacity.prefill is not None:
+        groups["prefill"] = capacity.prefill
     return json_response({"status": "ready", "groups": groups, "lost": capacity.lost})
 
 

@@ -1,0 +1,57 @@
+"""HandOvers: requests whose prompt this group computes, and which another group continues.
+
+The group computes the prompt and the first token, and sends the token at once. The request's end is
+sent later, when files have the KV of the prompt. Then the client submits the request to another
+group, which finds the prompt's KV in these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from dist_aclgraph.actors.engine.recipients import Recipients
+from dist_aclgraph.actors.wire.client_links import ClientLink
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.delta import Note, StepDeltas
+
+
+class HandOvers:
+    """Owns the requests that have their first token, and whose end is not sent yet."""
+
+    def __init__(self, scheduler: Scheduler, recipients: Recipients) -> None:
+        self._scheduler = scheduler
+        self._recipients = recipients
+        self._waiting: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def keep(self, outputs: StepOutputs) -> StepOutputs:
+        """Keep the ends of the requests that another group continues; return the outputs without
+        these ends.
+        """
+        kept = {
+            index
+            for index, reason in outputs.finish_reasons.items()
+            if reason == "length" and outputs.requests[index].hands_over
+        }
+        if not kept:
+            return outputs
+        self._waiting += (outputs.requests[index] for index in kept)
+        reasons = {i: reason for i, reason in outputs.finish_reasons.items() if i not in kept}
+        return replace(outputs, finish_reasons=reasons)
+
+    def take_ready(self) -> Iterator[tuple[ClientLink, StepDeltas]]:
+        """Yield the ends of requests whose prompts are in files, with their clients."""
+        ready = [each for each in self._waiting if self._scheduler.has_ended_copies(each)]
+        self._waiting = [each for each in self._waiting if each not in ready]
+        for request in ready:
+            if self._recipients.has(request.request_id):  # else the client has left or aborted
+                link, number = self._recipients.pop(request.request_id)
+                note = Note(0, finish_reason="length")
+                yield link, StepDeltas(pack_ints([number]), ends=pack_ints([0]), notes=(note,))
