@@ -20,7 +20,7 @@ from benchmarks.report import Table
 from dist_aclgraph.errors import ConfigError
 from tools.chaos.disk import small_disk
 from tools.chaos.outcome import Outcome
-from tools.chaos.plan import FIRSTS, Kind, Strike, make_plan
+from tools.chaos.plan import FILE_FAULTS, FIRSTS, Kind, Strike, make_plan
 from tools.chaos.report import COLUMNS, lines_of, sentence_of
 from tools.chaos.rig import Rig
 from tools.chaos.shapes import SHAPES, Shape
@@ -55,7 +55,7 @@ def chosen_kinds(only: str) -> tuple[Kind, ...]:
         ConfigError: a name is unknown.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
-    known = {kind.name.lower(): kind for kind in FIRSTS}
+    known = {kind.name.lower(): kind for kind in (*FIRSTS, *FILE_FAULTS)}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"there is no fault {unknown[0]!r}; there are: {', '.join(known)}")
     return tuple(known[name] for name in names) or FIRSTS
@@ -75,6 +75,8 @@ def main(
     console = Console(width=200 if not os.isatty(1) else None)
     found = SHAPES[shape]
     kinds = chosen_kinds(only)
+    if found.has_files and not only:
+        kinds += FILE_FAULTS
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, small_disk(Path(folder)) as room:
         if room is None and Kind.FULL_DISK in kinds:

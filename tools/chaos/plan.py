@@ -37,6 +37,10 @@ class Kind(Enum):
     STOP_GCS = "control store of Ray stopped, until it is killed"
     KILL_OWNER = "owner of the deployment killed"
     STOP_OWNER = "owner of the deployment stopped, until it is killed"
+    # Only in a service that keeps copies of KV blocks in files.
+    SPOILT_FILES = "bytes of KV files change"
+    CUT_FILES = "KV files are cut off"
+    LOST_FILES = "KV files are deleted"
     # These faults are injected only during the recovery from another fault.
     CAPTURE_DEATH = "a rank of the replacement dies in its capture"
     CAPTURE_MEMORY = "memory of the replacement runs out in its capture"
@@ -52,7 +56,8 @@ GROUP_ENDING = (
     Kind.STALL,
 )
 IN_RECOVERY = (Kind.CAPTURE_DEATH, Kind.CAPTURE_MEMORY, Kind.KILL_WORKER, Kind.KILL_ENGINE)
-FIRSTS = tuple(kind for kind in Kind if kind not in IN_RECOVERY[:2])
+FILE_FAULTS = (Kind.SPOILT_FILES, Kind.CUT_FILES, Kind.LOST_FILES)
+FIRSTS = tuple(kind for kind in Kind if kind not in (*IN_RECOVERY[:2], *FILE_FAULTS))
 MAX_TARGET = 1 << 16
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.kv.tiers import PREFIX
 from tools.chaos import disk
 from tools.chaos.answers import Answer
 from tools.chaos.clients import Clients, Hangup
@@ -63,6 +64,22 @@ ARMED = (
 )
 
 Say = Callable[[str], None]
+
+
+def damage(kind: Kind) -> None:
+    """Change, cut or delete all files of KV blocks."""
+    for path in Path(f"/dev/shm/{PREFIX}{os.getuid()}").glob("*/*/*"):
+        with contextlib.suppress(OSError):  # the service has just deleted the file
+            if kind is Kind.LOST_FILES:
+                path.unlink()
+            elif kind is Kind.CUT_FILES:
+                os.truncate(path, path.stat().st_size // 2)
+            else:
+                with path.open("r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    byte = file.read(1)[0]
+                    file.seek(-1, os.SEEK_END)
+                    file.write(bytes([byte ^ 0x55]))
 
 
 @dataclass
@@ -268,6 +285,8 @@ class Rig:
                 disk.fill(self._room)
                 self._full = threading.Timer(FULL_S, disk.make_room, [self._room])
                 self._full.start()
+            case Kind.SPOILT_FILES | Kind.CUT_FILES | Kind.LOST_FILES:
+                damage(kind)
         if kind in ARMED:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:

@@ -37,6 +37,7 @@ class Shape:
         attention, linear: operators for faults of memory; the memory of their second operand (keys,
             or a weight) becomes faulty.
         num_streams: number of requests that are sent at once. All bodies are different.
+        has_files: whether copies of KV blocks are kept in files.
     """
 
     config: str
@@ -49,6 +50,7 @@ class Shape:
     num_tokens: int
     vocabulary: int = 800
     prompt_tokens: int = 48
+    has_files: bool = False
     linear: str = "aclnnMm"
 
     def bodies(self) -> list[dict[str, Any]]:
@@ -87,6 +89,30 @@ SHAPES = {
         attention="aclnnFusedInferAttentionScoreV3",
         num_streams=8,
         num_tokens=500,
+    ),
+    # A group computes prompts for the other one. The files have room for about half of the prompts.
+    "copies": Shape(
+        config="tiny-qwen3",
+        num_groups=2,
+        overrides=(
+            *COMMON,
+            "parallel.tp=1",
+            "parallel.dp=2",
+            "parallel.prefill_groups=1",
+            "parallel.prefill_from_tokens=64",
+            "kv.block_size=16",
+            "kv.num_blocks=512",
+            "kv.host_gib=0.003",
+            "graph.sizes=[4,8]",
+            *EIGHT,
+        ),
+        operator="aclnnSwiGlu",
+        collective="aclnnSwiGlu",
+        attention="aclnnFusedInferAttentionScoreV3",
+        num_streams=8,
+        num_tokens=400,
+        prompt_tokens=200,
+        has_files=True,
     ),
     "experts": Shape(
         config="tiny-deepseek",
