@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-hybrid bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
+	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
 	setup-dev emulator emulator-wheel python
 
 help: ## Show the targets
@@ -140,6 +140,9 @@ bench-overload: setup-dev emulator ## Measure readers during ten times too many 
 
 bench-step: setup-bench emulator ## Measure the host's work in a decode step, part by part
 	$(BIN)/python -m benchmarks.step
+
+bench-kv: setup-bench emulator ## Measure prompts whose KV is in files, and steps beside copies of KV blocks
+	$(BIN)/python -m benchmarks.kv
 
 bench-hybrid: setup-bench emulator ## Compare a hybrid, a sparse and a dense model of equal width
 	$(BIN)/python -m benchmarks.hybrid

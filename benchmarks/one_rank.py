@@ -20,6 +20,7 @@ from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu, open_npu, runtime
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
+from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
@@ -115,7 +116,11 @@ class OneRank:
         return launches
 
     def make_runner(
-        self, config: Config, graphs: Sequence[BatchDescriptor], num_blocks: int = DUMMY_BLOCKS
+        self,
+        config: Config,
+        graphs: Sequence[BatchDescriptor],
+        num_blocks: int = DUMMY_BLOCKS,
+        tiers: KVTiers | None = None,
     ) -> ModelRunner:
         return ModelRunner(
             config,
@@ -126,6 +131,7 @@ class OneRank:
             max_len=self._max_len,
             graphs=graphs,
             owns_output=True,
+            tiers=tiers,
         )
 
 
