@@ -472,15 +472,6 @@ class Config(Section):
         """Return whether a request may use KV blocks that another request has computed."""
         return self.scheduler.prefix_cache and not self.recovery.exact
 
-    def keeps_block_copies(self, *, has_state: bool) -> bool:
-        """Return whether copies of KV blocks are kept outside the device.
-
-        Args:
-            has_state: whether the model has recurrent state. Blocks without the states at their
-                ends are of no use, so then there are no copies.
-        """
-        return self.kv.keeps_copies and not has_state
-
     @model_validator(mode="after")
     def _check_copies(self) -> Config:
         if self.kv.keeps_copies and not self.shares_prefixes:

@@ -1,4 +1,5 @@
-"""BlockCopier: copies KV blocks of one rank between the device and files.
+"""BlockCopier: copies KV blocks of one rank between the device and files. Recurrent states are
+copied in the same way; then a block is the state in one slot of the cache.
 
 Blocks pass through a few slots. A slot is memory on the device and pinned memory of the host. All
 layers' parts of a block are gathered in the slot, so that one transfer moves them together. The
@@ -18,18 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
-from dist_aclgraph.ints import IntArray, unpack_ints
-from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.tiers import KVTiers
+from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.planning.copy_slots import NUM_SLOTS, blocks_per_slot
-from dist_aclgraph.steps.copies import CopyJob
 
 logger = logging.getLogger(__name__)
 
+BlockIds = npt.NDArray[np.int64]
 State = Literal["free", "on device", "in files"]
 
 
@@ -40,7 +41,7 @@ class _Piece:
     number: int
     index: int  # position among the pieces of the copy
     is_load: bool
-    block_ids: IntArray
+    block_ids: BlockIds
     hashes: Sequence[bytes]
     num_whole: int = 0  # number of first blocks that were copied
 
@@ -73,10 +74,10 @@ class _Slot:
         done: event after the slot's last work on the device.
     """
 
-    def __init__(self, npu: Npu, num_elements: int, dtype: torch.dtype) -> None:
-        self.device = torch.zeros(num_elements, dtype=dtype, device=npu.device)
-        self.host = npu.pinned((num_elements,), dtype)
-        self.bytes = self.host.view(torch.uint8).numpy().data
+    def __init__(self, npu: Npu, num_bytes: int) -> None:
+        self.device = torch.zeros(num_bytes, dtype=torch.uint8, device=npu.device)
+        self.host = npu.pinned((num_bytes,), torch.uint8)
+        self.bytes = self.host.numpy().data
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
@@ -88,21 +89,24 @@ class BlockCopier:
     that works with the device.
 
     Args:
-        tensors: returns the tensors of all layers' blocks; the first axis is the block id. All
-            have the same dtype.
+        tensors: returns the tensors of all layers' blocks; the first axis is the block id.
+        num_slots: how many pieces of copies are at work at the same time.
     """
 
-    def __init__(self, npu: Npu, tensors: Callable[[], Sequence[Tensor]], tiers: KVTiers) -> None:
+    def __init__(
+        self,
+        npu: Npu,
+        tensors: Callable[[], Sequence[Tensor]],
+        tiers: KVTiers,
+        num_slots: int = NUM_SLOTS,
+    ) -> None:
         self._npu = npu
         self._tensors = tensors
         self._tiers = tiers
-        parts = tensors()
-        self._num_elements = [part[0].numel() for part in parts]
-        self._item_bytes = parts[0].element_size()
-        block_bytes = sum(self._num_elements) * self._item_bytes
-        self._blocks_per_slot = blocks_per_slot(block_bytes)
-        size = self._blocks_per_slot * sum(self._num_elements)
-        self._slots = [_Slot(npu, size, parts[0].dtype) for _ in range(NUM_SLOTS)]
+        self._sizes = [tensor[0].nbytes for tensor in tensors()]  # bytes of a block
+        self._blocks_per_slot = blocks_per_slot(sum(self._sizes))
+        _, size = self._parts_of(self._blocks_per_slot)
+        self._slots = [_Slot(npu, size) for _ in range(num_slots)]
         self._stream = runtime().Stream()
         self._main = runtime().current_stream()
         self._pieces: deque[_Piece] = deque()  # wait for a slot
@@ -117,18 +121,22 @@ class BlockCopier:
     def is_busy(self) -> bool:
         return bool(self._jobs)
 
-    def begin(self, jobs: Sequence[CopyJob]) -> None:
-        """Begin copies. Each of them runs while ``advance`` is called."""
+    def begin(
+        self, number: int, block_ids: BlockIds, hashes: Sequence[bytes], *, is_load: bool
+    ) -> None:
+        """Begin a copy, which runs while ``advance`` is called.
+
+        Args:
+            block_ids: [n] int64, at least one.
+            hashes: [n], names of the blocks' files.
+        """
         size = self._blocks_per_slot
-        for job in jobs:
-            block_ids = unpack_ints(job.block_ids)
-            hashes = [job.hashes[i : i + HASH_BYTES] for i in range(0, len(job.hashes), HASH_BYTES)]
-            starts = range(0, len(block_ids), size)
-            self._jobs[job.number] = _Job([len(block_ids[i : i + size]) for i in starts])
-            self._pieces += (
-                _Piece(job.number, n, job.is_load, block_ids[i : i + size], hashes[i : i + size])
-                for n, i in enumerate(starts)
-            )
+        starts = range(0, len(block_ids), size)
+        self._jobs[number] = _Job([len(block_ids[i : i + size]) for i in starts])
+        self._pieces += (
+            _Piece(number, n, is_load, block_ids[i : i + size], hashes[i : i + size])
+            for n, i in enumerate(starts)
+        )
 
     def advance(self) -> list[tuple[int, int]]:
         """Continue all copies, without waiting for the device or for files.
@@ -185,38 +193,40 @@ class BlockCopier:
 
     # ---- on the device
 
-    def _parts(self, flat: Tensor, num_blocks: int) -> list[Tensor]:
-        """Return the slot's part for each tensor, [num_blocks, ...]."""
-        parts, start = [], 0
-        for tensor, size in zip(self._tensors(), self._num_elements, strict=True):
-            end = start + num_blocks * size
-            parts.append(flat[start:end].view(num_blocks, *tensor.shape[1:]))
-            start = end
-        return parts
+    def _parts_of(self, num_blocks: int) -> tuple[list[slice], int]:
+        """Return the place of each tensor's part in a slot, in bytes, and the used bytes."""
+        return pack_parts(num_blocks * size for size in self._sizes)
 
-    def _used(self, flat: Tensor, num_blocks: int) -> Tensor:
-        return flat[: num_blocks * sum(self._num_elements)]
+    def _parts(self, slot: _Slot, num_blocks: int) -> list[Tensor]:
+        """Return the slot's part for each tensor, [num_blocks, ...]."""
+        places, _ = self._parts_of(num_blocks)
+        return [
+            slot.device[place].view(tensor.dtype).view(num_blocks, *tensor.shape[1:])
+            for tensor, place in zip(self._tensors(), places, strict=True)
+        ]
 
     def _gather(self, slot: _Slot, piece: _Piece) -> None:
         """Queue the copy of blocks to the slot's pinned memory."""
         count = len(piece.block_ids)
-        index = self._npu.upload(piece.block_ids.astype(np.int64))
-        for tensor, part in zip(self._tensors(), self._parts(slot.device, count), strict=True):
+        index = self._npu.upload(piece.block_ids)
+        for tensor, part in zip(self._tensors(), self._parts(slot, count), strict=True):
             torch.index_select(tensor, 0, index, out=part)
         self._stream.wait_stream(self._main)
+        _, used = self._parts_of(count)
         with runtime().stream(self._stream):
-            self._used(slot.host, count).copy_(self._used(slot.device, count), non_blocking=True)
+            slot.host[:used].copy_(slot.device[:used], non_blocking=True)
         slot.done.record(self._stream)
         slot.state = "on device"
 
     def _scatter(self, slot: _Slot, piece: _Piece) -> None:
         """Queue the copy of the slot's pinned memory to the blocks that were read."""
         count = len(piece.block_ids)
-        index = self._npu.upload(piece.block_ids[: piece.num_whole].astype(np.int64))
+        index = self._npu.upload(piece.block_ids[: piece.num_whole])
+        _, used = self._parts_of(count)
         with runtime().stream(self._stream):
-            self._used(slot.device, count).copy_(self._used(slot.host, count), non_blocking=True)
+            slot.device[:used].copy_(slot.host[:used], non_blocking=True)
         self._main.wait_stream(self._stream)
-        for tensor, part in zip(self._tensors(), self._parts(slot.device, count), strict=True):
+        for tensor, part in zip(self._tensors(), self._parts(slot, count), strict=True):
             tensor.index_copy_(0, index, part[: piece.num_whole])
         slot.done.record(self._main)
         slot.state = "on device"
@@ -247,13 +257,12 @@ class BlockCopier:
 
     def _buffers(self, slot: _Slot, piece: _Piece, place: int) -> list[memoryview]:
         """Return the host memory of a piece's block: one buffer for each tensor."""
-        buffers, start = [], 0
-        for size in self._num_elements:
-            num_bytes = size * self._item_bytes
-            at = start + place * num_bytes
-            buffers.append(slot.bytes[at : at + num_bytes])
-            start += len(piece.block_ids) * num_bytes
-        return buffers
+        places, _ = self._parts_of(len(piece.block_ids))
+        starts = [part.start + place * size for part, size in zip(places, self._sizes, strict=True)]
+        return [
+            slot.bytes[start : start + size]
+            for start, size in zip(starts, self._sizes, strict=True)
+        ]
 
     # ---- the end
 

@@ -29,6 +29,7 @@ from dist_aclgraph.device.npu import (
 from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch, UpdateWait
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.block_copier import BlockCopier
+from dist_aclgraph.engine.cache_copier import CacheCopier
 from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafts.drafting import Collect
 from dist_aclgraph.engine.drafts.landing_drafts import LandingDrafts
@@ -60,6 +61,7 @@ from dist_aclgraph.layers.segments import run_directly, work_between
 from dist_aclgraph.models.attention_kind import Cache, CacheRoom
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
+from dist_aclgraph.planning.copy_slots import NUM_STATE_SLOTS
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.step_sizes import table_width
@@ -126,6 +128,7 @@ class ModelRunner:
             experts. The plan of an eager step contains the exchange of this step.
         context: the ranks that share the context of this rank's requests.
         tiers: the files for copies of this rank's KV blocks; None if no files are kept.
+        state_tiers: the files for copies of its recurrent states; None without states or files.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class ModelRunner:
         choose_exchange: ChooseExchange = no_exchange,
         context: ContextParallel = UNDIVIDED,
         tiers: KVTiers | None = None,
+        state_tiers: KVTiers | None = None,
     ) -> None:
         self._npu = npu
         self._max_len = max_len
@@ -237,7 +241,13 @@ class ModelRunner:
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
         )
         self.make_cache(num_blocks)
-        self._copier = None if tiers is None else BlockCopier(npu, self._block_tensors, tiers)
+        self._copier: CacheCopier | None = None
+        if tiers is not None:
+            blocks = BlockCopier(npu, self._block_tensors, tiers)
+            states = None
+            if state_tiers is not None:
+                states = BlockCopier(npu, self._state_tensors, state_tiers, NUM_STATE_SLOTS)
+            self._copier = CacheCopier(blocks, states, state_slots)
 
     def make_cache(self, num_blocks: int) -> None:
         """Replace the KV cache by an empty cache.

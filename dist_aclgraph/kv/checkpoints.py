@@ -45,6 +45,8 @@ class Checkpoints:
         self._free = list(range(self.count - 1, -1, -1))
         self._stored: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._begun: dict[BlockHash, int] = {}
+        # Stored checkpoints that a copy reads, and whether each is to be freed afterwards.
+        self._held: dict[int, bool] = {}
 
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
         """Return the next position, in tokens, at which a prompt's state is copied to a checkpoint.
@@ -81,10 +83,11 @@ class Checkpoints:
             return None
         if self._free:
             checkpoint = self._free.pop()
-        elif self._stored:
-            _, checkpoint = self._stored.popitem(last=False)
         else:
-            return None
+            oldest = next((h for h, c in self._stored.items() if c not in self._held), None)
+            if oldest is None:
+                return None
+            checkpoint = self._stored.pop(oldest)
         self._begun[block_hash] = checkpoint
         return checkpoint
 
@@ -99,7 +102,24 @@ class Checkpoints:
     def forget(self, block_hash: BlockHash) -> None:
         """Free a stored checkpoint, because its block has left the prefix cache."""
         checkpoint = self._stored.pop(block_hash, None)
-        if checkpoint is not None:
+        if checkpoint in self._held:
+            self._held[checkpoint] = True
+        elif checkpoint is not None:
+            self._free.append(checkpoint)
+
+    def hold(self, block_hash: BlockHash) -> int | None:
+        """Return a stored checkpoint, which is not written until ``release``; None if there is
+        none, or if it is held already.
+        """
+        checkpoint = self._stored.get(block_hash)
+        if checkpoint is None or checkpoint in self._held:
+            return None
+        self._held[checkpoint] = False
+        return checkpoint
+
+    def release(self, checkpoint: int) -> None:
+        """End ``hold``."""
+        if self._held.pop(checkpoint):
             self._free.append(checkpoint)
 
 

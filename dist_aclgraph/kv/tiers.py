@@ -46,6 +46,9 @@ class CachePlace:
             same latents.
         shard: index of the rank's shard of the context among ``num_shards`` ones.
         interleave: number of neighbouring tokens on one shard.
+        rank: the tensor parallel rank among ``num_ranks``; each has its own part of recurrent
+            states.
+        has_state: whether the model has recurrent state.
     """
 
     heads: int = 0
@@ -53,13 +56,16 @@ class CachePlace:
     shard: int = 0
     num_shards: int = 1
     interleave: int = 1
+    rank: int = 0
+    num_ranks: int = 1
+    has_state: bool = False
 
     @classmethod
     def of(
         cls, config: Config, facts: ModelFacts, tp_rank: int = 0, dcp_rank: int = 0
     ) -> CachePlace | None:
         """Return the place of a rank; None if no copies of its blocks are kept."""
-        if not config.keeps_block_copies(has_state=facts.linear is not None):
+        if not config.kv.keeps_copies:
             return None
         parallel = config.parallel
         num_heads = 1 if facts.mla else min(parallel.tp, facts.num_kv_heads)
@@ -69,15 +75,23 @@ class CachePlace:
             dcp_rank,
             parallel.dcp,
             parallel.cp_interleave,
+            tp_rank,
+            parallel.tp,
+            facts.linear is not None,
         )
 
     @property
     def folder(self) -> str:
-        """Name of the folder for files of this place."""
+        """Name of the folder for blocks of this place."""
         return (
             f"heads-{self.heads}-of-{self.num_heads}-shard-{self.shard}-of-{self.num_shards}"
             f"-by-{self.interleave}"
         )
+
+    @property
+    def state_folder(self) -> str:
+        """Name of the folder for recurrent states of this place."""
+        return f"states-{self.rank}-of-{self.num_ranks}"
 
 
 class KVTiers:
@@ -97,14 +111,23 @@ class KVTiers:
             threading.Thread(target=self._write_late, name="kv-disk", daemon=True).start()
 
     @classmethod
+    def open_states(cls, config: Config, place: CachePlace) -> KVTiers | None:
+        """Return the tiers for recurrent states; None if the model has none. See ``open``."""
+        return cls._open(config, place.state_folder) if place.has_state else None
+
+    @classmethod
     def open(cls, config: Config, place: CachePlace) -> KVTiers:
-        """Return the tiers that the configuration asks for.
+        """Return the tiers for blocks that the configuration asks for.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
             ModelError: the checkpoint's files cannot be found.
         """
-        kv, folder = config.kv, Path(cache_identity(config), place.folder)
+        return cls._open(config, place.folder)
+
+    @classmethod
+    def _open(cls, config: Config, name: str) -> KVTiers:
+        kv, folder = config.kv, Path(cache_identity(config), name)
         tiers = {}
         if kv.host_gib:
             tiers["host"] = _open(host_root(config), folder, kv.host_gib, "kv.host_gib")

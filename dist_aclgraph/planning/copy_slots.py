@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NUM_SLOTS = 4
+NUM_STATE_SLOTS = 2  # for recurrent states, which can be large
 # A slot holds as many blocks as fit in SLOT_BYTES, from 1 to MAX_BLOCKS.
 SLOT_BYTES = 32 << 20
 MAX_BLOCKS = 64
@@ -17,6 +18,13 @@ def blocks_per_slot(block_bytes: int) -> int:
     return max(1, min(MAX_BLOCKS, SLOT_BYTES // block_bytes))
 
 
-def slot_bytes(block_bytes: int) -> int:
-    """Return the bytes of all slots on a device, and also in the pinned memory of its host."""
-    return NUM_SLOTS * blocks_per_slot(block_bytes) * block_bytes
+def slot_bytes(block_bytes: int, state_bytes: int = 0) -> int:
+    """Return the bytes of all slots on a device, and also in the pinned memory of its host.
+
+    Args:
+        state_bytes: bytes of the state of a request in all layers, on one rank.
+    """
+    found = NUM_SLOTS * blocks_per_slot(block_bytes) * block_bytes
+    if state_bytes:
+        found += NUM_STATE_SLOTS * blocks_per_slot(state_bytes) * state_bytes
+    return found

@@ -193,10 +193,10 @@ class RankMemory:
 
 def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
     """Return the memory through which copies of KV blocks pass; empty without copies."""
-    if not config.keeps_block_copies(has_state=model.linear is not None):
+    if not config.kv.keeps_copies:
         return ()
-    block_bytes = KVCacheSpec.from_config(config, model).bytes_per_block
-    return (MemoryPart(COPY_SLOTS, slot_bytes(block_bytes)),)
+    cache = KVCacheSpec.from_config(config, model)
+    return (MemoryPart(COPY_SLOTS, slot_bytes(cache.bytes_per_block, cache.bytes_per_slot)),)
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:

@@ -1,4 +1,5 @@
 """BlockCopies: which KV blocks of a rank are copied to files outside the device, and back.
+If the model has recurrent state, checkpoints of states are copied, too.
 
 A block may be written to a file once it is in the prefix cache, because nobody changes it then. A
 block that is read from a file enters the prefix cache once all ranks have it. So a copy that fails
@@ -30,6 +31,9 @@ MAX_HELD = 1 / 8
 MAX_PENDING = 4096
 
 
+HasFile = Callable[[BlockHash], bool]
+
+
 @dataclass
 class CopyCounts:
     """Counts of blocks since the start of an engine."""
@@ -50,6 +54,7 @@ class _Copy:
         request: the request that waits for the blocks; None if blocks are written.
         waits_for: the ranks that have not answered.
         num_whole: the smallest number of first blocks that a rank has copied.
+        states: hash and number of each checkpoint that is copied.
     """
 
     held: Sequence[int]
@@ -57,6 +62,7 @@ class _Copy:
     hashes: Sequence[BlockHash]
     request: Request | None
     waits_for: set[int]
+    states: Sequence[tuple[BlockHash, int]] = ()
     num_whole: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,13 +75,20 @@ class BlockCopies:
     Args:
         has: whether there is a file of a block. The answer may be wrong.
         ranks: the ranks of the lockstep group that keep parts of the blocks.
+        has_state: likewise, for the checkpoint after a block; None without recurrent state.
     """
 
     def __init__(
-        self, pool: BlockPool, has: Callable[[BlockHash], bool], ranks: Collection[int]
+        self,
+        pool: BlockPool,
+        has: HasFile,
+        ranks: Collection[int],
+        has_state: HasFile | None = None,
     ) -> None:
         self._pool = pool
         self._has = has
+        self._has_state = has_state
+        self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
         self._ranks = frozenset(ranks)
         self._num_jobs = 0
         self._running: dict[int, _Copy] = {}
@@ -88,7 +101,7 @@ class BlockCopies:
     @property
     def is_busy(self) -> bool:
         """Whether a copy runs or waits."""
-        return bool(self._running or self._pending)
+        return bool(self._running or self._pending or self._pending_states)
 
     @property
     def num_running(self) -> int:
@@ -109,6 +122,10 @@ class BlockCopies:
         if len(self._pending) > MAX_PENDING:
             self._settle([self._pending.popleft()[1]])
             self.counts.unsaved += 1
+
+    def note_checkpoint(self, block_hash: BlockHash) -> None:
+        """Write a stored checkpoint to a file, when there is time."""
+        self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
         """Whether no block of these is still to be written to a file."""
@@ -137,9 +154,23 @@ class BlockCopies:
                 hashes.append(block_hash)
             else:  # the block was given to another request, or another group has written the file
                 self._settle([block_hash])
-        if block_ids:
+        states = self._hold_states()
+        if block_ids or states:
             self._pool.share(block_ids)
-            self._begin(block_ids, block_ids, hashes, None)
+            self._begin(block_ids, block_ids, hashes, None, states)
+
+    def _hold_states(self) -> list[tuple[BlockHash, int]]:
+        """Return the pending checkpoints that still exist, and hold them."""
+        checkpoints = self._pool.checkpoints
+        states = []
+        while self._pending_states:
+            assert checkpoints is not None and self._has_state is not None
+            block_hash = self._pending_states.popleft()
+            if not self._has_state(block_hash):
+                checkpoint = checkpoints.hold(block_hash)
+                if checkpoint is not None:
+                    states.append((block_hash, checkpoint))
+        return states
 
     # ---- from files to the device
 
@@ -149,13 +180,26 @@ class BlockCopies:
         As files of later blocks are deleted first, a binary search is enough. If the answer is too
         large, the missing blocks are noticed when they are read.
         """
-        return bisect_left(range(len(hashes)), True, key=lambda i: not self._has(hashes[i]))
+        count = bisect_left(range(len(hashes)), True, key=lambda i: not self._has(hashes[i]))
+        if self._has_state is None:
+            return count
+        ends = (n for n in range(count, 0, -1) if self._has_state(hashes[n - 1]))
+        return next(ends, 0)
 
-    def load(self, request: Request, shared: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Begin to read the blocks that follow the cached blocks ``shared`` of a request."""
+    def load(self, request: Request, shared: Sequence[int], hashes: Sequence[BlockHash]) -> bool:
+        """Begin to read the blocks that follow the cached blocks ``shared`` of a request, and the
+        checkpoint after them; return False if no checkpoint is free.
+        """
+        states: list[tuple[BlockHash, int]] = []
+        if self._pool.checkpoints is not None:
+            checkpoint = self._pool.checkpoints.begin(hashes[-1])
+            if checkpoint is None:
+                return False
+            states.append((hashes[-1], checkpoint))
         self._pool.share(shared)
         block_ids = self._pool.allocate(len(hashes))
-        self._begin([*shared, *block_ids], block_ids, hashes, request)
+        self._begin([*shared, *block_ids], block_ids, hashes, request, states)
+        return True
 
     # ---- both
 
@@ -166,8 +210,9 @@ class BlockCopies:
             is_idle: whether no step runs, so that small batches do not delay anything.
         """
         self._num_turns += 1
-        is_due = is_idle or len(self._pending) >= BATCH_BLOCKS or self._num_turns >= MAX_TURNS
-        if self._pending and is_due:
+        num_pending = len(self._pending) + len(self._pending_states)
+        is_due = is_idle or num_pending >= BATCH_BLOCKS or self._num_turns >= MAX_TURNS
+        if num_pending and is_due:
             self._save()
         jobs, self._new = tuple(self._new), []
         return jobs
@@ -178,12 +223,21 @@ class BlockCopies:
         block_ids: Sequence[int],
         hashes: Sequence[BlockHash],
         request: Request | None,
+        states: Sequence[tuple[BlockHash, int]],
     ) -> None:
         number = self._num_jobs
         self._num_jobs += 1
-        self._running[number] = _Copy(held, block_ids, hashes, request, set(self._ranks))
+        ranks = set(self._ranks)
+        self._running[number] = _Copy(held, block_ids, hashes, request, ranks, states)
         self._new.append(
-            CopyJob(number, request is not None, pack_ints(block_ids), b"".join(hashes))
+            CopyJob(
+                number,
+                request is not None,
+                pack_ints(block_ids),
+                b"".join(hashes),
+                pack_ints([checkpoint for _, checkpoint in states]),
+                b"".join(block_hash for block_hash, _ in states),
+            )
         )
 
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
@@ -210,8 +264,23 @@ class BlockCopies:
             self.counts.missed += total - count
             for block_id, block_hash in list(zip(copy.block_ids, copy.hashes, strict=True))[:count]:
                 self._pool.store(block_id, block_hash)
+        self._end_states(copy, is_whole=count == total)
         self._pool.free(copy.held)
         return copy.request
+
+    def _end_states(self, copy: _Copy, *, is_whole: bool) -> None:
+        """Release the checkpoints that were written to files; store or drop the ones that were
+        read.
+        """
+        checkpoints = self._pool.checkpoints
+        for block_hash, checkpoint in copy.states:
+            assert checkpoints is not None
+            if copy.request is None:
+                checkpoints.release(checkpoint)
+            elif is_whole:
+                checkpoints.store(block_hash)
+            else:
+                checkpoints.drop(block_hash)
 
     def forget(self) -> list[Request]:
         """End all copies, because workers have forgotten them; return the requests that waited.
@@ -220,8 +289,10 @@ class BlockCopies:
         """
         requests = [copy.request for copy in self._running.values() if copy.request is not None]
         for copy in self._running.values():
+            self._end_states(copy, is_whole=False)
             self._pool.free(copy.held)
         self._running.clear()
+        self._pending_states.clear()
         self._pending.clear()
         self._unsaved.clear()
         self._new.clear()

@@ -59,9 +59,7 @@ class Prefixes:
         count = (len(request.tokens) - 1) // pool.block_size
         wanted = request.hashes[len(shared) : count]
         found = copies.find(wanted)
-        if found:
-            copies.load(request, shared, wanted[:found])
-        return found > 0
+        return found > 0 and copies.load(request, shared, wanted[:found])
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
         """Return the checkpoint after the blocks that ``match`` found; empty if none is needed."""
@@ -125,6 +123,8 @@ class Prefixes:
             assert checkpoints is not None
             if flight.places[index] >= 0 and self._pool.match([block_hash]):
                 checkpoints.store(block_hash)
+                if self._copies is not None:
+                    self._copies.note_checkpoint(block_hash)
             else:
                 checkpoints.drop(block_hash)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
@@ -29,10 +29,9 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
-from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.block_copies import BlockCopies, HasFile
 from dist_aclgraph.scheduler.decoding_ranks import land_decoding
 from dist_aclgraph.scheduler.group_rows import GroupRows
 from dist_aclgraph.scheduler.outputs import StepOutputs
@@ -85,6 +84,7 @@ class Scheduler:
             whose prompt is computed. Output that a request had before it came to this engine is
             computed token by token, as when it was sampled.
         has_file: whether there is a file of a KV block; None if no files are kept.
+        has_state_file: whether there is a file of a checkpoint; None without recurrent state.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Scheduler:
         pcp: int = 1,
         choose_exchange: ChooseExchange = no_exchange,
         exact: bool = False,
-        has_file: Callable[[BlockHash], bool] | None = None,
+        has_file: HasFile | None = None,
+        has_state_file: HasFile | None = None,
     ) -> None:
         self.config = config
         self.dispatcher = dispatcher
@@ -112,7 +113,7 @@ class Scheduler:
         self._rows = GroupRows(len(pools), config.max_num_seqs, window, num_drafts)
         self._ranks_per_batch = tp * pcp
         self.copies = [
-            BlockCopies(pool, has_file, self._workers_of(index))
+            BlockCopies(pool, has_file, self._workers_of(index), has_state_file)
             for index, pool in enumerate(pools)
             if has_file is not None
         ]

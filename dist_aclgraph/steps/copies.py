@@ -8,12 +8,14 @@ import msgspec
 
 
 class CopyJob(msgspec.Struct, frozen=True):
-    """A copy of blocks from a device to files, or from files to a device."""
+    """A copy of blocks and checkpoints from a device to files, or from files to a device."""
 
     number: int
     is_load: bool  # whether files are read
     block_ids: bytes  # int32 [n]
     hashes: bytes  # [n, HASH_BYTES], names of the blocks' files
+    checkpoints: bytes = b""  # int32 [k]
+    state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
 
 
 class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):

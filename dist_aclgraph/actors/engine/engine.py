@@ -162,9 +162,9 @@ class Engine:
             settings.plan, LazyGraphs.from_config(config, settings.lazy_capacity)
         )
         place = settings.cache_place
-        tiers = None
+        tiers = states = None
         if place is not None:
-            tiers = KVTiers.open(config, place)
+            tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
             self._copies = HostCopies(config) if config.kv.host_gib else None
         scheduler = Scheduler(
             config.scheduler,
@@ -187,6 +187,7 @@ class Engine:
             choose_exchange=settings.exchange.choose,
             exact=config.recovery.exact,
             has_file=None if tiers is None else tiers.has,
+            has_state_file=None if states is None else states.has,
         )
         ranks = ChannelRanks(
             self._channel,

@@ -369,6 +369,8 @@ class LoadedRank:
         from dist_aclgraph.layers.context_parallel import ContextParallel
 
         joined, config = self.joined, self.joined.config
+        groups = joined.groups
+        place = CachePlace.of(config, joined.spec, groups.tp.rank, groups.dcp.rank)
         with translated("allocating the buffers of graphs"):
             runner = ModelRunner(
                 config,
@@ -380,16 +382,11 @@ class LoadedRank:
                 owns_output=joined.groups.tp.rank == joined.groups.pcp.rank == 0,
                 choose_exchange=joined.exchange.choose,
                 context=ContextParallel.of(joined.groups),
-                tiers=self._open_tiers(),
+                tiers=None if place is None else KVTiers.open(config, place),
+                state_tiers=None if place is None else KVTiers.open_states(config, place),
             )
         joined.streams.book("main, update and capture streams")
         return RunningRank(self, runner)
-
-    def _open_tiers(self) -> KVTiers | None:
-        """Return the files for copies of this rank's KV blocks; None if none are kept."""
-        config, groups = self.joined.config, self.joined.groups
-        place = CachePlace.of(config, self.joined.spec, groups.tp.rank, groups.dcp.rank)
-        return None if place is None else KVTiers.open(config, place)
 
 
 @dataclass(frozen=True)

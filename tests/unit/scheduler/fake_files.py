@@ -31,6 +31,7 @@ class FakeFiles:
 
     def __init__(self, chance: random.Random, workers: list[FakeWorker], tp: int) -> None:
         self.contents: dict[bytes, np.ndarray] = {}
+        self.states: dict[bytes, int] = {}
         self._chance = chance
         self._workers = workers
         self._tp = tp
@@ -39,6 +40,9 @@ class FakeFiles:
     def has(self, block_hash: bytes) -> bool:
         return block_hash in self.contents
 
+    def has_state(self, block_hash: bytes) -> bool:
+        return block_hash in self.states
+
     def begin(self, jobs: list[tuple[CopyJob, ...]]) -> None:
         for dp_rank, each in enumerate(jobs):
             ranks = list(range(dp_rank * self._tp, (dp_rank + 1) * self._tp))
@@ -46,8 +50,9 @@ class FakeFiles:
 
     def advance(self) -> Iterator[tuple[int, int, int]]:
         """Continue some copies; yield number, rank and count of each that has ended."""
-        if self.contents and self._chance.random() < 0.05:
-            del self.contents[self._chance.choice(list(self.contents))]
+        for files in (self.contents, self.states):
+            if files and self._chance.random() < 0.05:
+                del files[self._chance.choice(list(files))]
         for copy in list(self._running):
             if self._chance.random() < 0.4:
                 continue
@@ -66,6 +71,8 @@ class FakeFiles:
 
     def _move(self, copy: _Running) -> int:
         job, cache = copy.job, self._workers[copy.dp_rank].cache
+        if not self._move_states(copy):
+            return 0
         names = [job.hashes[i : i + HASH_BYTES] for i in range(0, len(job.hashes), HASH_BYTES)]
         block_ids = unpack_ints(job.block_ids).tolist()
         for count, (block_id, name) in enumerate(zip(block_ids, names, strict=True)):
@@ -77,6 +84,24 @@ class FakeFiles:
             else:
                 return count
         return len(names)
+
+    def _move_states(self, copy: _Running) -> bool:
+        """Copy the checkpoints; return whether all files of a load exist."""
+        job, states = copy.job, self._workers[copy.dp_rank].states
+        names = [
+            job.state_hashes[i : i + HASH_BYTES]
+            for i in range(0, len(job.state_hashes), HASH_BYTES)
+        ]
+        for checkpoint, name in zip(unpack_ints(job.checkpoints).tolist(), names, strict=True):
+            assert states is not None
+            if not job.is_load:
+                found = self.states.setdefault(name, states.contents(checkpoint))
+                assert found == states.contents(checkpoint), "equal names, other states"
+            elif name in self.states:
+                states.write(checkpoint, self.states[name])
+            else:
+                return False
+        return True
 
     def forget(self) -> None:
         """Drop all copies, as workers do after an abort of their devices."""

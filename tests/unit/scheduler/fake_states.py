@@ -73,6 +73,12 @@ class FakeStates:
             self._checkpoints.update(dict.fromkeys(kept, LOST))
         self._rows.clear()
 
+    def contents(self, checkpoint: int) -> int:
+        return self._checkpoints[checkpoint]
+
+    def write(self, checkpoint: int, contents: int) -> None:
+        self._checkpoints[checkpoint] = contents
+
     def lose(self) -> None:
         self._rows.clear()
         self._checkpoints.clear()

@@ -61,7 +61,7 @@ class FakeWorker:
         self._drafted: set[int] = set()  # rows that can have drafts when they are sent again
         self._num_drafts = num_drafts
         self._accept = accept
-        self._states = FakeStates() if has_state else None
+        self.states = FakeStates() if has_state else None
 
     def execute(self, plan: RankPlan, rank: int = 0, *, is_void: bool = False) -> StepResult:
         """Run one step; with ``is_void``, the step loses tokens in the exchange with experts."""
@@ -72,14 +72,14 @@ class FakeWorker:
         records = unpack_ints(batch.scheduled, 4)
         self._update_rows(batch, records)
         assert len({int(row) for row in records[:, 0]}) == len(records), "a row runs twice"
-        if self._states is not None:
+        if self.states is not None:
             assert not is_void, "a model with state must not lose tokens"
-            self._states.begin(batch)
+            self.states.begin(batch)
         else:
             assert not batch.restored and not batch.kept
         found = [self._run(*record, is_void=is_void) for record in records.tolist()]
-        if self._states is not None:
-            self._states.end(batch)
+        if self.states is not None:
+            self.states.end(batch)
         if not is_void:
             for row_index, computed, length, _ in records.tolist():
                 self._check_cache(self.rows[row_index], computed + length)
@@ -107,22 +107,22 @@ class FakeWorker:
         rows = self.rows.items()
         self._drafted = {index for index, row in rows if row.has_drafts is not False or row.latest}
         self.rows.clear()
-        if self._states is not None:
-            self._states.resume(num_in_flight)
+        if self.states is not None:
+            self.states.resume(num_in_flight)
 
     def spoil(self, index: int) -> None:
         """Make a row's last tokens wrong, so that the scheduler must send the row again."""
         row = self.rows[index]
         row.latest = [SPOILT] * len(row.latest)
         self._drafted.add(index)
-        if self._states is not None:
-            self._states.spoil(index)
+        if self.states is not None:
+            self.states.spoil(index)
 
     def lose_kv(self) -> None:
         """Make all KV in the cache invalid."""
         self.cache[:] = WRONG
-        if self._states is not None:
-            self._states.lose()
+        if self.states is not None:
+            self.states.lose()
 
     def _update_rows(self, batch: RankBatch, records: np.ndarray) -> None:
         for start in batch.started:
@@ -171,7 +171,7 @@ class FakeWorker:
                 self._write(row, tokens, position, position < right)
             else:  # a position after the request's last possible token, which has no slot
                 assert position >= num_received
-        if self._states is not None:
+        if self.states is not None:
             self._run_state(index, tokens, computed, length, is_verified=num_logits > 1)
         return tokens[known:]
 
@@ -183,15 +183,15 @@ class FakeWorker:
         Args:
             tokens: the row's tokens, including new tokens; later positions have rejected drafts.
         """
-        assert self._states is not None
+        assert self.states is not None
         before, after = tokens[:computed], [*tokens, *[WRONG] * length]
         ran = after[computed : computed + length]
         if is_verified:
             passed = len(tokens) - 2 - computed
             ran[passed + 1 :] = [WRONG] * (length - 1 - passed)
-            self._states.verify(index, before, ran, passed)
+            self.states.verify(index, before, ran, passed)
         else:
-            self._states.run(index, before, ran)
+            self.states.run(index, before, ran)
 
     def _write(self, row: Row, tokens: list[int], position: int, is_right: bool) -> None:
         block_id = row.blocks[position // self.block_size]

@@ -137,7 +137,13 @@ shapes = st.builds(
     counts_shared=st.booleans(),
     in_flight=st.integers(1, 2),
 )
-shapes_with_files = shapes.map(lambda s: replace(s, prefix_cache=True, has_files=True))
+
+
+def with_files(shape: Shape) -> Shape:
+    return replace(shape, prefix_cache=True, has_files=True)
+
+
+shapes_with_files = shapes.map(with_files)
 # With ``counts_shared``, decode steps run without a graph if the cache is full. Such steps are not
 # exact, so ``counts_shared`` is off here.
 exact_shapes = shapes.map(
@@ -224,6 +230,7 @@ class World:
             choose_exchange=self.choose_exchange,
             exact=shape.exact,
             has_file=self.files.has if shape.has_files else None,
+            has_state_file=self.files.has_state if shape.num_checkpoints is not None else None,
         )
         self.group = FakeGroup(
             workers,
@@ -395,7 +402,12 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
 
 
 @examples(400)
-@given(arrivals, shapes_with_files, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
+@given(
+    arrivals,
+    st.one_of(shapes_with_files, stateful_shapes.map(with_files)),
+    st.integers(0, 1000),
+    st.sets(st.integers(0, 40), max_size=6),
+)
 def test_blocks_that_are_read_from_files_have_the_contents_of_their_tokens(
     plan_of_arrivals, shape, seed, resumes_at
 ) -> None:

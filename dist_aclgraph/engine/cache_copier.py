@@ -1,0 +1,95 @@
+"""CacheCopier: runs the copies of one rank: KV blocks, and checkpoints of recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dist_aclgraph.context.state_slots import StateSlots
+from dist_aclgraph.engine.block_copier import BlockCopier
+from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.steps.copies import CopyJob
+
+BLOCKS, STATES = 0, 1
+
+
+@dataclass
+class _Job:
+    """A copy that runs: the parts that have not ended, and the results of the other ones."""
+
+    is_load: bool
+    num_states: int
+    parts: set[int]
+    num_whole: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def result(self) -> int:
+        """Number of first blocks that were copied. Blocks without their state are of no use."""
+        has_states = self.num_whole.get(STATES, 0) == self.num_states
+        return 0 if self.is_load and not has_states else self.num_whole.get(BLOCKS, 0)
+
+
+class CacheCopier:
+    """Owns the copiers. The methods are for the thread that works with the device.
+
+    Args:
+        states: copies states; None if the model has no recurrent state.
+        slots: where the checkpoints are; None likewise.
+    """
+
+    def __init__(
+        self, blocks: BlockCopier, states: BlockCopier | None, slots: StateSlots | None
+    ) -> None:
+        self._blocks = blocks
+        self._states = states
+        self._slots = slots
+        self._jobs: dict[int, _Job] = {}
+
+    def begin(self, jobs: Sequence[CopyJob]) -> None:
+        """Begin copies. Each of them runs while ``advance`` is called."""
+        for job in jobs:
+            block_ids, checkpoints = unpack_ints(job.block_ids), unpack_ints(job.checkpoints)
+            parts = {BLOCKS} if len(block_ids) else set[int]()
+            if len(checkpoints):
+                parts.add(STATES)
+            self._jobs[job.number] = _Job(job.is_load, len(checkpoints), parts)
+            if BLOCKS in parts:
+                self._begin(self._blocks, job, block_ids, job.hashes)
+            if STATES in parts:
+                assert self._states is not None and self._slots is not None
+                slots = self._slots.checkpoints(checkpoints)
+                self._begin(self._states, job, slots, job.state_hashes)
+
+    def advance(self) -> list[tuple[int, int]]:
+        """Continue all copies; see ``BlockCopier.advance``."""
+        ended = []
+        for part, copier in ((BLOCKS, self._blocks), (STATES, self._states)):
+            for number, num_whole in [] if copier is None else copier.advance():
+                job = self._jobs[number]
+                job.num_whole[part] = num_whole
+                if job.num_whole.keys() == job.parts:
+                    del self._jobs[number]
+                    ended.append((number, job.result))
+        return ended
+
+    def forget(self) -> None:
+        """Drop all copies, for example after an abort of the device."""
+        self._jobs.clear()
+        for copier in (self._blocks, self._states):
+            if copier is not None:
+                copier.forget()
+
+    def close(self) -> None:
+        """Drop all copies and let the threads end."""
+        self._jobs.clear()
+        for copier in (self._blocks, self._states):
+            if copier is not None:
+                copier.close()
+
+    @staticmethod
+    def _begin(copier: BlockCopier, job: CopyJob, places: IntArray, hashes: bytes) -> None:
+        names = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+        copier.begin(job.number, places.astype(np.int64), names, is_load=job.is_load)
