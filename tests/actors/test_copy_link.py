@@ -1,0 +1,117 @@
+"""Messages about copies of KV blocks: one at a time, and nobody waits for a copy for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from dist_aclgraph.actors.engine import copy_link
+from dist_aclgraph.actors.engine.copy_link import CopyLink
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.copies import CopiedBlocks, CopyJob
+from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
+
+BLOCK, WORKERS, TIMEOUT_S, EPOCH = 4, 2, 20.0, 3
+
+
+@dataclass
+class FakeChannel:
+    sent: list[tuple[int, list[tuple[CopyJob, ...]]]] = field(default_factory=list)
+    replies: list[CopiedBlocks] = field(default_factory=list)
+
+    def send_copies(self, epoch: int, number: int, jobs: list[tuple[CopyJob, ...]]) -> None:
+        assert epoch == EPOCH
+        self.sent.append((number, jobs))
+
+    def poll_copied(self) -> None:
+        pass
+
+    def take_copied(self) -> list[CopiedBlocks]:
+        replies, self.replies = self.replies, []
+        return replies
+
+    def reply(self, rank: int, *ended: tuple[int, int], epoch: int = EPOCH) -> None:
+        self.replies.append(CopiedBlocks(epoch, self.sent[-1][0], rank, ended))
+
+
+class World:
+    """A scheduler with one request, whose three blocks have files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(copy_link.time, "monotonic", lambda: self.now_s)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+            [BlockPool(32, BLOCK)],
+            GraphDispatcher(make_plan(4)),
+            max_model_len=64,
+            epoch=EPOCH,
+            tp=WORKERS,
+            has_file=lambda block_hash: True,
+        )
+        self.channel = FakeChannel()
+        self.link = CopyLink(self.scheduler, self.channel, WORKERS, TIMEOUT_S)  # type: ignore[arg-type]
+        self.scheduler.add(submit("a", list(range(3 * BLOCK + 1)), SamplingParams(max_tokens=2)))
+
+    def turn(self) -> int:
+        """Return the number of tokens in the next step; 0 without a step."""
+        plan = self.scheduler.schedule()
+        self.link.turn(is_idle=plan is None)
+        return 0 if plan is None else plan.largest.num_tokens
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_a_request_runs_when_all_workers_have_read_its_blocks(world: World) -> None:
+    assert world.turn() == 0
+    ((number, (jobs,)),) = world.channel.sent
+    assert [job.is_load for job in jobs] == [True]
+    world.channel.reply(0, (jobs[0].number, 3))
+    assert world.turn() == 0 and len(world.channel.sent) == 1, "a worker has not answered"
+    world.channel.reply(1)
+    assert world.turn() == 0
+    assert [number for number, _ in world.channel.sent] == [number, number + 1]
+    world.channel.reply(1, (jobs[0].number, 2))
+    world.turn()
+    assert world.turn() == 1 + BLOCK, "a worker has read two blocks only"
+    assert world.scheduler.copied_blocks()["missed"] == 1
+
+
+def test_a_request_does_not_wait_for_workers_that_read_for_ever(world: World) -> None:
+    world.turn()
+    for rank in range(WORKERS):
+        world.channel.reply(rank)
+    world.now_s += TIMEOUT_S + 1
+    world.turn()
+    assert world.turn() == 3 * BLOCK + 1
+    pool, ((_, (jobs,)), *_) = world.scheduler.ranks[0].pool, world.channel.sent
+    used = pool.num_used
+    for rank in range(WORKERS):
+        world.channel.reply(rank, (jobs[0].number, 3))
+    world.link.turn(is_idle=False)
+    assert pool.num_used == used - 3, "the copy held its blocks until it ended"
+
+
+def test_replies_of_an_earlier_epoch_are_ignored(world: World) -> None:
+    world.turn()
+    ((_, (jobs,)),) = world.channel.sent
+    for rank in range(WORKERS):
+        world.channel.reply(rank, (jobs[0].number, 3), epoch=EPOCH - 1)
+    assert world.turn() == 0 and world.scheduler.is_copying
+
+
+def test_a_group_that_resumes_forgets_its_copies(world: World) -> None:
+    world.turn()
+    world.scheduler.rewind(EPOCH)
+    world.link.reset()
+    assert not world.scheduler.is_copying
+    assert world.turn() == 3 * BLOCK + 1
