@@ -57,6 +57,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "block_size": Option("kv.block_size", int),
     "num_gpu_blocks_override": Option("kv.num_blocks", int),
+    "kv_offloading_size": Option("kv.host_gib", float, note="for all groups of a node"),
     "enable_prefix_caching": Option("scheduler.prefix_cache", bool),
     "max_num_seqs": Option("scheduler.max_num_seqs", int),
     "max_num_batched_tokens": Option("scheduler.max_num_batched_tokens", int),

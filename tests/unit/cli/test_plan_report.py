@@ -102,6 +102,22 @@ def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) 
     assert by_number["bytes"] == 10 * 131072 and by_number["tokens"] == 9 * 128
 
 
+def test_copies_of_a_block_take_the_bytes_of_all_ranks_with_different_heads(
+    checkpoint: Path,
+) -> None:
+    def copies(tp: int, **kv: Any) -> dict[str, Any]:
+        kv = {"disk": "/x", "disk_gib": 2.0, **kv}
+        return plan_report(make(checkpoint, parallel={"tp": tp, "dp": 1}, kv=kv))["kv"]["copies"]
+
+    # Two ranks have one of two heads each, four ranks have copies of them. A file has 36 bytes more
+    # than the block.
+    tokens = (1 << 30) // (2 * (131072 + 36)) * 128
+    assert copies(2, host_gib=1.0)["memory"] == {"tokens": tokens}
+    assert copies(4, host_gib=1.0)["memory"] == {"tokens": tokens}
+    assert set(copies(2)) == {"disk"}
+    assert plan_report(make(checkpoint))["kv"]["copies"] == {}
+
+
 def test_room_for_contexts_is_compared_with_that_of_the_same_npus_without_sharing(
     checkpoint: Path,
 ) -> None:
