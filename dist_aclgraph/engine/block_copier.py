@@ -71,6 +71,7 @@ class _Slot:
         piece: the piece that uses the slot; None if the slot is free.
         state: where the piece is at work.
         is_void: whether the piece was forgotten; then the slot becomes free without any result.
+        ready: event between the two streams that use the slot.
         done: event after the slot's last work on the device.
     """
 
@@ -81,6 +82,8 @@ class _Slot:
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
+        # Both are used again and again, because each new event takes memory of the device.
+        self.ready: Any = runtime().Event()
         self.done: Any = runtime().Event()
 
 
@@ -211,7 +214,8 @@ class BlockCopier:
         index = self._npu.upload(piece.block_ids)
         for tensor, part in zip(self._tensors(), self._parts(slot, count), strict=True):
             torch.index_select(tensor, 0, index, out=part)
-        self._stream.wait_stream(self._main)
+        slot.ready.record(self._main)
+        self._stream.wait_event(slot.ready)
         _, used = self._parts_of(count)
         with runtime().stream(self._stream):
             slot.host[:used].copy_(slot.device[:used], non_blocking=True)
@@ -225,7 +229,8 @@ class BlockCopier:
         _, used = self._parts_of(count)
         with runtime().stream(self._stream):
             slot.device[:used].copy_(slot.host[:used], non_blocking=True)
-        self._main.wait_stream(self._stream)
+        slot.ready.record(self._stream)
+        self._main.wait_event(slot.ready)
         for tensor, part in zip(self._tensors(), self._parts(slot, count), strict=True):
             tensor.index_copy_(0, index, part[: piece.num_whole])
         slot.done.record(self._main)
