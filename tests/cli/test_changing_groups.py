@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from dist_aclgraph.actors.deployment import running
 from dist_aclgraph.actors.deployment.running import choose_deployment
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.errors import PlacementError
+from tests.ports import free_port
 from tests.serve.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -63,9 +63,7 @@ class Service:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [*COMMAND, "serve", str(CONFIG), *OVERRIDES, f"--port={port}"],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

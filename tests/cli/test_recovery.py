@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import pytest
 from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import wait_until
 from tests.cli.test_changing_groups import COMMAND, OVERRIDES, ROOT, WAIT_S
+from tests.ports import free_port
 from tests.serve.conftest import CONFIG
 
 STREAMS = 16
@@ -60,9 +60,7 @@ class Service:
         terminal: Callable[[list[str]], list[str]] | None = None,
         **variables: str,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._mark = secrets.token_hex(8)
         command = [*COMMAND, "serve", str(CONFIG), *OVERRIDES, *overrides, f"--port={port}"]
         self.process = subprocess.Popen(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from functools import partial
@@ -21,6 +20,7 @@ from dist_aclgraph.cli.serve import serve, serve_until_signal
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError, EngineDeadError, WorkerLostError
 from dist_aclgraph.planning.restarts import RestartBudget
+from tests.ports import free_port
 from tests.serve.conftest import CONFIG, until
 from tests.serve.test_llm import FakeDeployment
 
@@ -58,9 +58,7 @@ class Command:
     """Runs the command in the main thread, and the actions of clients in another thread."""
 
     def __init__(self, **overrides: object) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.config = load_config(CONFIG, {"serve.port": self.port, **overrides})
         self.deployment = Obedient()
         self.seen: dict[str, httpx.Response] = {}

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-qwen3.yaml"
@@ -53,12 +54,6 @@ class Service:
     @property
     def api(self) -> str:
         return f"{self.url}/v1"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(url: str, process: subprocess.Popen[Any], seconds: float = START_S) -> None:

@@ -7,7 +7,8 @@ import time
 import httpx
 import pytest
 
-from tests.clients.conftest import COUNT, COUNTED, MODEL, free_port, program, running, serving
+from tests.clients.conftest import COUNT, COUNTED, MODEL, program, running, serving
+from tests.ports import free_port
 
 NGINX = """
 daemon off; pid {folder}/pid; error_log stderr; worker_processes 1;

@@ -20,6 +20,7 @@ from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from tests.deployments import greedy_params
 from tests.lockstep import lockstep
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 END_S = 60.0
@@ -27,7 +28,7 @@ ATTEMPTS = 3
 
 PROMPTS = [[70, 71, 72], [80, 81], [90], [100, 101, 102, 103]]
 NUM_TOKENS = 12
-PORTS = range(23100, 23140)
+PORTS = free_ports(40)
 OVER_NODES = {
     "parallel.tp": 2, "parallel.dp": 2, "parallel.ep": 4, "dtype": "float32",
     "speculative.num_tokens": 0, "graph.sizes": [4], "device.kind": "emulated",

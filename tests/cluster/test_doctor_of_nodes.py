@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.several_nodes import Nodes
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -24,7 +25,9 @@ for _ in range(int(sys.argv[2])):
     said = CliRunner().invoke(cli, ["doctor", "--cluster", "--json", *sys.argv[3:]])
     print("ready", json.dumps([said.exit_code, json.loads(said.stdout)]), flush=True)
 """
-CONFIG = ("configs/tiny-qwen3.yaml", "cluster.ports=23300-23310")
+PORTS = free_ports(11)
+SPAN = f"{PORTS[0]}-{PORTS[-1]}"
+CONFIG = ("configs/tiny-qwen3.yaml", f"cluster.ports={SPAN}")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_nodes_that_fit_together_are_ok(nodes: Nodes) -> None:
     assert code == 0, found
     assert found["links"]["found"].startswith("each of 3 nodes reaches all others by TCP")
     assert found["dist_aclgraph"]["found"].endswith(" on all of 3 nodes")
-    ports = [name for name in found if name.startswith("ports 23300-23310 of ")]
+    ports = [name for name in found if name.startswith(f"ports {SPAN} of ")]
     assert len(ports) == 3
     assert {found[name]["found"] for name in ports} == {"11 free"}
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 CONFIG = "configs/tiny-qwen3.yaml"
 ONE_NPU_EACH = {
     **APART, "parallel.tp": 1, "graph.sizes": [4, 8], "scheduler.max_num_seqs": 8,
-    "cluster.ports": "23300-23340", "recovery.spares": 1, "timeouts.place_s": 60,
+    "recovery.spares": 1, "timeouts.place_s": 60,
 }  # fmt: skip
 PROMPTS = [[70 + i, 71, 72] for i in range(12)]
 NUM_TOKENS = 900

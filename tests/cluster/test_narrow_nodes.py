@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 CONFIG = "configs/tiny-qwen3.yaml"
 IN_A_RACK = {
     **APART, "parallel.tp": 2, "parallel.dp": 2, "graph.sizes": [4], "cluster.labels.rack": "r1",
-    "cluster.ports": "23400-23440",
 }  # fmt: skip
 ROLL = """
 def roll(llm, change):

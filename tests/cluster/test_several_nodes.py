@@ -38,7 +38,7 @@ from tests.cluster.several_nodes import (
     Program,
     on_one_node,
 )
-from tests.serve.test_ray_serve import free_port
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -95,7 +95,7 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
 
 def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
     """This test must be first, because the other tests share a deployment that keeps the NPUs."""
-    with service(nodes, {**APART, "cluster.ports": "23200-23240"}) as (where, client):
+    with service(nodes, APART) as (where, client):
         answers = [
             client.completions.create(
                 model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,

@@ -5,7 +5,6 @@ Code that ends its process runs in another process.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ import pytest
 from dist_aclgraph.device import emulator
 from tests.forks import forks, run_code
 from tests.namespaces import Node
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines.py also tests 8.5
@@ -143,9 +143,7 @@ def start_ranks(tmp_path_factory, hosts) -> Callable[..., list[Script]]:
         nodes: Sequence[Node] = (),
         **settings,
     ) -> list[Script]:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
+        port = str(free_port())
         folder = tmp_path_factory.mktemp("ranks")
         address = nodes[0].address if nodes else "127.0.0.1"
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port}

@@ -5,10 +5,11 @@ admitted, and the root listens at the selected address.
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +89,6 @@ def test_all_results_have_the_same_bytes_on_one_and_on_several_hosts(run_ranks):
         digests[hosts] = [match[1] for match in found if match]
         assert [int(match[2]) > 0 for match in found if match] == [hosts != "a"] * 4
     assert digests["a"] == digests["aabb"] == digests["abbb"] == digests["abcd"]
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
 
 
 def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks):

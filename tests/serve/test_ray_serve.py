@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.serve.conftest import CONFIG, until
 
 ROOT = Path(__file__).parents[2]
@@ -188,12 +188,6 @@ ray.shutdown()
 """
 )
 QUESTION = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 2, "stream": True}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def launch(code: str, *arguments: object) -> subprocess.Popen[str]:
