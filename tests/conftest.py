@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,19 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(OUR_VARIABLES):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def heard_signals() -> Iterator[None]:
+    """Let this process and its children react to SIGINT and SIGHUP.
+
+    A process ignores SIGINT if a shell has started it with ``&``, and SIGHUP if ``nohup`` has.
+    """
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -30,14 +30,6 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Let child processes react to SIGINT, even if a shell started the tests with ``&``."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*COMMAND, *arguments],
@@ -68,7 +60,7 @@ def test_a_fault_is_carried_out_and_told_in_a_table(temporary: Path, npu: object
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, rare(signal.SIGINT)])
 def test_a_rig_that_is_stopped_leaves_no_process_and_no_file(
-    temporary: Path, npu: object, interrupts: None, number: signal.Signals
+    temporary: Path, npu: object, heard_signals: None, number: signal.Signals
 ) -> None:
     rig = start(temporary, "--faults=3")
     try:

@@ -51,7 +51,7 @@ def test_the_first_that_has_come_stays() -> None:
 
 @pytest.mark.parametrize(("prefix", "wanted"), [([], "True"), (["nohup"], "False")])
 def test_a_closed_terminal_stops_a_service_unless_nohup_started_it(
-    prefix: list[str], wanted: str
+    heard_signals: None, prefix: list[str], wanted: str
 ) -> None:
     code = "import signal; from dist_aclgraph.cli.signals import SIGNALS; "
     code += "print(signal.SIGHUP in SIGNALS)"

@@ -14,7 +14,7 @@ from tests.cli.supervised import INGRESS, OWNER, WAIT_S, Start
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_group_that_is_signalled_stops_in_order_with_the_exit_code_of_the_owner(
-    start: Start, number: signal.Signals
+    heard_signals: None, start: Start, number: signal.Signals
 ) -> None:
     service = start()
     assert service.lines(2) == ["listens", "owns"]

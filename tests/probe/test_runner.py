@@ -195,6 +195,7 @@ def test_a_run_goes_on_where_it_was_cut_off():
     assert saved == [None, "c", None]
 
 
+@pytest.mark.usefixtures("heard_signals")
 def test_a_question_that_the_user_interrupts_is_asked_again():
     report = Report("0", "emulated", "quick")
 
