@@ -46,11 +46,12 @@ test: setup-dev emulator ## Lint, and run the tests that each change must pass
 	$(OTHERS) -m "not slow and not bench and not namespaces"
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
-# Services that start several Rays run last and alone: each of them keeps both cores busy.
+# Whole services, and clusters of several nodes, run last. Each of their tests starts a Ray of its own, and waits for
+# it for most of the time.
 test-more: setup-dev emulator ## Run the tests that make test leaves out: more models, layouts, chips and faults
 	$(SPREAD) -m slow tests/emulator
 	$(OTHERS) --ignore=tests/cluster --ignore=tests/cli -m "slow and not rare and not bench and not namespaces"
-	$(PYTEST) -m "slow and not bench and not namespaces" tests/cluster tests/cli
+	$(SPREAD) -m "slow and not rare and not bench and not namespaces" tests/cluster tests/cli
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
 
 # The number of frames that strangers send to the ports of a deployment while it streams. 100,000 frames took

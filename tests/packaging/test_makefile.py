@@ -25,10 +25,21 @@ def test_the_rehearsal_of_a_cluster_sends_as_much_junk_as_it_says() -> None:
 
 def test_who_tests_is_told_what_was_left_out() -> None:
     assert '-m "not slow and not bench and not namespaces"' in recipe("test")
-    assert '-m "slow and not rare and not bench and not namespaces"' in recipe("test-more")
-    assert '-m "slow and not bench and not namespaces" tests/cluster' in recipe("test-more")
+    *_, emulator, others, whole, _ = recipe("test-more").splitlines()
+    assert "-m slow tests/emulator" in emulator
+    for line in (others, whole):
+        assert '-m "slow and not rare and not bench and not namespaces"' in line
     for target in ("test", "test-more"):
         assert "make test-cluster" in recipe(target).splitlines()[-1]
+
+
+def test_all_tests_of_make_test_and_make_test_more_are_spread_over_processes() -> None:
+    lines = [*recipe("test").splitlines(), *recipe("test-more").splitlines()]
+
+    found = [line for line in lines if ("-m " in line and "tests" in line) or "$(OTHERS)" in line]
+
+    assert len(found) == 5
+    assert all("$(SPREAD)" in line or "$(OTHERS)" in line for line in found)
 
 
 def test_programs_keep_the_bytecode_of_their_imports_whatever_the_environment_says() -> None:
