@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,16 @@ def strict(schema: Any) -> Any:
     return made
 
 
-def check_manifest(manifest: dict[str, Any]) -> None:
-    kind = f"{manifest['kind'].lower()}s"
-    (path,) = [found for folder in SCHEMAS for found in folder.glob(f"{kind}.json.gz")]
+@cache
+def validator(kind: str) -> jsonschema.Draft202012Validator:
+    (path,) = [found for folder in SCHEMAS for found in folder.glob(f"{kind.lower()}s.json.gz")]
     schema = strict(json.loads(gzip.decompress(path.read_bytes())))
     schema["properties"]["metadata"] = {"required": ["name"]}
-    jsonschema.validate(manifest, schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    validator(manifest["kind"]).validate(manifest)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)

@@ -105,9 +105,16 @@ def modules() -> list[Module]:
     return found
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the nodes that the rules look at."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call)
+    return tuple(node for node in ast.walk(tree) if isinstance(node, kinds))
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of every import; ``from a import b`` gives a.b."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,14 +125,14 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and name of each ``name.attribute``, and of every import."""
     yield from imports(tree)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield node.lineno, f"{node.value.id}.{node.attr}"
 
 
 def names_called(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and name of each call of ``name`` or ``name.attribute``."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, ast.Call):
             continue
         if isinstance(node.func, ast.Name):
@@ -136,7 +143,7 @@ def names_called(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """For each assignment to an attribute (``name.a.b = ...``), yield the line and ``name``."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             root: ast.expr = node
             while isinstance(root, ast.Attribute):
@@ -203,7 +210,7 @@ def loads_that_unpickle(module: Module) -> Iterator[tuple[int, str]]:
 
 def assignments_to_foreign_attributes(module: Module) -> Iterator[tuple[int, str]]:
     imported = set()
-    for node in ast.walk(module.tree):
+    for node in nodes(module.tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             imported |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     for line, root in assigned_roots(module.tree):
