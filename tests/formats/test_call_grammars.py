@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 
-import jsonschema
 import pytest
+from jsonschema import Draft202012Validator as Validator
 
 from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.choice import FORMATS
 from dist_aclgraph.sampling import StructuredOutputs
+from tests import laws
 from tests.formats.answers import Message
 from tests.formats.walk import Walk
 
@@ -29,6 +30,7 @@ TOOLS = {
     },
     "stop": {"type": "object", "properties": {}, "additionalProperties": False},
 }
+NUM_ANSWERS = laws.count(200)
 EACH = pytest.mark.parametrize("name", FORMATS)
 
 
@@ -36,7 +38,7 @@ def check(message: Message, strict: set[str]) -> None:
     for name, arguments, is_whole in message.calls:
         assert is_whole
         found = json.loads(arguments)
-        jsonschema.validate(found, TOOLS[name] if name in strict else {"type": "object"})
+        Validator(TOOLS[name] if name in strict else {"type": "object"}).validate(found)
 
 
 @EACH
@@ -45,7 +47,7 @@ def test_required_calls_are_calls_of_the_tools(name):
     form = walk.form.structured(None, TOOLS, set(TOOLS), is_required=True)
     assert form is not None
     found = 0
-    for seed in range(40):
+    for seed in range(NUM_ANSWERS):
         tokens = walk.answer(form, seed)
         if tokens is None:
             continue
@@ -95,7 +97,7 @@ def test_strict_tools_are_checked_within_text(name):
     form = walk.form.structured(None, TOOLS, {"find"})
     assert form is not None
     found = 0
-    for seed in range(60):
+    for seed in range(NUM_ANSWERS):
         if (tokens := walk.answer(form, seed)) is not None:
             if name == "gpt_oss" and walk.form.token_ids["<|constrain|>"] in tokens:
                 tokens.append(walk.form.token_ids["<|call|>"])
@@ -137,7 +139,7 @@ def test_content_of_a_form_or_calls(name):
     form = walk.form.structured(StructuredOutputs(choice=["yes", "no"]), TOOLS, {"find"})
     assert form is not None
     seen = set()
-    for seed in range(60):
+    for seed in range(NUM_ANSWERS):
         if (tokens := walk.answer(form, seed)) is not None:
             if name == "gpt_oss" and walk.form.token_ids["<|constrain|>"] in tokens:
                 tokens.append(walk.form.token_ids["<|call|>"])
@@ -249,7 +251,7 @@ def test_arguments_match_schemas_with_references(name, schema):
             ((_, arguments, is_whole),) = walk.read(tokens).calls
             assert is_whole
             found.append(json.loads(arguments))
-            jsonschema.validate(found[-1], schema)
+            Validator(schema).validate(found[-1])
     assert any(found)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError, RequestTooLongError
@@ -16,6 +16,7 @@ from dist_aclgraph.text.detokenizer import Detokenizer
 from dist_aclgraph.text.output import OutputText, end_ids
 from dist_aclgraph.text.stops import StopMatcher
 from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.laws import examples
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 TOKENIZER = Tokenizer(MODEL)
@@ -35,7 +36,7 @@ def naive(text: str, stops: list[str], immune: int = 0) -> str:
     return text
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     pieces=st.lists(st.text("abé ", max_size=4), max_size=12),
     stops=st.lists(st.text("abé ", min_size=1, max_size=4), max_size=4),
@@ -56,7 +57,7 @@ def test_a_possible_beginning_of_a_stop_string_is_held_back():
     assert [matcher.feed(piece) for piece in ("go E", "N", "X")] == ["go ", "", "ENX"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
 def test_text_fed_token_by_token_is_the_text(text):
     detokenizer = Detokenizer(TOKENIZER)
@@ -146,7 +147,7 @@ def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_token
     assert (text, reason) == expected
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
     """With drafts, a delta can have several tokens; texts, counts and logprobs stay the same."""

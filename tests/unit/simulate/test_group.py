@@ -29,6 +29,7 @@ from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RankBatch, RowSampling
+from tests.laws import examples
 from tests.plans import decode_graph
 from tests.unit.scheduler.fake_worker import FakeWorker
 from tests.unit.simulate.deployments import SHAPE, make
@@ -146,7 +147,7 @@ class DrawnDrafts:
         return self._next.popleft()
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arrivals,
     st.integers(1, 8),
