@@ -127,10 +127,11 @@ def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[
         if part in ids:
             yield ids[part], part
             continue
-        while part:
-            size = next(sizes)
-            yield 0, part[:size]
-            part = part[size:]
+        begin = 0
+        while begin < len(part):
+            end = begin + next(sizes)
+            yield 0, part[begin:end]
+            begin = end
 
 
 def folded(events: Iterable[Event]) -> Message:
