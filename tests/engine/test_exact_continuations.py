@@ -101,6 +101,12 @@ def runner(npu: Any, request: pytest.FixtureRequest) -> ModelRunner:
     return runner
 
 
+@pytest.fixture(scope="module")
+def whole(runner: ModelRunner) -> list[Got]:
+    """The outputs of all requests, none of which is interrupted."""
+    return play(runner, [[] for _ in PROMPTS], exact=True)
+
+
 def continued(runner: ModelRunner, whole: list[Got], cut: int, *, exact: bool) -> list[int]:
     """Continue all requests after ``cut`` tokens; return the requests whose tokens differ from the
     uninterrupted run.
@@ -114,17 +120,13 @@ def continued(runner: ModelRunner, whole: list[Got], cut: int, *, exact: bool) -
 
 
 def test_replayed_output_leads_to_the_same_tokens_and_log_probabilities(
-    runner: ModelRunner,
+    runner: ModelRunner, whole: list[Got]
 ) -> None:
-    whole = play(runner, [[] for _ in PROMPTS], exact=True)
-
     assert [continued(runner, whole, cut, exact=True) for cut in (1, 30)] == [[], []]
 
 
-def test_who_is_preempted_gets_the_same_tokens(runner: ModelRunner) -> None:
-    nothing: list[list[int]] = [[] for _ in PROMPTS]
-
-    assert play(runner, nothing, exact=True, num_blocks=24) == play(runner, nothing, exact=True)
+def test_who_is_preempted_gets_the_same_tokens(runner: ModelRunner, whole: list[Got]) -> None:
+    assert play(runner, [[] for _ in PROMPTS], exact=True, num_blocks=24) == whole
 
 
 def test_output_that_is_computed_like_a_prompt_leads_to_other_tokens(runner: ModelRunner) -> None:

@@ -49,7 +49,7 @@ def test_shared_beginnings_are_found_in_caches_more_often_than_by_counting_reque
 
 
 def test_one_beginning_is_spread_where_one_group_cannot_serve_all(checkpoint: Path) -> None:
-    found = rows(four_groups(checkpoint), options(beginnings=1))
+    found = rows(four_groups(checkpoint), options(beginnings=1, requests=200))
 
     counts = [group["requests"] for group in found[BY_CACHE]["groups"]]
     assert min(counts) > 0
