@@ -24,7 +24,7 @@ from tests.unit.scheduler.requests import submit
 DRAFTS, BLOCK_SIZE, MAX_LEN = 1, 16, 96
 EXPERTS = {"dp": 4, "ep": 4}
 CONTEXTS = {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 4, "dp": 2, "ep": 8}
-NUM_STEPS = 2000 if laws.is_full() else 500
+NUM_STEPS = laws.count(2500)
 PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 
 

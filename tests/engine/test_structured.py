@@ -35,6 +35,7 @@ from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals
 from tests.engine.test_steps_in_flight import DEMO, Got, capture, make_scheduler, play
 from tests.laws import examples
 from tests.plans import make_plan
+from tests.slow import slow
 from tests.unit.scheduler.requests import submit
 
 TOKENIZER = Tokenizer(DEMO)
@@ -124,6 +125,11 @@ def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
             capture(runner, graph)
         found.append((k, plan, runner))
     return found
+
+
+# Indexes of runners: graphs and two steps in flight, and drafts with one step in flight. The others
+# are less usual pairs of these.
+PLACES = pytest.mark.parametrize("place", [slow(0), 1, slow(2), 3])
 
 
 def answer_of(structure: Structure, tokens: list[int]) -> list[int]:
@@ -239,7 +245,7 @@ def play_late(
     return got
 
 
-@pytest.mark.parametrize("place", range(4))
+@PLACES
 def test_free_requests_run_while_grammars_are_compiled(
     runners: Any, place: int, gate: threading.Event
 ) -> None:
@@ -291,7 +297,7 @@ AMBIGUOUS = llguidance.grammar_from("lark", f'start: "[" "[" "[" r0\n{MANY}')
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 1e9])
-@pytest.mark.parametrize("place", range(4))
+@PLACES
 def test_an_ambiguous_grammar_ends_its_request_and_no_other(
     runners: Any, place: int, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +320,7 @@ def test_an_ambiguous_grammar_ends_its_request_and_no_other(
     assert len(got) == 30
 
 
-@pytest.mark.parametrize("place", range(4))
+@PLACES
 def test_free_requests_run_while_a_mask_is_computed(
     runners: Any, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +341,7 @@ def test_free_requests_run_while_a_mask_is_computed(
     assert gate.is_set()
 
 
-@pytest.mark.parametrize("place", range(4))
+@PLACES
 def test_a_mask_that_is_ready_one_step_late_is_used(
     runners: Any, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,7 +401,7 @@ def ids_of(text: str) -> tuple[int, ...]:
     ],
     ids=["allowed", "single", "several"],
 )
-@pytest.mark.parametrize("place", range(4))
+@PLACES
 def test_lists_that_forbid_all_that_a_form_allows_end_the_request_with_an_error(
     runners: Any, place: int, lists: dict[str, Any]
 ) -> None:
@@ -415,7 +421,7 @@ def test_lists_that_forbid_all_that_a_form_allows_end_the_request_with_an_error(
     assert not any(reasons)
 
 
-@pytest.mark.parametrize("place", range(4))
+@PLACES
 def test_the_end_of_a_form_need_not_be_in_the_allowed_tokens(runners: Any, place: int) -> None:
     k, plan, runner = runners[place]
     fields = STRUCTURED["choice"] | {"allowed_token_ids": ids_of("yes")}

@@ -8,6 +8,7 @@ import pytest
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
+from tests import laws
 from tests.actors.rank_processes import ANSWER_S
 from tests.checkpoints import greedy, make_prompts, make_reference
 from tests.deployments import greedy_params, make_deployment_config
@@ -16,7 +17,7 @@ from tests.parity.conftest import Reference
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 12, 512
 PROMPT_LEN, NUM_TOKENS = 400, 24
-SHARDS = (1, 2, 4)
+SHARDS = (1, 2, 4) if laws.is_full() else (1, 4)
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.serve.resume.record import MAX_LOSSES
+from tests import laws
 from tests.serve.conftest import until
 from tests.serve.fake_engine import FakeEngine
 from tests.slow import slow
@@ -295,7 +296,7 @@ def test_every_answer_goes_on_byte_by_byte_however_often_the_ingress_is_killed(
     assert all(answer.bodies for answer in wanted)
     rng = random.Random(7)
 
-    for _ in range(3):
+    for _ in range(laws.count(10)):
         counts = [rng.randrange(50, 600) for _ in range(MAX_LOSSES - 1)]
         with service.killed_after(*counts):
             answers = service.ask_all(requests)
