@@ -18,7 +18,7 @@ from typing import Any
 
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
-from tests.deployments import greedy_params
+from tests.deployments import LONG_STARTS, greedy_params
 from tests.lockstep import lockstep
 from tests.ports import free_ports
 
@@ -33,8 +33,7 @@ OVER_NODES = {
     "parallel.tp": 2, "parallel.dp": 2, "parallel.ep": 4, "dtype": "float32",
     "speculative.num_tokens": 0, "graph.sizes": [4], "device.kind": "emulated",
     "device.emulator.strict": False, "cluster.ports": f"{PORTS[0]}-{PORTS[-1]}",
-    "timeouts.place_s": 300, "timeouts.join_s": 300, "timeouts.negotiate_s": 300,
-    "timeouts.link_s": 60,
+    "timeouts.link_s": 60, **LONG_STARTS,
 }  # fmt: skip
 APART = {**OVER_NODES, "parallel.ep": 1}
 
@@ -76,6 +75,8 @@ def start(config, on_progress=None, **options):
 serve_until_signal(load_config(sys.argv[1], json.loads(sys.argv[2])), start)
 """
 
+# On a busy machine, the agents of a node need more than Ray's 15 s to start.
+RAY_SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_agent_register_timeout_ms": "300000"}
 _CLUSTER = """
 import json, os, sys, time
 from ray.cluster_utils import Cluster
@@ -92,10 +93,11 @@ for number, options in enumerate(wanted, 2):
             raise
         print(e, flush=True)
 until_s = time.monotonic() + 300
+raylets = [pid for pid in processes.children(os.getpid()) if processes.name_of(pid) == "raylet"]
 while sum(node["Alive"] for node in cluster.global_state.node_table()) < len(wanted):
+    assert len(processes.living().intersection(raylets)) == len(wanted), "a node has died"
     assert time.monotonic() < until_s, "nodes did not come up"
     time.sleep(0.5)
-raylets = [pid for pid in processes.children(os.getpid()) if processes.name_of(pid) == "raylet"]
 print("ready", json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
 sys.stdin.readline()
 cluster.shutdown()
@@ -119,7 +121,7 @@ class Program:
         self._process = popen(
             [sys.executable, "-c", code, *map(str, arguments)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", **variables},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **RAY_SETTINGS, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -160,9 +162,9 @@ def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Pro
     program = Program(_CLUSTER, json.dumps(options))
     try:
         return program, program.read()
-    except AssertionError:
+    except BaseException as e:
         program.end()
-        if attempts == 1:
+        if attempts == 1 or not isinstance(e, AssertionError):
             raise
     return _start(options, attempts - 1)
 

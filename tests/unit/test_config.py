@@ -321,6 +321,19 @@ def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPat
     assert environment_module.os.environ["RAY_AUTH_MODE"] == "user"
 
 
+def test_agents_of_a_local_ray_have_as_long_to_start_as_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = "RAY_worker_register_timeout_seconds", "RAY_agent_register_timeout_ms"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    prepare_ray_environment(is_local=True)
+
+    workers_s, agents_ms = (int(environment_module.os.environ[name]) for name in names)
+    assert agents_ms == workers_s * 1000
+
+
 def test_torch_is_kept_from_loading_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
 
