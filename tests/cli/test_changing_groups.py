@@ -20,6 +20,7 @@ from dist_aclgraph.actors.deployment import running
 from dist_aclgraph.actors.deployment.running import choose_deployment
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.errors import PlacementError
+from tests.deployments import LONG_STARTS
 from tests.ports import free_port
 from tests.serve.conftest import CONFIG
 
@@ -32,6 +33,7 @@ OVERRIDES = (
     "graph.sizes=[4,8]",
     "scheduler.max_num_seqs=8",
     "kv.num_blocks=64",
+    *(f"{name}={seconds}" for name, seconds in LONG_STARTS.items()),
 )
 COMMAND = [sys.executable, "-m", "dist_aclgraph.cli.main"]
 BODY = {

@@ -1,0 +1,47 @@
+"""A service ends in order when its terminal is closed, and while its deployment comes back."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+
+import pytest
+
+from tests.actors.leftovers import assert_processes_are_gone, wait_until
+from tests.cli.test_changing_groups import WAIT_S
+from tests.cli.test_deaths import OWNER, RAYLET, end, kill
+from tests.cli.test_recovery import serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+def in_a_terminal(command: list[str]) -> list[str]:
+    return ["script", "--quiet", "--command", shlex.join(command), os.devnull]
+
+
+def test_a_terminal_that_is_closed_stops_a_service_in_order(npu: object) -> None:
+    """After a window is closed or an ssh connection is lost, the service can write no output."""
+    with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
+        wanted = [stream.text for stream in service.ask_all(60)]
+
+        streams = service.ask_all(60, service.process.kill)
+
+        assert [stream.error for stream in streams if stream.error] == []
+        assert [stream.text for stream in streams] == wanted
+        wait_until(lambda: not service.all(), "a process is left", WAIT_S)
+
+
+def test_a_signal_while_the_deployment_comes_back_ends_everything(npu: object) -> None:
+    with serving("serve.drain_s=1") as service:
+        struck = service.pids(OWNER) + service.pids("ray::")
+        kill(service, RAYLET)
+        # Wait until another owner starts.
+        wait_until(lambda: "again" in "".join(service.said), "it does not come back", WAIT_S)
+        wait_until(lambda: bool(service.pids(RAYLET)), "no Ray is started", WAIT_S)
+
+        service.process.send_signal(signal.SIGTERM)
+
+        # An owner that takes long to end is killed.
+        assert end(service) in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+        assert_processes_are_gone(struck)
