@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.slow import slow
+
 # The script has a graph with a collective, which has run once, and the three calls for recovery.
 RANKS = """
 dist.init_process_group("hccl")
@@ -144,7 +146,7 @@ leave()
 """
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abcd"])
+@pytest.mark.parametrize("hosts", ["aabb", slow("abcd")])
 def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ranks, hosts):
     results = [script.finish(120) for script in start_ranks(RANKS + BETWEEN_HOSTS, 4, hosts=hosts)]
     for rank, output in enumerate(finished(results)):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 ALL = """
 dist.init_process_group("hccl")
 n = dist.get_world_size()
@@ -88,7 +90,8 @@ one_and_two_hosts = pytest.mark.parametrize("hosts", ["a", "ab"])
 
 
 @pytest.mark.parametrize(
-    "ranks,hosts", [(2, "a"), (4, "a"), (2, "ab"), (4, "aabb"), (4, "abbb"), (4, "abcd")]
+    "ranks,hosts",
+    [(2, "a"), slow(4, "a"), (2, "ab"), (4, "aabb"), slow(4, "abbb"), (4, "abcd")],
 )
 def test_collectives_eager_and_captured(run_ranks, ranks):
     for status, output in run_ranks(ALL, ranks):
