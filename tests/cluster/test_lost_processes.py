@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CONFIG = "configs/tiny-deepseek.yaml"
 PROMPTS = [[70 + i, 71, 72] for i in range(8)]
-NUM_TOKENS = 600
+# So few that the second process dies within ``SOUND_S`` after the return of the group.
+NUM_TOKENS = 200
 
 
 @pytest.fixture
