@@ -89,7 +89,10 @@ def heard_signals() -> Iterator[None]:
 
     A process ignores SIGINT if a shell has started it with ``&``, and SIGHUP if ``nohup`` has.
     """
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    handlers: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
     for number, handler in before.items():
