@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
 from dist_aclgraph.kv.checkpoints import BlockHash, Checkpoints
+from dist_aclgraph.kv.events import CacheEvents
 
 DUMMY_BLOCK = 0  # Padding uses this block; no request owns it.
 HASH_BYTES = 16
@@ -46,6 +47,8 @@ class BlockPool:
             batch whose counted blocks are more than the blocks of the cache.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
             freed when the last block before it leaves the prefix cache.
+        events: collects evictions; ``store_block`` adds the stored blocks, because it knows their
+            tokens. None if nobody publishes them.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class BlockPool:
         prefix_cache: bool = True,
         counts_shared: bool = False,
         checkpoints: Checkpoints | None = None,
+        events: CacheEvents | None = None,
     ) -> None:
         if num_blocks < 2:
             raise KVCacheError(f"num_blocks is {num_blocks}; the dummy block needs another beside")
@@ -64,6 +68,7 @@ class BlockPool:
         self.prefix_cache = prefix_cache
         self.counts_shared = counts_shared
         self.checkpoints = checkpoints
+        self.events = events
         self.clear()
 
     @property
@@ -104,6 +109,8 @@ class BlockPool:
         self._dirty: list[int] = []  # blocks that must be cleaned before the next step
         if self.checkpoints is not None:
             self.checkpoints.clear()
+        if self.events is not None:
+            self.events.cleared()
 
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, and give each of them one reference.
@@ -154,17 +161,20 @@ class BlockPool:
             self._ref_counts[block_id] += 1
             self._num_references += 1
 
-    def store(self, block_id: int, block_hash: BlockHash) -> None:
+    def store(self, block_id: int, block_hash: BlockHash) -> bool:
         """Let ``match`` find a used, full block. The caller must never write to the block again.
 
-        If another block already has this hash, nothing changes.
+        Returns:
+            Whether the hash is new. If another block already has this hash, nothing changes.
         """
         if self._ref_counts[block_id] == 0:
             raise KVCacheError(f"block {block_id} is free; only used blocks are stored")
         if not self.prefix_cache or self._hashes[block_id] is not None:
-            return
-        if self._by_hash.setdefault(block_hash, block_id) == block_id:
-            self._hashes[block_id] = block_hash
+            return False
+        if self._by_hash.setdefault(block_hash, block_id) != block_id:
+            return False
+        self._hashes[block_id] = block_hash
+        return True
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Remove one reference from each block of a request, in table order.
@@ -231,3 +241,5 @@ class BlockPool:
             self._hashes[block_id] = None
             if self.checkpoints is not None:
                 self.checkpoints.forget(block_hash)
+            if self.events is not None:
+                self.events.removed(block_hash)

@@ -20,6 +20,7 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob
 
 # Blocks are written in batches, because each batch costs the workers' hosts some launches. A
@@ -262,8 +263,9 @@ class BlockCopies:
         else:
             self.counts.loaded += count
             self.counts.missed += total - count
-            for block_id, block_hash in list(zip(copy.block_ids, copy.hashes, strict=True))[:count]:
-                self._pool.store(block_id, block_hash)
+            first = len(copy.held) - total
+            for index, block_id in enumerate(copy.block_ids[:count], first):
+                store_block(self._pool, copy.request, index, block_id)
         self._end_states(copy, is_whole=count == total)
         self._pool.free(copy.held)
         return copy.request

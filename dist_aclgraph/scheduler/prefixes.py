@@ -12,6 +12,7 @@ from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.rank_step import Chunk, Flight
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import Indices, RunningRows
+from dist_aclgraph.scheduler.stored_blocks import store_block
 
 
 class Prefixes:
@@ -81,7 +82,7 @@ class Prefixes:
             if self._pool.prefix_cache and not request.is_suspect:
                 self._hash_blocks(request, num_full)
                 for full in range(int(rows.next_full[index]) // size - 1, num_full):
-                    self._pool.store(request.block_ids[full], request.hashes[full])
+                    store_block(self._pool, request, full, request.block_ids[full])
                     if self._copies is not None:
                         self._copies.note_stored(request.block_ids[full], request.hashes[full])
             rows.next_full[index] = (num_full + 1) * size

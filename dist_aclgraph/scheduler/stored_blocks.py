@@ -1,0 +1,21 @@
+"""Adds full blocks to a prefix cache, and reports them. No other module calls ``pool.store``."""
+
+from __future__ import annotations
+
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.scheduler.request import Request
+
+
+def store_block(pool: BlockPool, request: Request, index: int, block_id: int) -> None:
+    """Let other requests find a block of a request.
+
+    Blocks of requests with a salt are not reported, because the salt keeps them private.
+
+    Args:
+        index: position of the block in the request; its hash must be known.
+    """
+    hashes, events, size = request.hashes, pool.events, pool.block_size
+    is_new = pool.store(block_id, hashes[index])
+    if is_new and events is not None and not request.cache_root:
+        tokens = request.tokens[index * size : (index + 1) * size]
+        events.stored(hashes[index], hashes[index - 1] if index else b"", tokens)
