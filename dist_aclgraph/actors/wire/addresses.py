@@ -208,8 +208,18 @@ def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.soc
         delay_s = min(2 * delay_s, MOST_DELAY_S)
 
 
-def bind_to_one(ports: range | None, host: str, bind: Callable[[int], object]) -> None:
+def bind_to_one(
+    ports: range | None,
+    host: str,
+    bind: Callable[[int], object],
+    keys: str = "cluster.ports, of which each lockstep group takes up to four",
+    remedy: str = "start Ray there with its own --node-ip-address",
+) -> None:
     """Call ``bind`` with one port after another until a port is free; port 0 means any port.
+
+    Args:
+        keys: the keys of the configuration that give the ports, for the error.
+        remedy: what to do if this machine does not have the address, for the error.
 
     Raises:
         PlacementError: no port is free.
@@ -220,16 +230,12 @@ def bind_to_one(ports: range | None, host: str, bind: Callable[[int], object]) -
             return
         except (OSError, zmq.ZMQError) as e:
             if e.errno == errno.EADDRNOTAVAIL:
-                raise PlacementError(
-                    f"{host} is no address of this machine; start Ray there with its own "
-                    "--node-ip-address"
-                ) from None
+                raise PlacementError(f"{host} is no address of this machine; {remedy}") from None
             if e.errno != errno.EADDRINUSE:
                 raise
     range_ = f"{ports[0]}-{ports[-1]}" if ports else "the ephemeral range"
     raise PlacementError(
-        f"no port of {range_} is free on {host}; widen cluster.ports, of which each lockstep group "
-        "takes up to four, or end what else listens there"
+        f"no port of {range_} is free on {host}; widen {keys}, or end what else listens there"
     )
 
 

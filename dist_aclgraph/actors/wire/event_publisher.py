@@ -1,0 +1,191 @@
+"""Publishes numbered messages to subscribers outside the deployment, as vLLM's publisher does.
+
+A message has three frames: topic, number (8 bytes, big-endian), payload. A subscriber that reads
+too slowly loses messages. It sees a gap in the numbers, and requests the missing messages at the
+replay socket: it sends an empty frame and the first number; the answer is one message for each
+payload that is still buffered, and a last message with the number -1 and an empty payload.
+
+Subscribers are not part of the deployment: connections are neither encrypted nor checked, and a
+subscriber cannot change anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import zmq
+
+from dist_aclgraph.actors.wire.addresses import (
+    HANDSHAKE_MS,
+    MAX_WAITING_CONNECTIONS,
+    bind_to_one,
+    url_host,
+)
+from dist_aclgraph.actors.wire.sockets import Wakeup, has_message
+
+NUMBER_BYTES = 8
+LAST_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # number of the end of a replay
+MAX_REQUEST_BYTES = 64  # ZeroMQ closes the connection of a subscriber that sends a longer frame
+LAST_WORDS_MS = 200
+
+
+@dataclass(frozen=True)
+class PublisherPlace:
+    """Where publishers listen.
+
+    Attributes:
+        host: an address of this host.
+        ports: each publisher takes one free port.
+        replay_ports: the publisher at the n-th port replays messages at the n-th of these ports;
+            None if messages are not replayed.
+        topic: the first frame of each message.
+        buffer_steps, buffer_bytes: maximum number of messages that each publisher keeps for
+            replays, and maximum size of these messages together.
+        max_unsent: maximum number of messages that wait for one subscriber.
+    """
+
+    host: str
+    ports: range
+    replay_ports: range | None = None
+    topic: bytes = b""
+    buffer_steps: int = 10_000
+    buffer_bytes: int = 256 << 20
+    max_unsent: int = 1000
+
+
+class EventPublisher:
+    """Owns the sockets of one stream of messages. ``publish`` never waits.
+
+    Only one thread may call ``publish``; another one may call ``answer``.
+
+    Attributes:
+        index: index of the publisher's port in the range.
+
+    Raises:
+        PlacementError: no port is free.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], place: PublisherPlace) -> None:
+        self._topic = place.topic
+        self._buffer: deque[tuple[int, bytes]] = deque()
+        self._guard = threading.Lock()  # guards the buffer
+        self._max_steps, self._max_bytes = place.buffer_steps, place.buffer_bytes
+        self._num_bytes = 0
+        self._next = 0
+        self._out = self._socket(context, zmq.PUB, place.host, place.max_unsent)
+        self.replays: zmq.Socket[bytes] | None = None
+        if place.replay_ports is not None:
+            # One replay always fits into the queue. Further requests of a subscriber that reads no
+            # answers are dropped.
+            limit = place.buffer_steps + 1
+            self.replays = self._socket(context, zmq.ROUTER, place.host, limit)
+            self.replays.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        bind_to_one(
+            place.ports,
+            place.host,
+            lambda port: self._bind(place, port),
+            keys="kv.events.ports and kv.events.replay_ports, of which each data parallel rank "
+            "takes one port each",
+            remedy="set kv.events.host to an address of each host that runs an engine",
+        )
+        url = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.index = place.ports.index(int(url.rpartition(":")[2]))
+
+    @staticmethod
+    def _socket(
+        context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, max_unsent: int
+    ) -> zmq.Socket[bytes]:
+        owned = context.socket(kind)
+        owned.setsockopt(zmq.SNDHWM, max_unsent)
+        owned.setsockopt(zmq.BACKLOG, MAX_WAITING_CONNECTIONS)
+        owned.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        owned.setsockopt(zmq.IPV6, int(":" in host))
+        return owned
+
+    def _bind(self, place: PublisherPlace, port: int) -> None:
+        """Listen at a port and at the replay port that belongs to it, or at neither."""
+        host = url_host(place.host)
+        self._out.bind(f"tcp://{host}:{port}")
+        if self.replays is not None and place.replay_ports is not None:
+            replay_port = place.replay_ports[place.ports.index(port)]
+            try:
+                self.replays.bind(f"tcp://{host}:{replay_port}")
+            except zmq.ZMQError:
+                self._out.unbind(self._out.getsockopt_string(zmq.LAST_ENDPOINT))
+                raise
+
+    def publish(self, payload: bytes) -> None:
+        """Number a message, keep it for replays, and send it to all subscribers."""
+        number, self._next = self._next, self._next + 1
+        if self.replays is not None:
+            with self._guard:
+                self._buffer.append((number, payload))
+                self._num_bytes += len(payload)
+                while len(self._buffer) > self._max_steps or self._num_bytes > self._max_bytes:
+                    self._num_bytes -= len(self._buffer.popleft()[1])
+        self._out.send_multipart((self._topic, number.to_bytes(NUMBER_BYTES, "big"), payload))
+
+    def answer(self) -> None:
+        """Answer the next request for a replay. A request of another form is ignored."""
+        assert self.replays is not None
+        identity, *frames = self.replays.recv_multipart()
+        if len(frames) != 2 or frames[0] or len(frames[1]) != NUMBER_BYTES:
+            return
+        first = int.from_bytes(frames[1], "big")
+        with self._guard:
+            wanted = [each for each in self._buffer if each[0] >= first]
+        for number, payload in wanted:
+            number_frame = number.to_bytes(NUMBER_BYTES, "big")
+            self.replays.send_multipart((identity, b"", self._topic, number_frame, payload))
+        self.replays.send_multipart((identity, b"", b"", LAST_NUMBER, b""))
+
+
+class EventPublishers:
+    """The publishers of a group, and the thread that answers requests for replays.
+
+    Args:
+        count: number of publishers.
+
+    Raises:
+        PlacementError: there are too few free ports.
+    """
+
+    def __init__(self, place: PublisherPlace, count: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            self._publishers = [EventPublisher(self._context, place) for _ in range(count)]
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wakeup = Wakeup()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        if place.replay_ports is not None:
+            self._thread = threading.Thread(target=self._replay, name="kv-replays", daemon=True)
+            self._thread.start()
+
+    def __getitem__(self, index: int) -> EventPublisher:
+        return self._publishers[index]
+
+    def close(self) -> None:
+        """Send what subscribers can still read within a moment, and release the ports."""
+        self._is_closing = True
+        self._wakeup.wake()
+        if self._thread is not None:
+            self._thread.join()
+        self._wakeup.close()
+        self._context.destroy(linger=LAST_WORDS_MS)
+
+    def _replay(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        for each in self._publishers:
+            assert each.replays is not None
+            poller.register(each.replays, zmq.POLLIN)
+        while not self._is_closing:
+            poller.poll()
+            for each in self._publishers:
+                if each.replays is not None and has_message(each.replays):
+                    each.answer()

@@ -1,0 +1,91 @@
+"""A subscriber's sockets: for messages, and for replays."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import zmq
+
+LOOPBACK = "127.0.0.1"
+WAIT_MS = 60_000
+NUMBER_BYTES = 8
+
+
+def free_ports(count: int) -> range:
+    """Return neighbouring ports that were free a moment ago."""
+    while True:
+        held = []
+        try:
+            for _ in range(count):
+                each = socket.socket()
+                held.append(each)
+                port = held[0].getsockname()[1] + len(held) - 1 if len(held) > 1 else 0
+                each.bind((LOOPBACK, port))
+            first = held[0].getsockname()[1]
+            return range(first, first + count)
+        except (OSError, OverflowError):
+            pass
+        finally:
+            for each in held:
+                each.close()
+
+
+class Reader:
+    """Reads one publisher's messages, and requests lost ones."""
+
+    def __init__(self, port: int, replay_port: int | None = None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._messages = self._context.socket(zmq.SUB)
+        self._messages.setsockopt(zmq.RCVHWM, 1)  # messages wait at the publisher
+        self._messages.connect(f"tcp://{LOOPBACK}:{port}")
+        self._replays = self._context.socket(zmq.DEALER)
+        if replay_port is not None:
+            self._replays.connect(f"tcp://{LOOPBACK}:{replay_port}")
+        self.topics: set[bytes] = set()
+
+    def subscribe(self, publish: Callable[[bytes], None]) -> int:
+        """Subscribe, and publish until messages arrive; return the first one's number."""
+        self._messages.setsockopt(zmq.SUBSCRIBE, b"")
+        while not self._messages.poll(10):
+            publish(b"")
+        return self.receive()[1]
+
+    def receive(self) -> tuple[bytes, int, bytes]:
+        assert self._messages.poll(WAIT_MS), "no message"
+        topic, number, payload = self._messages.recv_multipart()
+        assert len(number) == NUMBER_BYTES
+        return topic, int.from_bytes(number, "big"), payload
+
+    def receive_until(self, payload: bytes) -> tuple[bytes, int, bytes]:
+        while (found := self.receive())[2] != payload:
+            pass
+        return found
+
+    def first_gap(self, known: int, publish: Callable[[bytes], None]) -> int:
+        """Read until a number is missing after ``known``, and return the missing number."""
+        while True:
+            publish(b"")  # a gap is seen only at the next message
+            _, number, _ = self.receive()
+            if number != known + 1:
+                return known + 1
+            known = number
+
+    def request(self, *frames: bytes) -> None:
+        self._replays.send_multipart(frames)
+
+    def replay(self, first: int) -> list[tuple[int, bytes]]:
+        """Return the messages from number ``first`` on that the publisher still has."""
+        self.request(b"", first.to_bytes(NUMBER_BYTES, "big"))
+        found = []
+        while True:
+            assert self._replays.poll(WAIT_MS), "no answer"
+            empty, topic, number, payload = self._replays.recv_multipart()
+            assert empty == b""
+            if not payload and int.from_bytes(number, "big", signed=True) == -1:
+                return found
+            self.topics.add(topic)
+            found.append((int.from_bytes(number, "big"), payload))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
