@@ -134,6 +134,7 @@ REFUSED: dict[str, str] = {
     "enable_sleep_mode": "a deployment serves until it ends",
     "hf_token": "set HF_TOKEN",
     "kv_cache_dtype": "the KV cache has the type of --dtype",
+    "kv_events_config": "see the keys of kv.events, such as kv.events.publish=true",
     "limit_mm_per_prompt": "prompts are texts",
     "max_logprobs": "up to 20 log-probabilities may be asked for: leave it out",
     "model_impl": "the models of this package are used",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dist_aclgraph.config.cluster import ClusterConfig
 from dist_aclgraph.config.device import DeviceConfig, EmulatorConfig, FaultConfig, HcclExpansion
 from dist_aclgraph.config.kv import KVConfig
+from dist_aclgraph.config.kv_events import KVEventsConfig
 from dist_aclgraph.config.loading import (
     load_config,
     load_with_options,
@@ -47,6 +48,7 @@ __all__ = [
     "GraphMode",
     "HcclExpansion",
     "KVConfig",
+    "KVEventsConfig",
     "LoggingConfig",
     "Mc2Algorithm",
     "ParallelConfig",

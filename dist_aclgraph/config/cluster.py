@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
+from dist_aclgraph.config.ports import PORTS_PATTERN, check_ports, read_ports
 from dist_aclgraph.config.section import Section
-
-MAX_PORT = 65535
 
 
 class ClusterConfig(Section):
@@ -22,26 +21,16 @@ class ClusterConfig(Section):
     )
     ports: str | None = Field(
         None,
-        pattern=r"^[0-9]{1,5}-[0-9]{1,5}$",
+        pattern=PORTS_PATTERN,
         description="TCP ports for connections between nodes, e.g. 20000-20100. The first node of "
         "each lockstep group uses up to four of these ports. null means any free "
         "port. HCCL has separate ports: device.hccl_host_ports and "
         "device.hccl_npu_ports",
     )
 
-    @field_validator("ports")
-    @classmethod
-    def _check_ports(cls, value: str | None) -> str | None:
-        if value is not None:
-            first, last = map(int, value.split("-"))
-            if not 1 <= first <= last <= MAX_PORT:
-                raise ValueError(f"must be FIRST-LAST, from 1 to {MAX_PORT}, e.g. 20000-20100")
-        return value
+    _check_ports = field_validator("ports")(check_ports)
 
     @property
     def port_range(self) -> range | None:
         """The ports in ``ports``; None means any free port."""
-        if self.ports is None:
-            return None
-        first, last = map(int, self.ports.split("-"))
-        return range(first, last + 1)
+        return read_ports(self.ports)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from dist_aclgraph.config.kv_events import KVEventsConfig
 from dist_aclgraph.config.section import Section
 
 
@@ -59,6 +60,7 @@ class KVConfig(Section):
     disk_gib: float = Field(
         64.0, gt=0.0, le=1 << 20, description="limit in GiB on the files in kv.disk"
     )
+    events: KVEventsConfig = KVEventsConfig()
 
     @property
     def keeps_copies(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dist_aclgraph.config.ports import MAX_PORT
 from dist_aclgraph.config.section import Section
 
 
@@ -60,9 +61,6 @@ ToolFormat = Literal[
     "pythonic",
     "llama3_json",
 ]
-
-
-MAX_PORT = 65535
 
 
 class ServeConfig(Section):

@@ -473,9 +473,14 @@ class Config(Section):
         return self.scheduler.prefix_cache and not self.recovery.exact
 
     @model_validator(mode="after")
-    def _check_copies(self) -> Config:
+    def _check_prefix_cache(self) -> Config:
+        why = "recovery.exact=true" if self.recovery.exact else "scheduler.prefix_cache=false"
+        if self.kv.events.publish and not self.shares_prefixes:
+            raise ValueError(
+                f"kv.events.publish reports the blocks of the prefix cache, which {why} turns off: "
+                "remove one of them"
+            )
         if self.kv.keeps_copies and not self.shares_prefixes:
-            why = "recovery.exact=true" if self.recovery.exact else "scheduler.prefix_cache=false"
             raise ValueError(
                 f"kv.host_gib and kv.disk keep blocks for the prefix cache, which {why} turns off: "
                 "remove one of them"

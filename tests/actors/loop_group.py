@@ -17,9 +17,11 @@ from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.engine.engine_loop import EngineLoop
+from dist_aclgraph.actors.engine.kv_events import KVEvents
 from dist_aclgraph.actors.engine.resumption import Resumption, StopDevices
 from dist_aclgraph.actors.wire.addresses import Endpoint, Place
 from dist_aclgraph.actors.wire.client_links import ClientLinks
+from dist_aclgraph.actors.wire.event_publisher import PublisherPlace
 from dist_aclgraph.actors.wire.messages import (
     MAX_UNREAD_BYTES,
     EngineStatus,
@@ -33,6 +35,7 @@ from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.events import CacheEvents
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import (
@@ -72,6 +75,7 @@ class Group:
         fault_at: the step in which rank 0's device stops because a link fails. The other ranks then
             wait for this device.
         stop: stops the devices of all ranks.
+        events_at: where the changes of the prefix caches are published.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Group:
         steps_in_flight: int = 2,
         fault_at: int | None = None,
         stop: StopDevices = lambda timeout_s, check: {},
+        events_at: PublisherPlace | None = None,
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # clients that are closed with the group
@@ -120,9 +125,11 @@ class Group:
         self.clients_at = clients.address
         self.address = self.clients_at.seen_from(NODE)
         dispatcher = GraphDispatcher(plan)
+        caches = [None if events_at is None else CacheEvents(BLOCK) for _ in range(dp)]
+        kept = [cache for cache in caches if cache is not None]
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-            [BlockPool(num_blocks, BLOCK, prefix_cache=True) for _ in range(dp)],
+            [BlockPool(num_blocks, BLOCK, prefix_cache=True, events=cache) for cache in caches],
             dispatcher,
             max_model_len=max_model_len,
             epoch=EPOCH,
@@ -142,6 +149,7 @@ class Group:
             resumption=Resumption(channel, self.ranks, stop, WAIT_S),
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
             report=dict,
+            kv_events=None if events_at is None else KVEvents(kept, events_at),
         )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()

@@ -17,6 +17,7 @@ import ray
 from dist_aclgraph.actors.capture.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.engine.engine_loop import EngineLoop
+from dist_aclgraph.actors.engine.kv_events import KVEvents, publisher_place
 from dist_aclgraph.actors.engine.resumption import Resumption
 from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
@@ -29,6 +30,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
+from dist_aclgraph.kv.events import CacheEvents
 from dist_aclgraph.kv.tiers import CachePlace, HostCopies, KVTiers
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -166,17 +168,20 @@ class Engine:
         if place is not None:
             tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
             self._copies = HostCopies(config) if config.kv.host_gib else None
+        block_size, events = Shards.from_config(config).tokens_per_block, config.kv.events
+        caches = [CacheEvents(block_size, events.encoding) for _ in range(layout.dp)]
         scheduler = Scheduler(
             config.scheduler,
             [
                 BlockPool(
                     settings.num_blocks,
-                    Shards.from_config(config).tokens_per_block,
+                    block_size,
                     prefix_cache=config.shares_prefixes,
                     counts_shared=settings.counts_shared_blocks,
                     checkpoints=make_checkpoints(config, has_state=settings.has_state),
+                    events=cache if events.publish else None,
                 )
-                for _ in range(layout.dp)
+                for cache in caches
             ],
             dispatcher,
             max_model_len=settings.max_model_len,
@@ -213,6 +218,7 @@ class Engine:
                 settings.costs,
             ),
             resumption=self._resumption,
+            kv_events=KVEvents(caches, publisher_place(events)) if events.publish else None,
             report=lambda: {
                 **settings.report,
                 "began_s": began_s,

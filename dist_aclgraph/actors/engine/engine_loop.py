@@ -19,6 +19,7 @@ from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.engine.copy_link import CopyLink
 from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.engine.hand_overs import HandOvers
+from dist_aclgraph.actors.engine.kv_events import KVEvents
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.engine.resumption import Resumption
 from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
@@ -96,6 +97,8 @@ class EngineLoop:
             the loop counts as stuck. Waits have their own time limits.
         is_held: returns whether this engine holds the group's lease. Without the lease, the engine
             sends nothing to workers or clients.
+        kv_events: publishes the changes of the prefix caches; None if nobody reads them. The loop
+            closes it when the group ends.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class EngineLoop:
         changes: GraphChanges,
         resumption: Resumption,
         report: Callable[[], dict[str, Any]],
+        kv_events: KVEvents | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._channel = channel
@@ -131,6 +135,7 @@ class EngineLoop:
         self._copies: CopyLink | None = None
         if scheduler.copies:
             self._copies = CopyLink(scheduler, channel, channel.num_workers, step_timeout_s)
+        self._kv_events = kv_events
         self._seen_s = time.monotonic()  # time when the loop last showed progress
         self._failure = ""
         self._has_dismissed = False
@@ -303,6 +308,8 @@ class EngineLoop:
         results = self._channel.receive(plan, self._step_timeout_s, self.raise_if_dead)
         received_s = time.perf_counter()
         outputs = self._hand_overs.keep(self._scheduler.update(results))
+        if self._kv_events is not None:
+            self._kv_events.publish()
         done_s = time.perf_counter()
         for index in outputs.firsts.tolist():
             request = outputs.requests[index]
@@ -423,6 +430,8 @@ class EngineLoop:
         if not self._has_dismissed:
             self._has_dismissed = True
             self._channel.close(self._scheduler.epoch)
+            if self._kv_events is not None:
+                self._kv_events.close()
 
     def _serve_failure(self) -> None:
         """End all running requests, and refuse later requests."""

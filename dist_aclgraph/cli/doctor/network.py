@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from pathlib import Path
 
-from dist_aclgraph.config.cluster import MAX_PORT
+from dist_aclgraph.config.ports import MAX_PORT
 from dist_aclgraph.environment import CONFIGURED_HCCL
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

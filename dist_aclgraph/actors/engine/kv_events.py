@@ -1,0 +1,54 @@
+"""Publishes the changes of a group's prefix caches to routers outside the deployment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from dist_aclgraph.actors.wire.event_publisher import EventPublishers, PublisherPlace
+from dist_aclgraph.config import KVEventsConfig
+from dist_aclgraph.kv.events import CacheEvents
+
+
+class KVEvents:
+    """The events of a group's caches, one publisher for each cache. For the loop's thread only.
+
+    The first message of each publisher has the event AllBlocksCleared, because each publisher
+    numbers its messages from 0, and subscribers may know blocks of an earlier group.
+
+    Args:
+        caches: the events of new block pools, one for each data-parallel rank.
+
+    Raises:
+        PlacementError: there are too few free ports.
+    """
+
+    def __init__(self, caches: Sequence[CacheEvents], place: PublisherPlace) -> None:
+        self._caches = tuple(caches)
+        self._publishers = EventPublishers(place, len(self._caches))
+        self.publish()
+
+    def publish(self) -> None:
+        """Send at most one message for each cache, with its changes since the last call."""
+        for index, cache in enumerate(self._caches):
+            publisher = self._publishers[index]
+            if payload := cache.take(time.time(), publisher.index):
+                publisher.publish(payload)
+
+    def close(self) -> None:
+        """Tell subscribers that no block exists any more, and release the ports."""
+        for cache in self._caches:
+            cache.cleared()
+        self.publish()
+        self._publishers.close()
+
+
+def publisher_place(config: KVEventsConfig) -> PublisherPlace:
+    """Return where the publishers of this configuration listen."""
+    return PublisherPlace(
+        config.host,
+        config.port_range,
+        config.replay_range,
+        config.topic.encode(),
+        config.buffer_steps,
+    )
