@@ -78,7 +78,9 @@ class Prefixes:
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]
-            num_full = int(rows.computed[index] - rows.flying[index]) // size
+            # A request can end before the last drafts that a step has accepted.
+            num_kept = min(int(rows.computed[index] - rows.flying[index]), len(request.tokens))
+            num_full = num_kept // size
             if self._pool.prefix_cache and not request.is_suspect:
                 self._hash_blocks(request, num_full)
                 for full in range(int(rows.next_full[index]) // size - 1, num_full):

@@ -22,6 +22,7 @@ from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
+from dist_aclgraph.kv.events import CacheEvents
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
@@ -29,6 +30,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import ExchangeKind
+from tests.kv_subscriber import Subscriber
 from tests.laws import examples, is_full
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_files import FakeFiles
@@ -220,6 +222,7 @@ class World:
                     prefix_cache=shape.prefix_cache,
                     counts_shared=shape.counts_shared,
                     checkpoints=self.make_checkpoints(),
+                    events=CacheEvents(BLOCK_SIZE),
                 )
                 for _ in range(shape.dp)
             ],
@@ -232,6 +235,7 @@ class World:
             has_file=self.files.has if shape.has_files else None,
             has_state_file=self.files.has_state if shape.num_checkpoints is not None else None,
         )
+        self.subscribers = [Subscriber() for _ in range(shape.dp)]
         self.group = FakeGroup(
             workers,
             shape.tp,
@@ -278,7 +282,16 @@ class World:
             return is_copying
         if plan is None or len(self.results) == self.shape.in_flight:
             self.take(self.scheduler.update(self.results.popleft()))
+            self.check_events()
         return True
+
+    def check_events(self) -> None:
+        """Check that a subscriber of each rank knows the blocks in the rank's prefix cache."""
+        for rank, subscriber in zip(self.scheduler.ranks, self.subscribers, strict=True):
+            assert rank.pool.events is not None
+            if payload := rank.pool.events.take(0.0, rank.index):
+                subscriber.apply(payload)
+            assert len(subscriber.blocks) == rank.pool.num_cached
 
     def copy(self) -> bool:
         """Begin and continue copies of blocks; return whether a copy ran or waits."""
