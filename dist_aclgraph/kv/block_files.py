@@ -66,7 +66,6 @@ class BlockFiles:
         self._root = root
         self._folder = folder
         self._oldest: deque[tuple[float, Path]] = deque()  # files to delete next, oldest first
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path_of(self, block_hash: BlockHash) -> Path:
         return self._folder / block_hash.hex()

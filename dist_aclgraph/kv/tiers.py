@@ -1,9 +1,9 @@
 """KV outside the device: files of blocks in a node's memory, then on its disk.
 
-All groups of a node that serve the same model with the same layout share these files. A block is
-written to memory, and then, when there is time, also to the disk. In each tier, the blocks that
-were not used for the longest time are deleted when it is full. A block that is in no tier is
-computed again, so files can be deleted at any time.
+All groups of a node that serve the same model share these files, also if they divide the heads
+among other numbers of ranks. A block is written to memory, and then, when there is time, also to
+the disk. In each tier, the blocks that were not used for the longest time are deleted when it is
+full. A block that is in no tier is computed again, so files can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.kv.block_files import BlockFiles, Buffers
 from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.other_layouts import HeadPart, OtherLayouts
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.weight_files import weight_files
 
@@ -49,6 +51,7 @@ class CachePlace:
         rank: the tensor parallel rank among ``num_ranks``; each has its own part of recurrent
             states.
         has_state: whether the model has recurrent state.
+        num_kv_heads: number of key-value heads of the model; 0 with latent attention.
     """
 
     heads: int = 0
@@ -59,6 +62,7 @@ class CachePlace:
     rank: int = 0
     num_ranks: int = 1
     has_state: bool = False
+    num_kv_heads: int = 0
 
     @classmethod
     def of(
@@ -78,6 +82,7 @@ class CachePlace:
             tp_rank,
             parallel.tp,
             facts.linear is not None,
+            0 if facts.mla else facts.num_kv_heads,
         )
 
     @property
@@ -87,6 +92,13 @@ class CachePlace:
             f"heads-{self.heads}-of-{self.num_heads}-shard-{self.shard}-of-{self.num_shards}"
             f"-by-{self.interleave}"
         )
+
+    @property
+    def part(self) -> HeadPart | None:
+        """The rank's heads; None with latent attention, which does not divide them."""
+        if not self.num_kv_heads:
+            return None
+        return HeadPart(self.heads, self.num_heads, self.num_kv_heads)
 
     @property
     def state_folder(self) -> str:
@@ -99,9 +111,13 @@ class KVTiers:
 
     Args:
         tiers: the files in each tier, by the tier's name; the first tier gets new blocks.
+        others: in each tier, files of groups that divide the heads in other ways.
     """
 
-    def __init__(self, tiers: Mapping[str, BlockFiles]) -> None:
+    def __init__(
+        self, tiers: Mapping[str, BlockFiles], others: Sequence[OtherLayouts] = ()
+    ) -> None:
+        self._others = others
         self._by_name = tiers
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
@@ -123,25 +139,30 @@ class KVTiers:
             ConfigError: a folder cannot be made, or is too small.
             ModelError: the checkpoint's files cannot be found.
         """
-        return cls._open(config, place.folder)
+        return cls._open(config, place.folder, place)
 
     @classmethod
-    def _open(cls, config: Config, name: str) -> KVTiers:
-        kv, folder = config.kv, Path(cache_identity(config), name)
-        tiers = {}
-        if kv.host_gib:
-            tiers["host"] = _open(host_root(config), folder, kv.host_gib, "kv.host_gib")
-        if kv.disk is not None:
-            root = Path(kv.disk).expanduser()
-            tiers["disk"] = _open(root, folder, kv.disk_gib, "kv.disk_gib")
-        return cls(tiers)
+    def _open(cls, config: Config, name: str, place: CachePlace | None = None) -> KVTiers:
+        kv, identity = config.kv, cache_identity(config)
+        tiers, others = {}, []
+        for tier, root, gib, key in (
+            ("host", host_root(config), kv.host_gib, "kv.host_gib"),
+            ("disk", Path(kv.disk or "").expanduser(), kv.disk_gib, "kv.disk_gib"),
+        ):
+            if gib and (tier == "host" or kv.disk is not None):
+                tiers[tier] = _open(root, Path(identity, name), gib, key)
+                if place is not None and place.part is not None:
+                    files_of = partial(_files_of, root, identity, int(gib * GIB), place)
+                    others.append(OtherLayouts(place.part, kv.block_size, files_of))
+        return cls(tiers, others)
 
     def path_of(self, block_hash: BlockHash) -> Path:
         """Return where the first tier keeps a block."""
         return self._first.path_of(block_hash)
 
     def has(self, block_hash: BlockHash) -> bool:
-        return any(tier.has(block_hash) for tier in self._by_name.values())
+        found = any(tier.has(block_hash) for tier in self._by_name.values())
+        return found or any(other.has(block_hash) for other in self._others)
 
     def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
         """Read a block from the first tier that has it; see ``BlockFiles.read``.
@@ -150,10 +171,10 @@ class KVTiers:
         """
         if self._first.read(block_hash, buffers):
             return True
-        if self._second is None or not self._second.read(block_hash, buffers):
-            return False
-        self._first.write(block_hash, buffers)
-        return True
+        if self._second is not None and self._second.read(block_hash, buffers):
+            self._first.write(block_hash, buffers)
+            return True
+        return any(other.read(block_hash, buffers) for other in self._others)
 
     def write(self, block_hash: BlockHash, buffers: Buffers) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``."""
@@ -238,6 +259,13 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     except OSError as e:
         raise ModelError(f"{file} cannot be read: {e.strerror}") from e
     return status.st_size, status.st_mtime_ns
+
+
+def _files_of(
+    root: Path, identity: str, max_bytes: int, place: CachePlace, part: HeadPart
+) -> BlockFiles:
+    other = replace(place, heads=part.index, num_heads=part.count)
+    return BlockFiles(root, root / identity / other.folder, max_bytes)
 
 
 def _open(root: Path, folder: Path, gib: float, key: str) -> BlockFiles:

@@ -125,6 +125,7 @@ def test_the_count_is_made_again_if_it_is_lost(files: BlockFiles, tmp_path: Path
 
 
 def test_two_processes_do_not_write_the_same_block(files: BlockFiles) -> None:
+    files.write(name(0), contents(0))  # makes the folder
     unfinished = files.path_of(name(1)).with_suffix(".part")
     unfinished.touch()
     assert files.write(name(1), contents(1))  # the other process writes it
@@ -188,6 +189,7 @@ def test_law_of_files(
 ) -> None:
     """The bytes never exceed the limit and equal their count; a read gives what was written."""
     root = tmp_path_factory.mktemp("law")
+    (root / "rank").mkdir()
     both = [BlockFiles(root, root / "rank", limit * FILE) for _ in range(2)]
     for index, (what, number) in enumerate(steps):
         files = both[index % 2]

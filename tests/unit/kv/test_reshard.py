@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import KVCacheError
-from dist_aclgraph.kv.reshard import (
+from tests.kv_reshard import (
     LENGTH,
     SOURCE,
     TARGET,

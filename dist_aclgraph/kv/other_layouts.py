@@ -1,0 +1,91 @@
+"""Reads a rank's blocks from files of groups that divide the heads among other numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dist_aclgraph.kv.block_files import BlockFiles, Buffers
+from dist_aclgraph.kv.checkpoints import BlockHash
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """A part of the key-value heads: the ``index``-th of ``count`` equal parts of ``total``."""
+
+    index: int
+    count: int
+    total: int
+
+    @property
+    def size(self) -> int:
+        return self.total // self.count
+
+    @property
+    def first(self) -> int:
+        return self.index * self.size
+
+    def overlaps(self, count: int) -> Iterator[HeadPart]:
+        """Yield the parts with common heads, if the heads are divided into ``count`` parts."""
+        size = self.total // count
+        for index in range(self.first // size, -(-(self.first + self.size) // size)):
+            yield HeadPart(index, count, self.total)
+
+
+class OtherLayouts:
+    """The files of one tier that contain the heads of ``part`` together with others, or in pieces.
+
+    In a block, each tensor is [slots, heads of the part, bytes of a head].
+
+    Args:
+        num_slots: number of slots of a block.
+        files_of: returns the files of another part of the heads.
+    """
+
+    def __init__(
+        self, part: HeadPart, num_slots: int, files_of: Callable[[HeadPart], BlockFiles]
+    ) -> None:
+        self._part = part
+        self._num_slots = num_slots
+        # For each other division of the heads, the files that have heads of this part.
+        self._divisions = [
+            [(other, files_of(other)) for other in part.overlaps(count)]
+            for count in range(1, part.total + 1)
+            if part.total % count == 0 and count != part.count
+        ]
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return any(_have(division, block_hash) for division in self._divisions)
+
+    def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+        """Read a block; return False if no division has whole files. See ``BlockFiles.read``."""
+        for division in self._divisions:
+            if _have(division, block_hash) and all(
+                self._read_part(other, files, block_hash, buffers) for other, files in division
+            ):
+                return True
+        return False
+
+    def _read_part(
+        self, other: HeadPart, files: BlockFiles, block_hash: BlockHash, buffers: Buffers
+    ) -> bool:
+        """Read the heads that ``other`` has in common with this rank."""
+        ours = self._part
+        stored = [bytearray(len(buffer) // ours.size * other.size) for buffer in buffers]
+        if not files.read(block_hash, [memoryview(each) for each in stored]):
+            return False
+        first = max(ours.first, other.first)
+        end = min(ours.first + ours.size, other.first + other.size)
+        for buffer, found in zip(buffers, stored, strict=True):
+            target = np.frombuffer(buffer, np.uint8).reshape(self._num_slots, ours.size, -1)
+            source = np.frombuffer(found, np.uint8).reshape(self._num_slots, other.size, -1)
+            target[:, first - ours.first : end - ours.first] = source[
+                :, first - other.first : end - other.first
+            ]
+        return True
+
+
+def _have(division: list[tuple[HeadPart, BlockFiles]], block_hash: BlockHash) -> bool:
+    return all(files.has(block_hash) for _, files in division)
