@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.formats.one_of import exclude_each_other, is_any_of
+from dist_aclgraph.formats.one_of import is_any_of
+from dist_aclgraph.formats.schema_values import (
+    not_by_parameters,
+    pattern_of,
+    patterns_of,
+    strings_of,
+    words_of,
+)
 from dist_aclgraph.formats.typed_values import MAX_DEPTH, target_of, types_of
 from dist_aclgraph.sampling import StructuredOutputs
 
@@ -28,17 +35,11 @@ _WHOLE = {
     *("dependencies", "dependentRequired", "dependentSchemas"),
 }
 _OF_PARAMETERS = {"properties", "required", "additionalProperties", "unevaluatedProperties"}
-# Keywords of a schema that restrict a string. The grammar of a string without quotes supports one
-# of these groups at a time.
-_GROUPS = ({"enum", "const"}, {"pattern"}, {"minLength", "maxLength"})
-_OF_STRINGS = set().union(
-    *_GROUPS,
-    {"type", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"},
-)
 _NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # matches names that tags cannot contain
 _INNER = r'[^<>"\s\x1c-\x1f]'
 # Name of a parameter that the schema does not list: any name that tags can contain.
 ANY_NAME = rf'/{_INNER}([^<>"\n]*{_INNER})?/'
+_PLAIN = r"[^'\\\x00-\x1f]"  # a character in single quotes, without an escape
 # Matches an escaped character, "/", or the end of a line.
 _ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)
 
@@ -99,6 +100,22 @@ class Lark:
     def arguments(self, schema: Mapping[str, Any] | None) -> str:
         """Return an expression for arguments as a JSON object; None allows all objects."""
         return self.json(ANY_OBJECT if schema is None else schema)
+
+    def spellings(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
+        """Return expressions for the values of a part of ``root``: as JSON, and the constants as
+        Python writes them.
+        """
+        return [self.json(taken_out(schema, root)), *map(_quoted, words_of(schema, root))]
+
+    def single_quoted(self, schema: Any, root: Any) -> list[str]:
+        """Return expressions for strings of a part of ``root`` in single quotes."""
+        found = []
+        for pattern in patterns_of(schema, root, ["'", "\\"]):
+            inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
+            if pattern is not None:  # an escape would be more than one character of the pattern
+                inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
+            found.append(self._terminal(f'"\'" {inner} "\'"'))
+        return found
 
     def form(self, form: StructuredOutputs) -> str:
         """Return an expression for a text in the given output format.
@@ -198,9 +215,9 @@ class Lark:
                 follow the schema.
         """
         if types_of(schema, root) != {"string"}:
-            return f"{self.json(taken_out(schema, root))} {self.text(end)}"
+            return f"{choice_of(self.spellings(schema, root))} {self.text(end)}"
         found = self._spelled(ends)
-        patterns = [_pattern_of(each, found) for each in _strings_of(tool, name, schema, root)]
+        patterns = [pattern_of(each, found) for each in strings_of(tool, name, schema, root)]
         kept = [pattern for pattern in patterns if pattern is not None]
         if not kept:
             raise InvalidParameterError(
@@ -268,9 +285,9 @@ def parameters_of(
     """
     schema = _named(tool, root, root)
     if not isinstance(schema, Mapping) or types_of(schema, root) - {"object"}:
-        raise _not_by_parameters(tool, "is not the schema of an object")
+        raise not_by_parameters(tool, "is not the schema of an object")
     if found := sorted(_WHOLE & schema.keys()):
-        raise _not_by_parameters(tool, f"uses {found[0]} for the arguments as a whole")
+        raise not_by_parameters(tool, f"uses {found[0]} for the arguments as a whole")
     required = schema.get("required")
     names = set(map(str, required)) if isinstance(required, list) else set()
     properties = schema.get("properties")
@@ -279,11 +296,11 @@ def parameters_of(
             return None
         properties = {}
     if unknown := sorted(names - properties.keys()):
-        raise _not_by_parameters(tool, f"requires {unknown[0]!r:.40}, but gives it no schema")
+        raise not_by_parameters(tool, f"requires {unknown[0]!r:.40}, but gives it no schema")
     if not properties and isinstance(schema.get("additionalProperties"), Mapping):
-        raise _not_by_parameters(tool, "gives its parameters no names")
+        raise not_by_parameters(tool, "gives its parameters no names")
     if unwritable := [name for name in properties if not_writable.search(name)]:
-        raise _not_by_parameters(tool, f"has the name {unwritable[0]!r:.40}")
+        raise not_by_parameters(tool, f"has the name {unwritable[0]!r:.40}")
     return [
         (name, value if isinstance(value, Mapping) else {}, name in names)
         for name, value in properties.items()
@@ -301,76 +318,9 @@ def _named(tool: str, schema: Any, root: Any) -> Any:
         if not isinstance(reference, str):
             return schema
         if found := sorted((_WHOLE | _OF_PARAMETERS) & schema.keys()):
-            raise _not_by_parameters(tool, f"has {found[0]} beside a $ref")
+            raise not_by_parameters(tool, f"has {found[0]} beside a $ref")
         schema = target_of(reference, root)
     return None
-
-
-def _strings_of(
-    tool: str, name: str, schema: Any, root: Mapping[str, Any]
-) -> list[Mapping[str, Any]]:
-    """Return schemas without references and branches. A string matches the schema of a parameter if
-    it matches one of these schemas.
-
-    Raises:
-        InvalidParameterError: a string without quotes cannot follow the schema.
-    """
-    found: list[Mapping[str, Any]] = []
-    left: list[Any] = [schema]
-    followed: set[str] = set()
-    while left:
-        part = left.pop()
-        if not isinstance(part, Mapping):
-            raise _not_by_parameters(tool, f"has no schema for the string {name!r:.40}")
-        keys = _OF_STRINGS & part.keys()
-        if "type" in keys and part["type"] in ("string", ["string"]):
-            keys -= {"type"}
-        if any(keys <= group for group in _GROUPS):
-            found.append(part)
-        elif keys == {"$ref"} and isinstance(reference := part["$ref"], str):
-            # Another reference to the same schema allows the same strings.
-            left += [] if reference in followed else [target_of(reference, root)]
-            followed.add(reference)
-        elif (branches := _branches_of(keys, part, root)) is not None:
-            left += branches
-        else:
-            raise _not_by_parameters(
-                tool,
-                f"uses {' with '.join(sorted(keys))} for the string {name!r:.40}, which has no "
-                "quotes",
-            )
-    return found
-
-
-def _branches_of(keys: set[str], schema: Mapping[str, Any], root: Any) -> list[Any] | None:
-    """Return the branches of a schema with these keywords; None unless each value that matches one
-    branch matches the schema.
-    """
-    for key in keys & {"anyOf", "oneOf", "allOf"}:
-        found = schema[key]
-        if len(keys) > 1 or not isinstance(found, list):
-            return None
-        is_alone = len(found) == 1
-        if key == "anyOf" or is_alone or (key == "oneOf" and exclude_each_other(found, root)):
-            return found
-    return None
-
-
-def _values_of(schema: Mapping[str, Any]) -> list[str] | None:
-    """Return the only strings that a schema allows; None if the schema does not list them."""
-    values = schema.get("enum")
-    if "const" in schema:
-        value = schema["const"]
-        values = [value] if not isinstance(values, list) or value in values else []
-    return [each for each in values if isinstance(each, str)] if isinstance(values, list) else None
-
-
-def _not_by_parameters(tool: str, problem: str) -> InvalidParameterError:
-    return InvalidParameterError(
-        f"tools: this model writes the arguments of a call one by one, by their names, and the "
-        f"schema of {tool} {problem}; change the schema, or the tool cannot be strict",
-        "tools",
-    )
 
 
 def in_lines(call: str, *, several: bool) -> str:
@@ -400,26 +350,6 @@ def _moved(part: Any) -> Any:
             for key, value in part.items()
         }
     return [_moved(each) for each in part] if isinstance(part, list) else part
-
-
-def _pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
-    """Return a regular expression that matches the strings that a schema of ``_strings_of`` allows;
-    None if each of these strings contains one of ``ends``.
-    """
-    values = _values_of(schema)
-    if values is not None:
-        kept = [re.escape(value) for value in values if not any(end in value for end in ends)]
-        return f"({'|'.join(kept)})" if kept else None
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        begin = "" if pattern.startswith("^") else r"(.|\n)*"
-        end = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else r"(.|\n)*"
-        inner = pattern.removeprefix("^")
-        return f"{begin}({inner if end else inner[:-1]}){end}"
-    least, most = schema.get("minLength"), schema.get("maxLength")
-    if isinstance(least, int) or isinstance(most, int):
-        return rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
-    return r"(.|\n)*"
 
 
 def _escaped(pattern: str) -> str:

@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, parameters_of, taken_out
+from dist_aclgraph.formats.lark import Lark, choice_of, parameters_of
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 from dist_aclgraph.formats.tools import Tools
+from dist_aclgraph.formats.typed_values import as_json, has_type, property_of, types_of
 
 TAGS = ("<|python_start|>", "<|python_end|>")
 MARKERS = TAGS
@@ -76,7 +77,8 @@ def _copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
         if not (yield from scanner.peek()):
             scanner.arguments(text)  # the answer is cut off
             return False
-        scanner.arguments(_as_json(scanner.shown(text)))
+        schema = property_of(key, tools[name])
+        scanner.arguments(_as_json(scanner.shown(text), types_of(schema, tools[name])))
         yield from scanner.match(",")
     scanner.arguments("{}" if separator == "{" else "}")
     scanner.end_call()
@@ -125,32 +127,52 @@ def _read_literal(scanner: Scanner) -> Scan[str]:
     return ""
 
 
-def _as_json(text: str) -> str:
-    """Return JSON or a Python literal as JSON; as a string if it is neither."""
+def _as_json(text: str, types: set[str]) -> str:
+    """Return JSON or a Python literal as JSON; as a string if it is neither.
+
+    Templates write strings of earlier calls without quotes, or all values in quotes. So a text that
+    is no value of one of the types is read as a string, and the text of a string as a value.
+
+    Args:
+        types: names of JSON schema's types; empty if every type is allowed.
+    """
     stripped = text.strip()
     try:
         try:
             value = json.loads(stripped)
         except ValueError:
             value = ast.literal_eval(stripped)
-        return with_pairs(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        found = with_pairs(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return json.dumps(stripped, ensure_ascii=False)
+        value, found = stripped, json.dumps(stripped, ensure_ascii=False)
+    if has_type(value, types):
+        return found
+    if isinstance(value, str):
+        return as_json(value, types)
+    return json.dumps(stripped, ensure_ascii=False) if "string" in types else found
 
 
 def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     """Return an expression for one call; parameters that are not required come last."""
     found = None if schema is None else parameters_of(name, schema, _NO_NAME)
     if found is None or schema is None:
-        part = lark.rule(f'{_ANY_NAME} "=" {lark.json({})}')
+        part = lark.rule(f'{_ANY_NAME} "=" {_value(lark, {}, {})}')
         parameters = f'({part} (", " {part})*)?'
     else:
         parts: dict[bool, list[str]] = {True: [], False: []}
         for key, value, is_required in found:
-            part = lark.rule(f"{lark.text(f'{key}=')} {lark.json(taken_out(value, schema))}")
+            part = lark.rule(f"{lark.text(f'{key}=')} {_value(lark, value, schema)}")
             parts[is_required].append(part)
         parameters = _in_order(lark, parts[True], parts[False])
     return f"{lark.text(f'{name}(')} {parameters} {lark.text(')')}"
+
+
+def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Return an expression for a value of this schema, as JSON or as a Python literal.
+
+    A string without quotes is not allowed, because it would end at its first comma.
+    """
+    return choice_of([*lark.spellings(schema, root), *lark.single_quoted(schema, root)])
 
 
 def _in_order(lark: Lark, required: Sequence[str], others: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
 
 MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
-_WORDS = {"True": True, "False": False, "None": None}
+# Constants as Python writes them. Templates that do not write JSON write them.
+WORDS = {"True": True, "False": False, "None": None}
 
 
 class Arguments:
@@ -38,7 +39,7 @@ class Arguments:
             trims: whether the value omits one newline at each end of the text.
             is_text: whether the value is a string; None means that the schema decides.
         """
-        types = types_of(self._property(name), self._schema)
+        types = types_of(property_of(name, self._schema), self._schema)
         if is_text is None:
             is_text = types == {"string"}
         if trims:
@@ -93,11 +94,6 @@ class Arguments:
         self._scanner.arguments(("{" if self._is_empty else ", ") + key + ": ")
         self._is_empty = False
 
-    def _property(self, name: str) -> Any:
-        schema = resolve(self._schema, self._schema)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties.get(name) if isinstance(properties, Mapping) else None
-
 
 class _Text:
     """Writes a JSON string piece by piece."""
@@ -139,18 +135,22 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
     """
     stripped = text.strip()
     if len(text) <= MAX_HELD_CHARS:
-        if stripped in _WORDS:
-            stripped = json.dumps(_WORDS[stripped])
+        if stripped in WORDS:
+            stripped = json.dumps(WORDS[stripped])
         try:
             value = json.loads(stripped, parse_constant=_refuse)
         except (ValueError, RecursionError):
             pass
         else:
-            kind = _type_of(value)
-            is_number = kind == "integer" and "number" in types
-            if not types or kind in types or is_number:
+            if has_type(value, types):
                 return stripped
     return json.dumps(text, ensure_ascii=False)
+
+
+def has_type(value: Any, types: frozenset[str] | set[str]) -> bool:
+    """Return whether a value has one of the types; always if ``types`` is empty."""
+    kind = _type_of(value)
+    return not types or kind in types or (kind == "integer" and "number" in types)
 
 
 def types_of(schema: Any, root: Any) -> set[str]:
@@ -193,6 +193,13 @@ def _types(
             is_said = bool(said) if key == "allOf" else len(said) == len(found)
             return set().union(*said) if is_said else None
     return None
+
+
+def property_of(name: str, root: Any) -> Any:
+    """Return the schema of a parameter of a tool; None if the tool's schema has none."""
+    schema = resolve(root, root)
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties.get(name) if isinstance(properties, Mapping) else None
 
 
 def resolve(schema: Any, root: Any) -> Any:

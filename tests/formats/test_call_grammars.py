@@ -4,6 +4,7 @@ the schema.
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
@@ -280,6 +281,61 @@ def test_a_strict_schema_without_named_parameters_is_refused(name, schema, probl
 
     with pytest.raises(InvalidParameterError, match=problem):
         walk.form.structured(None, {"find": schema}, {"find"}, is_required=True)
+
+
+CALLS = {
+    "pythonic": "[find(a={})]",
+    "glm45": "<tool_call>find\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=find>\n<parameter=a>\n{}\n</parameter>\n</function>\n"
+    "</tool_call>",
+}
+FLAG = {"anyOf": [{"$ref": "#/$defs/no"}, {"type": ["integer", "null"]}]}
+WRITTEN_IN_PYTHON = [
+    ({"type": "boolean"}, ["True", "False"], ["None", "Tru", "'True'"]),
+    ({"type": ["boolean", "null"], "description": "?"}, ["True", "None"], ["Null"]),
+    ({"enum": [True, 1, None]}, ["True", "None"], ["False"]),
+    ({"const": False}, ["False"], ["True"]),
+    (FLAG, ["False", "None", "7"], ["True"]),
+    ({"type": "boolean", "anyOf": [{"const": True}]}, ["true"], ["True", "False"]),
+    ({"type": "integer"}, ["1"], ["True", "None"]),
+    ({}, ["True", "None"], []),
+]
+IN_QUOTES = [
+    ({"type": "string"}, ["'a b'", r"'it\'s'", r"'\\\n'", "'\"'"], ["'a", "a", "'a\0'", "'a\nb'"]),
+    ({"enum": ["a", "b'"]}, ["'a'", '"b\'"'], ["'b'", r"'b\''"]),
+    ({"type": "string", "pattern": "^[xy']+$"}, ["'xy'", '"x\'"'], ["'z'", r"'\''", "'"]),
+    ({"type": "string", "maxLength": 2}, ["'ü'", "''"], ["'abc'"]),
+    ({"type": "string", "maxLength": 2, "pattern": "^a"}, [], ["'ab'"]),
+    ({"type": "string", "format": "date"}, ['"2026-01-01"'], ["'2026-01-01'", '"a"']),
+    ({"anyOf": [{"type": "null"}, {"type": "string"}]}, ["'a'", "None"], ["True"]),
+    ({"type": ["integer", "string"]}, ["'a'", "1"], ["True"]),
+    ({"type": ["integer", "null"]}, ["1"], ["'1'"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "allowed", "refused"),
+    [
+        *((name, *each) for name in CALLS for each in WRITTEN_IN_PYTHON),
+        *(("pythonic", *each) for each in IN_QUOTES),
+    ],
+)
+def test_a_strict_argument_may_be_written_as_in_python(name, part, allowed, refused):
+    schema = {"properties": {"a": part}, "required": ["a"], "$defs": {"no": {"const": False}}}
+    tools = {"find": {"type": "object", **schema}}
+    walk = Walk(name, tools)
+    form = walk.form.structured(None, tools, {"find"}, is_required=True)
+    assert form is not None
+
+    for value in allowed:
+        tokens = walk.tokens(CALLS[name].format(value))
+        assert walk.allows(form, tokens), value
+        ((_, arguments, _),) = walk.read(tokens).calls
+        Validator(tools["find"]).validate(json.loads(arguments))
+        expected = ast.literal_eval(value) if value != "true" else True
+        assert json.loads(arguments) == {"a": expected}
+    for value in refused:
+        assert not walk.allows(form, walk.tokens(CALLS[name].format(value))), value
 
 
 WORD = {"type": "string", "pattern": "^[xy]+$"}

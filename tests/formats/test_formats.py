@@ -294,6 +294,36 @@ def test_the_schema_gives_a_text_its_type(name, value, expected):
     assert json.loads(found.calls[0][1]) == {name: expected}
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("text=New York", "New York"),  # templates write strings of earlier calls without quotes
+        ("text=7", "7"),
+        ("text=True", "True"),
+        ("text='it\\'s'", "it's"),
+        ("text=null", "null"),
+        ('n="7"', 7),  # or all values in quotes
+        ("n='many'", "many"),
+        ('deep="True"', True),
+        ("deep='null'", None),
+        ('more="{\\"a\\": 1}"', {"a": 1}),
+        ("more={'a': True}", {"a": True}),
+        ("word=None", None),
+        ("word='None'", "None"),
+        ("word=7", "7"),
+        ("unknown='7'", "7"),
+        ("unknown=7", 7),
+    ],
+)
+def test_the_schema_gives_a_python_value_its_type(argument, expected):
+    form = make_format("pythonic", has_tokens=True)
+
+    ((_, arguments, is_whole),) = read(form, f"[find({argument})]").calls
+
+    assert is_whole
+    assert json.loads(arguments) == {argument.partition("=")[0]: expected}
+
+
 def test_json_with_a_string_that_never_ends_ends_at_the_first_tag():
     form = make_format("qwen3_coder", has_tokens=False)
     text = (
