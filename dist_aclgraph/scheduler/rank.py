@@ -272,7 +272,7 @@ class RankScheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
         request.prompt_logprobs = []
-        builder.started.append(request.start(self.index, self._free_rows.pop()))
+        builder.started.append(request.start(self.index, self._take_row(request)))
         for checkpoint in self.prefixes.checkpoint_after(request, shared):
             builder.restored += (request.row, checkpoint)
         self._stop_ids.update(request.stop_ids)
@@ -286,6 +286,16 @@ class RankScheduler:
         )
         builder.add_chunk(index)
         return True
+
+    def _take_row(self, request: Request) -> int:
+        """Return a free row. A request that has waited for its grammar returns to its row if
+        possible, because workers keep a matcher there that no other request may use.
+        """
+        row, request.compiled_row = request.compiled_row, -1
+        if row not in self._free_rows:
+            return self._free_rows.pop()
+        self._free_rows.remove(row)
+        return row
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
         """Return the decided step and its message; the step is empty if no request runs.
@@ -459,6 +469,8 @@ class RankScheduler:
             else:
                 victims = {request: request.row for request in rows.select(places)}
                 self._preempt(list(victims))
+                for request, row in victims.items():
+                    request.compiled_row = row
                 # Workers report compilations by row number, so these rows are given to other
                 # requests last.
                 left = list(victims.values())

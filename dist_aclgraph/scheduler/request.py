@@ -34,6 +34,8 @@ class Request:
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
+        compiled_row: the row in which workers have compiled the request's grammar; -1 unless the
+            request has lost this row to wait for its grammar.
         block_ids: the block table.
         hashes: hashes of the first full blocks, computed when they are needed. A preemption keeps
             the hashes.
@@ -56,6 +58,7 @@ class Request:
         "arrival",
         "block_ids",
         "cache_root",
+        "compiled_row",
         "deadline",
         "dp_rank",
         "embedding",
@@ -113,7 +116,7 @@ class Request:
         self.arrival = -1
         self.deadline = 0
         self.dp_rank = -1
-        self.row = -1
+        self.row = self.compiled_row = -1
         self.block_ids: list[int] = []
         self.cache_root = salted_root(cache_salt)
         self.hashes: list[bytes] = []

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.engine.masks import grammar_row
+from dist_aclgraph.engine.masks.grammars import Grammars
 from dist_aclgraph.engine.masks.matchers import Matchers
 from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.step import RowSampling
@@ -158,6 +159,25 @@ def test_requests_with_a_common_grammar_do_not_use_up_each_others_states(monkeyp
         row.serve(letter * 120)
         assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
         assert not row.failed
+
+
+def test_a_request_that_begins_its_row_again_does_not_compile_its_grammar_again(monkeypatch):
+    grammar = GRAMMARS["regex"]
+    row = Row(Structure(grammar=grammar, end_ids=ENDS), 0, may_wait=False)
+    row.matchers._grammars.stop_sharing(Structure(grammar=grammar, end_ids=ENDS))
+    compiled = []
+    compile_one = Grammars._compile
+    monkeypatch.setattr(
+        Grammars, "_compile", lambda self, text: compiled.append(text) or compile_one(self, text)
+    )
+    for text in ("ab", "ab", "abb"):  # the request continues
+        row.serve(text)
+        assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
+    assert len(compiled) == 1
+
+    row.serve("b")  # another request needs other states of the lexer
+    assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
+    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

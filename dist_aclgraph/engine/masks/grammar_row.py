@@ -52,6 +52,7 @@ class Row:
         self._end_words = end_words  # the bits of tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
+        self._seen: list[int] = []  # the tokens that the state includes; empty if it is shared
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
@@ -107,6 +108,7 @@ class Row:
         if num_tokens >= self.num_seen:
             return
         answer, self.num_seen = self._answer, num_tokens
+        del self._seen[num_tokens:]
         if self._matcher is not None and answer is not None:
             too_many = self._num_consumed - max(0, num_tokens - answer)
             if too_many > 0:
@@ -122,11 +124,11 @@ class Row:
             if self._is_thinking:
                 if token == structure.think_end:
                     self._answer = self.num_seen + 1
-                self.num_seen += 1
+                self._count(token)
                 return True
             if token == structure.think_begin:
                 self._opens = True
-                self.num_seen += 1
+                self._count(token)
                 return True
             self._answer = self.num_seen
         matcher = self._ready()
@@ -135,8 +137,33 @@ class Row:
                 return False
             self._num_consumed += 1
             self._is_over = token in self._ends
-        self.num_seen += 1
+        self._count(token)
         return True
+
+    def _count(self, token: int) -> None:
+        self.num_seen += 1
+        if not self.is_shared:
+            self._seen.append(token)
+
+    def leave_matcher(
+        self, sampling: RowSampling, output: list[int]
+    ) -> Future[llguidance.LLMatcher] | None:
+        """Return the row's own matcher, as it was compiled, for a request that begins the row with
+        this output; None if the request must not use this matcher.
+
+        A request that waits for its grammar may have to begin its row again. If the grammar was
+        compiled each time, the request might wait for ever. Another request needs other states of
+        the lexer, so it gets a new matcher.
+        """
+        is_same = self.structure == sampling.structure and self._seen == output[: self.num_seen]
+        if self.is_shared or not is_same or self.error:
+            return None
+        if self._matcher is None:
+            return self._coming
+        self._matcher.reset()
+        coming: Future[llguidance.LLMatcher] = Future()
+        coming.set_result(self._matcher)
+        return coming
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
         return matcher.try_consume_tokens([token]) == 1

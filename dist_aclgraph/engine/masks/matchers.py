@@ -126,16 +126,19 @@ class Matchers:
         permitted = Permitted.of_row(sampling, self._num_words)
         is_slow = structure.is_slow and self._rows_may_wait
         is_shared = self._grammars.shares(structure)
+        known = int(self._batch.num_tokens[row])
+        output = [] if old is None else self._tokens(row, sampling.num_prompt_tokens, known)
         if slow is not None:
-            known = int(self._batch.num_tokens[row])
-            output = self._tokens(row, sampling.num_prompt_tokens, known)
             is_same = slow.is_shared == is_shared
             if is_slow and is_same and slow.can_continue(sampling, output):
                 slow.permitted = permitted
                 self._rows[row] = slow
                 return
             slow.drop()
-        matcher = self._grammars.compile(structure) if structure.grammar else None
+        matcher = None
+        if structure.grammar:
+            left = None if old is None or old is slow else old.leave_matcher(sampling, output)
+            matcher = left or self._grammars.compile(structure)
         self._rows[row] = (
             SlowRow(sampling, matcher, ends, permitted, self._grammars, is_shared=is_shared)
             if is_slow

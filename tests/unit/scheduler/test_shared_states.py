@@ -12,6 +12,7 @@ from itertools import chain, repeat
 import pytest
 
 from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -46,11 +47,16 @@ class Group:
             max_model_len=64,
         )
         self.cached: dict[str, int] = {}  # for each request, number of tokens from the cache
-        self.num_starts = 0
+        self.rows: list[int] = []  # the row of each start of a request
+        self.num_tokens = 0  # number of tokens that all steps have run
         self.got: Counter[str] = Counter()  # for each request, number of its tokens
         self._worker = FakeWorker(num_blocks, BLOCK, has_state=True)
         steps = chain(compile_steps, repeat(0))
         self._group = FakeGroup([self._worker], compile_steps=lambda: next(steps))
+
+    @property
+    def num_starts(self) -> int:
+        return len(self.rows)
 
     def submit(self, name: str, prompt: Sequence[int], count: int = 1, salt: str = "") -> None:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
@@ -59,7 +65,8 @@ class Group:
     def turn(self) -> None:
         plan = self.scheduler.schedule()
         assert plan is not None
-        self.num_starts += len(plan.batches[0].started)
+        self.rows += [start.row for start in plan.batches[0].started]
+        self.num_tokens += int(unpack_ints(plan.batches[0].scheduled, 4)[:, 2].sum())
         for output in self.scheduler.update(self._group.execute(plan)):
             self.got[output.request_id] += len(output.tokens)
             if output.num_cached_tokens is not None:
@@ -156,6 +163,29 @@ def test_a_request_waits_outside_its_row_while_its_grammar_compiles() -> None:
         group.turn()
     assert group.got == {"form": 2, "other": 9}
     assert group.num_starts == 3
+
+
+def test_a_request_that_compiles_alone_repeats_only_the_tokens_after_its_last_checkpoint() -> None:
+    group = Group(num_checkpoints=3, interval=9, compile_steps=[5, 0, 4])
+    group.submit("form", PROMPT, count=3)
+    while group.scheduler.has_work:
+        group.turn()
+
+    assert group.got == {"form": 3}
+    assert group.num_starts == 1 + 5 + 4
+    assert group.num_tokens <= len(PROMPT) + 2 + (group.num_starts - 1) * BLOCK
+
+
+def test_a_request_returns_to_the_row_in_which_its_grammar_was_compiled() -> None:
+    group = Group(num_checkpoints=3, compile_steps=[3])
+    group.submit("form", PROMPT, count=2)
+    group.turn()
+    group.submit("other", range(200, 213), count=9)
+    while group.scheduler.has_work:
+        group.turn()
+
+    assert group.got == {"form": 2, "other": 9}
+    assert group.rows == [0, 1, 0]
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
