@@ -25,7 +25,7 @@ from tests.slow import rare, slow
 
 GLM, MINIMAX, GPT_OSS = "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "GptOssForCausalLM"
 QWEN_NEXT, QWEN_MOE = "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"
-KIMI_LINEAR = "KimiLinearForCausalLM"
+QWEN_DENSE, KIMI_LINEAR = "Qwen3_5ForCausalLM", "KimiLinearForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,36 @@ def test_prompts_in_chunks_change_no_token(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "num_drafts"), [slow(QWEN_DENSE, 1), rare(QWEN_MOE, 0), rare(QWEN_NEXT, 2)]
+)
+def test_hybrids_on_four_ranks_continue_from_checkpoints(
+    npu: Any, tmp_path: Path, architecture: str, num_drafts: int
+) -> None:
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    model = make_reference(architecture, tmp_path, **heads)
+    add_next_token_module(tmp_path)
+    start, tails = make_prompts((64,))[0], make_prompts((1, 9, 20), seed=7)
+    prompts = [start + tail for tail in tails]
+    config = make_deployment_config(
+        tmp_path,
+        parallel={"tp": 4},
+        graph={"mode": "FULL_DECODE_ONLY", "sizes": (6,)},
+        speculative={"num_tokens": num_drafts},
+        # The requests share 4 blocks, and grow to 7 further blocks.
+        kv={"block_size": 16, "num_blocks": 11},
+    )
+
+    with lockstep(config) as group:
+        group.generate([prompts[0]], greedy_params(1), "first")
+        answers = group.generate(prompts, greedy_params(20))
+        scheduler = group.scheduler
+
+    assert scheduler.num_preemptions
+    assert scheduler.num_cached_tokens >= len(prompts) * len(start)
+    assert [answer.tokens for answer in answers] == greedy(model, prompts, 20)
+
+
+@pytest.mark.parametrize(
     ("num_drafts", "parallel"), [slow(1, {"tp": 2}), slow(3, {}), slow(2, {"dp": 2, "ep": 2})]
 )
 def test_drafts_of_glm_change_no_token(
@@ -109,7 +139,7 @@ def test_drafts_of_glm_change_no_token(
         (QWEN_NEXT, 1),
         slow(QWEN_NEXT, 0),
         slow(QWEN_MOE, 3),
-        slow("Qwen3_5ForCausalLM", 2),
+        slow(QWEN_DENSE, 2),
         (KIMI_LINEAR, 0),
     ],
 )

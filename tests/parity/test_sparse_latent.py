@@ -230,6 +230,40 @@ def test_a_strict_device_takes_every_call(models: Any, architecture: str, dtype:
     assert_logprobs_near(model, [answer.logprobs[0] for answer in first])
 
 
+@pytest.mark.parametrize(
+    ("architecture", "parallel", "drafts"),
+    [
+        slow(V32, {"tp": 2, "dp": 2, "ep": 4}, 2),
+        slow(GLM, {"tp": 2, "dcp": 2, "ep": 2}, 1),
+    ],
+)
+def test_repeated_steps_preemptions_and_cached_prefixes_change_no_token(
+    models: Any, architecture: str, parallel: dict[str, int], drafts: int
+) -> None:
+    model = models(architecture, **(SHARED if architecture == GLM else {}))
+    tails = make_prompts((1, 9, 20, 33), seed=7)
+    prompts = [model.prompts[-1][:192] + tail for tail in tails] * parallel.get("dp", 1)
+    config = config_of(
+        model,
+        parallel={**parallel, "exchange": "all_to_all", "expert_capacity": 1.0},
+        graph={"mode": "FULL_DECODE_ONLY"},
+        speculative={"num_tokens": drafts},
+        scheduler={"max_num_batched_tokens": 100},
+        # On each data-parallel rank, the requests share 12 blocks, and grow to 15 further blocks.
+        kv={"block_size": 16, "num_blocks": 22 // parallel.get("dcp", 1)},
+    )
+
+    with lockstep(config) as group:
+        group.generate([prompts[0]], greedy_params(1), "first")
+        answers = group.generate(prompts, greedy_params(32))
+        scheduler = group.scheduler
+
+    assert scheduler.num_reruns
+    assert scheduler.num_preemptions
+    assert scheduler.num_cached_tokens >= len(prompts) * 192 // 2
+    assert Model(model.directory, model.model, prompts).is_greedy(answers)
+
+
 # Layouts whose ranks share contexts: tp, pcp, dcp, cp_interleave, number of drafts, graph mode.
 LAYOUTS = [
     (V32, (1, 2, 1, 1), 1, "FULL_DECODE_ONLY"),
