@@ -201,6 +201,37 @@ def test_kv_in_memory_that_turns_bad_is_computed_again(sound: Sound, tmp_path: P
         assert tokens_of(ANSWER_S, submit_all(service, "later")) == sound.tokens
 
 
+@pytest.mark.slow
+def test_states_in_memory_that_turns_bad_are_computed_again(npu: Any, tmp_path: Path) -> None:
+    """Checkpoints are lost, too, so no later request starts from them."""
+    checkpoint, arms = tmp_path / "hybrid", tmp_path / "arms"
+    make_reference("Qwen3NextForCausalLM", checkpoint)
+    add_next_token_module(checkpoint)
+    config = make_config(
+        checkpoint,
+        {"file": str(arms)},
+        kv={"num_blocks": 128, "block_size": 32},
+        speculative={"num_tokens": 1},
+    )
+
+    with serving_ranks(config, tmp_path) as service:
+        sound = tokens_of(ANSWER_S, submit_all(service, "sound", 40))
+        preempted = service.loop.metrics()["num_preemptions"]
+        # The first step writes the states of a layer at the end of prompts, after it has copied
+        # checkpoints to rows.
+        draft = arms.with_suffix(".draft")
+        draft.write_text(
+            "fault_op=aclnnScatterNdUpdate fault_kind=uce fault_rank=1 fault_offset=8192"
+        )
+        draft.rename(arms)
+        assert tokens_of(ANSWER_S, submit_all(service, "struck", 40)) == sound
+        metrics = service.loop.metrics()
+        assert metrics["resumptions"] == {"uce_kv": 1}, service.loop.failure_now()
+        assert metrics["num_preemptions"] > preempted
+        assert not arms.exists()
+        assert tokens_of(ANSWER_S, submit_all(service, "later", 40)) == sound
+
+
 LINK = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 1, "kind": "link"}
 STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
 
