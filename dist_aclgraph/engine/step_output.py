@@ -231,15 +231,15 @@ class StepOutput:
         known = self._known.find(inputs.sampled_rows)
         if known is None:
             return None
-        places, is_all = known.places, len(known.indices) == len(tokens)
-        if not is_all:
-            logits = logits.index_select(0, known.where)
+        places, where = known.places, known.where
+        if where is not None:
+            logits = logits.index_select(0, where)
         positions = known.positions(inputs) if places.depends_on_positions else NO_INTS
         masks = None if masks_of is None else masks_of(known)
         if masks is not None:
             self._masking.apply(logits, masks)
         forbid_words = partial(self._forbid_words, inputs, known)
-        chosen = tokens if is_all else torch.empty_like(tokens[: len(known.indices)])
+        chosen = tokens if where is None else torch.empty_like(tokens[: len(known.indices)])
         choose_tokens(
             logits,
             places,
@@ -250,8 +250,8 @@ class StepOutput:
             chosen,
             forbid_words,
         )
-        if not is_all:
-            tokens.index_copy_(0, known.where, chosen)
+        if where is not None:
+            tokens.index_copy_(0, where, chosen)
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:

@@ -180,6 +180,21 @@ def test_parameters_are_sent_when_they_change_and_not_else() -> None:
     assert num_sent([1, 0]) > 0
 
 
+def test_places_are_selected_only_if_the_step_has_other_places() -> None:
+    table = SamplingTable(ROWS)
+    for row, sampling in enumerate((RANDOM, RANDOM, PLAIN)):
+        table.set(row, sampling)
+    known = KnownPlaces(table, 2, VOCAB, torch.from_numpy)
+
+    def where(*rows: int) -> list[int] | None:
+        found = known.find(np.array(rows, np.int32))
+        assert found is not None
+        return None if found.where is None else found.where.tolist()
+
+    assert where(1, 0) is None
+    assert where(2, 0) == [2, 3]
+
+
 def test_an_abort_forgets_the_rows_of_counted_tokens(npu: Any) -> None:
     worker = Worker(npu, 0)
     worker.output._counts.add(np.arange(2, dtype=np.int32), npu.upload(np.zeros(2, np.int32)))

@@ -247,13 +247,13 @@ class StepPlaces:
 
     Attributes:
         indices: [n], indices among all places of the step.
-        where: the same indices, int64 on the device.
+        where: the same indices, int64 on the device; None means all places.
         samples: [n], index of each place's sampled request.
         drafts: [n], number of drafts of the request before each place.
     """
 
     indices: npt.NDArray[np.intp]
-    where: Tensor
+    where: Tensor | None
     samples: npt.NDArray[np.intp]
     drafts: npt.NDArray[np.intp]
     places: SamplingPlaces
@@ -321,4 +321,5 @@ class KnownPlaces:
         samples, drafts = np.divmod(indices, self._num_places)
         rows = sampled_rows[samples]
         places = send_places(self._table, rows, self._vocab_size, self._to_device)
-        return StepPlaces(indices, self._to_device(indices), samples, drafts, places)
+        where = None if is_special.all() else self._to_device(indices)
+        return StepPlaces(indices, where, samples, drafts, places)
