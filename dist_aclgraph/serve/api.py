@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve import openapi
@@ -74,15 +76,16 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
     async def show_document(request: Request) -> Response:
         return json_response(document)
 
+    routes = [
+        *(
+            Route(path, _bind(state, endpoint), methods=["POST"])
+            for path, endpoint in POSTS.items()
+        ),
+        *(Route(path, _bind(state, endpoint)) for path, endpoint in GETS.items()),
+        Route("/openapi.json", show_document),
+    ]
     api = Starlette(
-        routes=[
-            *(
-                Route(path, _bind(state, endpoint), methods=["POST"])
-                for path, endpoint in POSTS.items()
-            ),
-            *(Route(path, _bind(state, endpoint)) for path, endpoint in GETS.items()),
-            Route("/openapi.json", show_document),
-        ],
+        routes=routes,
         exception_handlers={
             DistAclGraphError: _our_error,
             HTTPException: _router_error,
@@ -91,7 +94,13 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
     )
     # ``Edge`` is no middleware of Starlette, because Starlette's layers would double the time of a
     # refusal.
-    return Edge(api, access, state, names_requests=names_requests)
+    return Edge(api, access, state, partial(_methods_of, routes), names_requests=names_requests)
+
+
+def _methods_of(routes: Sequence[Route], scope: Scope) -> str:
+    """Return the methods of a request's path; all methods of the API if the path is unknown."""
+    found = [route for route in routes if route.matches(scope)[0] is not Match.NONE] or routes
+    return ", ".join(sorted({"OPTIONS"}.union(*(route.methods or () for route in found))))
 
 
 def _bind(state: ApiState, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:

@@ -174,7 +174,22 @@ def test_a_page_of_another_origin_learns_that_it_may_not_ask(service):
 
     assert "serve.allowed_origins" in assert_error(reply, 403)["message"]
     assert "access-control-allow-origin" not in reply.headers
-    assert "GET" in service.http.options(CHAT).headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        (CHAT, "OPTIONS, POST"),
+        ("/v1/models/a/b", "GET, HEAD, OPTIONS"),
+        ("/openapi.json", "GET, HEAD, OPTIONS"),
+        ("/unknown", "GET, HEAD, OPTIONS, POST"),
+    ],
+)
+def test_the_answer_to_options_lists_the_methods_of_the_path(service, path, methods):
+    reply = service.http.options(path)
+
+    assert reply.status_code == 204
+    assert reply.headers["allow"] == methods
 
 
 def test_a_page_of_this_site_may_ask_through_a_proxy_that_changes_the_host(service):

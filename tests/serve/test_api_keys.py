@@ -297,7 +297,7 @@ def test_the_scope_names_the_key_of_a_request(service):
     async def app(scope, receive, send):
         seen.append(scope[KEY_NAME])
 
-    asyncio.run(Edge(app, Access(keys), service.state)(scope, None, None))
+    asyncio.run(Edge(app, Access(keys), service.state, lambda scope: "")(scope, None, None))
 
     assert seen == ["alice"]
     assert FIRST not in repr(keys.__dict__)

@@ -92,13 +92,15 @@ class Access:
             ]
         return found
 
-    def preflight(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+    def preflight(self, headers: Headers, methods: bytes) -> list[tuple[bytes, bytes]]:
         """Return the headers of the response to OPTIONS; the caller adds ``cors_headers``.
+
+        Args:
+            methods: the methods of the request's path, as in the header Allow.
 
         Raises:
             ForbiddenError: the browser asks for a page of a site that is not allowed.
         """
-        methods = b"GET, HEAD, POST, OPTIONS"
         found = [(b"allow", methods)]
         if b"access-control-request-method" in headers:
             if self.cors_origin(headers) is None:

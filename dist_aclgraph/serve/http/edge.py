@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
 
@@ -55,14 +56,22 @@ class Edge:
     Owns the request counts of the API keys.
 
     Args:
+        methods_of: returns the methods of a request's path, as in the header Allow.
         names_requests: whether responses get the header X-Request-Id, with the client's request id
             or a new id; false if a proxy adds the header.
     """
 
     def __init__(
-        self, app: ASGIApp, access: Access, state: ApiState, *, names_requests: bool = True
+        self,
+        app: ASGIApp,
+        access: Access,
+        state: ApiState,
+        methods_of: Callable[[Scope], str],
+        *,
+        names_requests: bool = True,
     ) -> None:
         self._app = app
+        self._methods_of = methods_of
         self._access = access
         self._state = state
         self._names_requests = names_requests
@@ -115,7 +124,7 @@ class Edge:
         with ExitStack() as held:
             try:
                 if scope["method"] == "OPTIONS":
-                    app = self._preflight(headers)
+                    app = self._preflight(scope, headers)
                 else:
                     receive = self._admit(scope, path, headers, receive, held)
                     app = self._app
@@ -124,9 +133,9 @@ class Edge:
                 app = error_response(e, path)
             await app(scope, receive, send)
 
-    def _preflight(self, headers: dict[bytes, bytes]) -> Response:
+    def _preflight(self, scope: Scope, headers: dict[bytes, bytes]) -> Response:
         response = Response(status_code=204)
-        response.raw_headers += self._access.preflight(headers)
+        response.raw_headers += self._access.preflight(headers, self._methods_of(scope).encode())
         return response
 
     def _admit(
