@@ -8,7 +8,7 @@ from msgspec import Raw
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.serve.openai import schemas
-from dist_aclgraph.serve.openai.body import ABSENT, Body, decode, is_empty
+from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS
 from dist_aclgraph.serve.openai.tools import ToolCall, read_calls
@@ -47,7 +47,7 @@ class ChatMessage(Body):
             raise InvalidParameterError(
                 f"{param}.tool_calls: only an assistant's message has calls", f"{param}.tool_calls"
             )
-        if not is_empty(self.annotations):
+        if bytes(self.annotations) not in (b"", b"null", b"[]"):
             raise InvalidParameterError(f"{param}: annotations are not offered", param)
         return {
             "role": self.role,
