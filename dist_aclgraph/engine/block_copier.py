@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.kv.tiers import KVTiers
-from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.planning.copy_slots import NUM_SLOTS, blocks_per_slot
 
 logger = logging.getLogger(__name__)
@@ -68,6 +67,7 @@ class _Slot:
     """Memory for some blocks, on the device and on the host.
 
     Attributes:
+        device, host: [num_blocks, block_bytes]; ``blocks`` is ``host`` for NumPy.
         piece: the piece that uses the slot; None if the slot is free.
         state: where the piece is at work.
         is_void: whether the piece was forgotten; then the slot becomes free without any result.
@@ -75,10 +75,11 @@ class _Slot:
         done: event after the slot's last work on the device.
     """
 
-    def __init__(self, npu: Npu, num_bytes: int) -> None:
-        self.device = torch.zeros(num_bytes, dtype=torch.uint8, device=npu.device)
-        self.host = npu.pinned((num_bytes,), torch.uint8)
-        self.bytes = self.host.numpy().data
+    def __init__(self, npu: Npu, num_blocks: int, block_bytes: int) -> None:
+        shape = (num_blocks, block_bytes)
+        self.device = torch.zeros(shape, dtype=torch.uint8, device=npu.device)
+        self.host = npu.pinned(shape, torch.uint8)
+        self.blocks = self.host.numpy()
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
@@ -106,10 +107,15 @@ class BlockCopier:
         self._npu = npu
         self._tensors = tensors
         self._tiers = tiers
-        self._sizes = [tensor[0].nbytes for tensor in tensors()]  # bytes of a block
-        self._blocks_per_slot = blocks_per_slot(sum(self._sizes))
-        _, size = self._parts_of(self._blocks_per_slot)
-        self._slots = [_Slot(npu, size) for _ in range(num_slots)]
+        # Bytes of a block in each tensor, and in all tensors. In a slot, a block is contiguous, so
+        # that the thread for files needs one call for each block: after each call it waits for
+        # Python's lock.
+        self._sizes = [tensor[0].nbytes for tensor in tensors()]
+        self._block_bytes = sum(self._sizes)
+        self._blocks_per_slot = blocks_per_slot(self._block_bytes)
+        self._slots = [
+            _Slot(npu, self._blocks_per_slot, self._block_bytes) for _ in range(num_slots)
+        ]
         self._stream = runtime().Stream()
         self._main = runtime().current_stream()
         self._pieces: deque[_Piece] = deque()  # wait for a slot
@@ -196,43 +202,34 @@ class BlockCopier:
 
     # ---- on the device
 
-    def _parts_of(self, num_blocks: int) -> tuple[list[slice], int]:
-        """Return the place of each tensor's part in a slot, in bytes, and the used bytes."""
-        return pack_parts(num_blocks * size for size in self._sizes)
-
-    def _parts(self, slot: _Slot, num_blocks: int) -> list[Tensor]:
-        """Return the slot's part for each tensor, [num_blocks, ...]."""
-        places, _ = self._parts_of(num_blocks)
-        return [
-            slot.device[place].view(tensor.dtype).view(num_blocks, *tensor.shape[1:])
-            for tensor, place in zip(self._tensors(), places, strict=True)
-        ]
-
     def _gather(self, slot: _Slot, piece: _Piece) -> None:
         """Queue the copy of blocks to the slot's pinned memory."""
         count = len(piece.block_ids)
         index = self._npu.upload(piece.block_ids)
-        for tensor, part in zip(self._tensors(), self._parts(slot, count), strict=True):
-            torch.index_select(tensor, 0, index, out=part)
+        parts = [
+            tensor.index_select(0, index).view(count, -1).view(torch.uint8)
+            for tensor in self._tensors()
+        ]
+        torch.cat(parts, dim=1, out=slot.device[:count])
         slot.ready.record(self._main)
         self._stream.wait_event(slot.ready)
-        _, used = self._parts_of(count)
         with runtime().stream(self._stream):
-            slot.host[:used].copy_(slot.device[:used], non_blocking=True)
+            slot.host[:count].copy_(slot.device[:count], non_blocking=True)
         slot.done.record(self._stream)
         slot.state = "on device"
 
     def _scatter(self, slot: _Slot, piece: _Piece) -> None:
         """Queue the copy of the slot's pinned memory to the blocks that were read."""
-        count = len(piece.block_ids)
-        index = self._npu.upload(piece.block_ids[: piece.num_whole])
-        _, used = self._parts_of(count)
+        count = piece.num_whole
+        index = self._npu.upload(piece.block_ids[:count])
         with runtime().stream(self._stream):
-            slot.device[:used].copy_(slot.host[:used], non_blocking=True)
+            slot.device[:count].copy_(slot.host[:count], non_blocking=True)
         slot.ready.record(self._stream)
         self._main.wait_event(slot.ready)
-        for tensor, part in zip(self._tensors(), self._parts(slot, count), strict=True):
-            tensor.index_copy_(0, index, part[: piece.num_whole])
+        parts = torch.split(slot.device[:count], self._sizes, dim=1)
+        for tensor, part in zip(self._tensors(), parts, strict=True):
+            values = part.contiguous().view(tensor.dtype).view(count, *tensor.shape[1:])
+            tensor.index_copy_(0, index, values)
         slot.done.record(self._main)
         slot.state = "on device"
 
@@ -254,20 +251,17 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of first blocks that succeeded."""
-        call = self._tiers.read if piece.is_load else self._tiers.write
         for place, block_hash in enumerate(piece.hashes):
-            if slot.is_void or not call(block_hash, self._buffers(slot, piece, place)):
+            block = slot.blocks[place].data
+            if slot.is_void:
+                return place
+            if piece.is_load:
+                is_whole = self._tiers.read(block_hash, block, self._sizes)
+            else:
+                is_whole = self._tiers.write(block_hash, block)
+            if not is_whole:
                 return place
         return len(piece.hashes)
-
-    def _buffers(self, slot: _Slot, piece: _Piece, place: int) -> list[memoryview]:
-        """Return the host memory of a piece's block: one buffer for each tensor."""
-        places, _ = self._parts_of(len(piece.block_ids))
-        starts = [part.start + place * size for part, size in zip(places, self._sizes, strict=True)]
-        return [
-            slot.bytes[start : start + size]
-            for start, size in zip(starts, self._sizes, strict=True)
-        ]
 
     # ---- the end
 

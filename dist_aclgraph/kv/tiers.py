@@ -19,11 +19,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
-from dist_aclgraph.kv.block_files import BlockFiles, Buffers
+from dist_aclgraph.kv.block_files import BlockFiles
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.other_layouts import HeadPart, OtherLayouts
 from dist_aclgraph.shapes.model_facts import ModelFacts
@@ -164,21 +165,27 @@ class KVTiers:
         found = any(tier.has(block_hash) for tier in self._by_name.values())
         return found or any(other.has(block_hash) for other in self._others)
 
-    def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+    def read(self, block_hash: BlockHash, block: memoryview, sizes: Sequence[int]) -> bool:
         """Read a block from the first tier that has it; see ``BlockFiles.read``.
 
         A block that only the second tier has is written to the first one.
-        """
-        if self._first.read(block_hash, buffers):
-            return True
-        if self._second is not None and self._second.read(block_hash, buffers):
-            self._first.write(block_hash, buffers)
-            return True
-        return any(other.read(block_hash, buffers) for other in self._others)
 
-    def write(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+        Args:
+            block: memory for the block: all tensors, one after the other.
+            sizes: bytes of each tensor.
+        """
+        if self._first.read(block_hash, [block]):
+            return True
+        if self._second is not None and self._second.read(block_hash, [block]):
+            self._first.write(block_hash, [block])
+            return True
+        starts = accumulate(sizes, initial=0)
+        parts = [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return any(other.read(block_hash, parts) for other in self._others)
+
+    def write(self, block_hash: BlockHash, block: memoryview) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``."""
-        if not self._first.write(block_hash, buffers):
+        if not self._first.write(block_hash, [block]):
             return False
         if self._second is not None:
             # If the disk is too slow, some blocks are not written to it.

@@ -33,24 +33,24 @@ def test_the_same_tokens_have_the_same_file_in_each_tier(tmp_path: Path) -> None
     tiers = KVTiers.open(config, CachePlace())
     data = memoryview(os.urandom(400_000))
     names = [bytes([number]) * 16 for number in range(4)]
-    assert all(tiers.write(name, [data]) for name in names)
+    assert all(tiers.write(name, data) for name in names)
     tiers.flush()
     assert all(tiers.has(name) for name in names[2:])
     assert all(size > 0 for size in tiers.num_bytes().values())
     target = bytearray(400_000)
-    assert tiers.read(names[3], [memoryview(target)]) and target == data
+    assert tiers.read(names[3], memoryview(target), [400_000]) and target == data
 
 
 def test_the_disk_alone_keeps_blocks_beyond_the_service(tmp_path: Path) -> None:
     config = configure(tmp_path, host_gib=0, disk=str(tmp_path / "disk"), disk_gib=0.001)
-    KVTiers.open(config, CachePlace()).write(NAME, [memoryview(b"x")])
+    KVTiers.open(config, CachePlace()).write(NAME, memoryview(b"x"))
     assert KVTiers.open(config, CachePlace()).has(NAME)
 
 
 def test_the_last_group_of_a_node_deletes_the_copies_in_memory(tmp_path: Path) -> None:
     config = configure(tmp_path)
     first, second = HostCopies(config), HostCopies(config)
-    KVTiers.open(config, CachePlace()).write(NAME, [memoryview(b"x")])
+    KVTiers.open(config, CachePlace()).write(NAME, memoryview(b"x"))
     first.leave()
     assert KVTiers.open(config, CachePlace()).has(NAME)
     second.leave()
@@ -60,12 +60,12 @@ def test_the_last_group_of_a_node_deletes_the_copies_in_memory(tmp_path: Path) -
 def test_a_block_on_disk_returns_to_memory_when_it_is_read(tmp_path: Path) -> None:
     config = configure(tmp_path, disk=str(tmp_path / "disk"), disk_gib=0.001)
     tiers, group = KVTiers.open(config, CachePlace()), HostCopies(config)
-    tiers.write(NAME, [memoryview(b"x")])
+    tiers.write(NAME, memoryview(b"x"))
     tiers.flush()
     group.leave()
     tiers = KVTiers.open(config, CachePlace())
     assert not tiers.path_of(NAME).exists()
-    assert tiers.read(NAME, [memoryview(bytearray(1))])
+    assert tiers.read(NAME, memoryview(bytearray(1)), [1])
     assert tiers.path_of(NAME).exists()
 
 
