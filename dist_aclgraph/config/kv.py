@@ -1,4 +1,4 @@
-"""The configuration's keys of the KV cache."""
+"""The configuration keys of the KV cache."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ class KVConfig(Section):
         ge=0.0,
         le=1 << 20,
         description="GiB of each node's memory for copies of KV blocks. All groups of a node share "
-        "these copies, and prompts find them there after the NPU's cache has dropped them, or "
-        "after a group was lost. 0 keeps no copies",
+        "these copies. A prompt reads its blocks from them after the NPU's cache has evicted the "
+        "blocks, or after their group was lost. 0 keeps no copies",
     )
     host_path: str = Field(
         "/dev/shm",
         description="folder of a file system in memory, for kv.host_gib. The copies are deleted "
-        "when the last group of the node ends",
+        "when the last group of the node is stopped",
     )
     disk: str | None = Field(
         None,
-        description="folder on each node's disk for copies of KV blocks, which also outlive the "
-        "service. If kv.host_gib is set, too, each copy is in memory first",
+        description="folder on each node's disk for copies of KV blocks. The copies stay after the "
+        "end of the service. If kv.host_gib is also set, a block is written to memory first, and "
+        "then to the disk",
     )
     disk_gib: float = Field(
-        64.0, gt=0.0, le=1 << 20, description="limit in GiB on the files in kv.disk"
+        64.0, gt=0.0, le=1 << 20, description="maximum size of the files in kv.disk, in GiB"
     )
     events: KVEventsConfig = KVEventsConfig()
 

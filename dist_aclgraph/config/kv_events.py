@@ -1,4 +1,4 @@
-"""The configuration's keys of the events with which routers follow the prefix caches."""
+"""The configuration keys of the events that tell routers which blocks are cached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class KVEventsConfig(Section):
         "than loopback also needs insecure",
     )
     insecure: bool = Field(
-        False, description="let everyone who reaches host read the tokens of prompts and answers"
+        False,
+        description="permit a host other than loopback; then every program that can connect to "
+        "host can read the tokens of prompts and answers",
     )
     ports: str = Field(
         "5557-5620",
@@ -38,26 +40,27 @@ class KVEventsConfig(Section):
     replay_ports: str | None = Field(
         "5657-5720",
         pattern=PORTS_PATTERN,
-        description="ports at which subscribers request lost messages again. The publisher at the "
-        "n-th of ports answers at the n-th of replay_ports. null: lost messages are not sent again",
+        description="ports at which subscribers request lost messages. A publisher that has the "
+        "n-th port of ports replays its messages at the n-th port of replay_ports. null: messages "
+        "are not replayed",
     )
     topic: str = Field(
         "",
         max_length=1024,
-        description="first frame of each message. llm-d reads the name of the pod and the model "
+        description="first frame of each message. llm-d reads the names of the pod and the model "
         "from it: kv@POD@MODEL",
     )
     buffer_steps: int = Field(
         10_000,
         ge=1,
         le=1_000_000,
-        description="number of messages of each publisher that can be requested again. A step "
-        "sends at most one message, and the messages have at most 256 MiB together",
+        description="maximum number of messages that each publisher keeps for replays. A step "
+        "sends at most one message. The kept messages have at most 256 MiB together",
     )
     encoding: Literal["array", "map"] = Field(
         "array",
-        description="form of an event. array: as in vLLM up to 0.23; routers of llm-d and "
-        "Dynamo read it, also older ones. map: with the names of the fields, as in vLLM from 0.24",
+        description="form of an event. array: the form of vLLM up to 0.23, which also older "
+        "routers of llm-d and Dynamo read. map: the form of vLLM from 0.24, with field names",
     )
 
     _check_ports = field_validator("ports", "replay_ports")(check_ports)
@@ -71,7 +74,7 @@ class KVEventsConfig(Section):
         except ValueError:
             raise ValueError(
                 f"host is {host!r}; it must be an address such as 127.0.0.1, or 0.0.0.0 for all "
-                "addresses"
+                "addresses of the host"
             ) from None
 
     @model_validator(mode="after")
@@ -80,8 +83,9 @@ class KVEventsConfig(Section):
         if self.publish and not (address.is_loopback or self.insecure):
             where = "all addresses of the host" if address.is_unspecified else self.host
             raise ValueError(
-                f"with host {self.host}, everyone who reaches {where} could read the tokens of "
-                "prompts and answers; allow this with insecure=true, or use a loopback address"
+                f"with host {self.host}, every program that can connect to {where} could read the "
+                "tokens of prompts and answers; allow this with insecure=true, or use a loopback "
+                "address"
             )
         return self
 
@@ -92,8 +96,8 @@ class KVEventsConfig(Section):
             return self
         if len(ports) != len(replays):
             raise ValueError(
-                f"ports has {len(ports)} ports and replay_ports {len(replays)}; each publisher "
-                "takes one of both, so give both the same number"
+                f"ports has {len(ports)} ports and replay_ports has {len(replays)}; each publisher "
+                "takes one port of each range, so give both ranges the same number of ports"
             )
         if max(ports[0], replays[0]) <= min(ports[-1], replays[-1]):
             raise ValueError(

@@ -7,7 +7,11 @@ PORTS_PATTERN = r"^[0-9]{1,5}-[0-9]{1,5}$"
 
 
 def check_ports(value: str | None) -> str | None:
-    """Return the value if its ports are legal; an error of pydantic otherwise."""
+    """Return the value unchanged.
+
+    Raises:
+        ValueError: the range is empty, or has a port outside 1 to ``MAX_PORT``.
+    """
     if value is not None:
         first, last = map(int, value.split("-"))
         if not 1 <= first <= last <= MAX_PORT:
@@ -16,7 +20,7 @@ def check_ports(value: str | None) -> str | None:
 
 
 def read_ports(value: str | None) -> range | None:
-    """Return the ports of a checked value; None for None."""
+    """Return the ports of a value that ``check_ports`` has accepted; None for None."""
     if value is None:
         return None
     first, last = map(int, value.split("-"))

@@ -110,14 +110,14 @@ class ParallelConfig(Section):
         ge=0,
         le=4096,
         description="number of lockstep groups that compute long prompts for the other groups. The "
-        "other groups find the prompts' KV in kv.host_gib or kv.disk, and generate. 0 lets every "
-        "group do both",
+        "other groups read the prompts' KV from kv.host_gib or kv.disk, and generate the answers. "
+        "0: every group does both",
     )
     prefill_from_tokens: int = Field(
         1024,
         ge=1,
-        description="a prompt is given to a prefill group if at least this many of its tokens are "
-        "in no cache of the other groups",
+        description="a prefill group computes a prompt if at least this many of its tokens are "
+        "cached in none of the other groups",
     )
     tp_across_nodes: bool = Field(
         False,
@@ -494,8 +494,8 @@ class Config(Section):
             return self
         if not self.kv.keeps_copies:
             raise ValueError(
-                f"parallel.prefill_groups is {count}, and groups pass on KV in kv.host_gib or "
-                "kv.disk: set one of them"
+                f"parallel.prefill_groups is {count}, but the other groups can read KV of prompts "
+                "only from kv.host_gib or kv.disk, and neither is set: set one of them"
             )
         num_groups = (
             parallel.dp * parallel.tp * parallel.pcp // max(parallel.ep, parallel.tp * parallel.pcp)
@@ -503,7 +503,8 @@ class Config(Section):
         if count >= num_groups:
             raise ValueError(
                 f"parallel.prefill_groups is {count}; the deployment has {num_groups} lockstep "
-                "groups, and at least one of them must generate: lower it, or raise parallel.dp"
+                "groups, and at least one group must generate answers: lower "
+                "parallel.prefill_groups, or raise parallel.dp"
             )
         return self
 

@@ -218,8 +218,9 @@ def bind_to_one(
     """Call ``bind`` with one port after another until a port is free; port 0 means any port.
 
     Args:
-        keys: the keys of the configuration that give the ports, for the error.
-        remedy: what to do if this machine does not have the address, for the error.
+        keys: the configuration keys that give the ports, for the error message.
+        remedy: what the user must change if this machine does not have the address, for the error
+            message.
 
     Raises:
         PlacementError: no port is free.
@@ -235,7 +236,8 @@ def bind_to_one(
                 raise
     range_ = f"{ports[0]}-{ports[-1]}" if ports else "the ephemeral range"
     raise PlacementError(
-        f"no port of {range_} is free on {host}; widen {keys}, or end what else listens there"
+        f"no port of {range_} is free on {host}; widen {keys}, or end the programs "
+        "that listen there"
     )
 
 

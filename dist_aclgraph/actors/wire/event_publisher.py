@@ -2,11 +2,11 @@
 
 A message has three frames: topic, number (8 bytes, big-endian), payload. A subscriber that reads
 too slowly loses messages. It sees a gap in the numbers, and requests the missing messages at the
-replay socket: it sends an empty frame and the first number; the answer is one message for each
-payload that is still buffered, and a last message with the number -1 and an empty payload.
+replay socket: it sends an empty frame and the first number. The answer is one message for each
+payload from this number on that is still buffered, and a last message with the number -1 and an
+empty payload.
 
-Subscribers are not part of the deployment: connections are neither encrypted nor checked, and a
-subscriber cannot change anything.
+Connections are neither encrypted nor authenticated. A subscriber can only read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dist_aclgraph.actors.wire.addresses import (
 from dist_aclgraph.actors.wire.sockets import Wakeup, has_message
 
 NUMBER_BYTES = 8
-LAST_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # number of the end of a replay
+LAST_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # marks the end of a replay
 MAX_REQUEST_BYTES = 64  # ZeroMQ closes the connection of a subscriber that sends a longer frame
-LAST_WORDS_MS = 200
+LAST_WORDS_MS = 200  # how long ``close`` tries to send the messages that wait
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class PublisherPlace:
 
     Attributes:
         host: an address of this host.
-        ports: each publisher takes one free port.
-        replay_ports: the publisher at the n-th port replays messages at the n-th of these ports;
-            None if messages are not replayed.
+        ports: each publisher takes the first free port.
+        replay_ports: the publisher that has the n-th port of ``ports`` replays messages at the n-th
+            of these ports; None if messages are not replayed.
         topic: the first frame of each message.
-        buffer_steps, buffer_bytes: maximum number of messages that each publisher keeps for
-            replays, and maximum size of these messages together.
+        buffer_steps, buffer_bytes: maximum number, and maximum total size, of the messages that
+            each publisher keeps for replays.
         max_unsent: maximum number of messages that wait for one subscriber.
     """
 
@@ -58,7 +58,7 @@ class PublisherPlace:
 class EventPublisher:
     """Owns the sockets of one stream of messages. ``publish`` never waits.
 
-    Only one thread may call ``publish``; another one may call ``answer``.
+    Only one thread may call ``publish``, and only one thread ``answer``; they may differ.
 
     Attributes:
         index: index of the publisher's port in the range.
@@ -77,8 +77,8 @@ class EventPublisher:
         self._out = self._socket(context, zmq.PUB, place.host, place.max_unsent)
         self.replays: zmq.Socket[bytes] | None = None
         if place.replay_ports is not None:
-            # One replay always fits into the queue. Further requests of a subscriber that reads no
-            # answers are dropped.
+            # A whole replay fits into the queue. If a subscriber reads no answers, the answers to
+            # its further requests are dropped.
             limit = place.buffer_steps + 1
             self.replays = self._socket(context, zmq.ROUTER, place.host, limit)
             self.replays.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
@@ -86,9 +86,10 @@ class EventPublisher:
             place.ports,
             place.host,
             lambda port: self._bind(place, port),
-            keys="kv.events.ports and kv.events.replay_ports, of which each data parallel rank "
-            "takes one port each",
-            remedy="set kv.events.host to an address of each host that runs an engine",
+            keys="kv.events.ports and kv.events.replay_ports, so that each data parallel rank gets "
+            "a port from both",
+            remedy="set kv.events.host to an address that each host with an engine has, such as "
+            "0.0.0.0",
         )
         url = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
         self.index = place.ports.index(int(url.rpartition(":")[2]))
@@ -105,7 +106,7 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and at the replay port that belongs to it, or at neither."""
+        """Listen at a port and at its replay port; if the replay port is not free, at neither."""
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")
         if self.replays is not None and place.replay_ports is not None:
@@ -128,7 +129,7 @@ class EventPublisher:
         self._out.send_multipart((self._topic, number.to_bytes(NUMBER_BYTES, "big"), payload))
 
     def answer(self) -> None:
-        """Answer the next request for a replay. A request of another form is ignored."""
+        """Answer the next request for a replay; ignore a malformed request."""
         assert self.replays is not None
         identity, *frames = self.replays.recv_multipart()
         if len(frames) != 2 or frames[0] or len(frames[1]) != NUMBER_BYTES:
@@ -170,7 +171,7 @@ class EventPublishers:
         return self._publishers[index]
 
     def close(self) -> None:
-        """Send what subscribers can still read within a moment, and release the ports."""
+        """Send waiting messages for up to ``LAST_WORDS_MS``, and release the ports."""
         self._is_closing = True
         self._wakeup.wake()
         if self._thread is not None:

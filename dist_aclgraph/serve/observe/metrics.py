@@ -61,7 +61,7 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "kv_copied_blocks": (
         "counter",
         "outcome",
-        "KV blocks saved to files or loaded from files; unsaved and missed ones could not be.",
+        "KV blocks saved to files or not (unsaved), and loaded from files or not (missed).",
     ),
     "kv_copies_bytes": ("gauge", "tier", "Bytes of KV files on the engine's node, by tier."),
     "spec_decode_num_drafts": ("counter", "", "Times that a request's drafts were verified."),
