@@ -1,10 +1,10 @@
-"""``make bench-kv``: what copies of KV blocks in files gain, and what they cost.
+"""``make bench-kv``: the benefits and costs of copies of KV blocks in files.
 
-An engine's scheduler and a worker's runner take turns in one process. The kernels compute, so a
-prompt takes the CPU's time. The bench measures the time to the first token of prompts that are
-computed, that are in the device's cache, and that are in files; and the steps of requests that
-decode while prompts arrive, which are computed or read from files. The figures are of the emulator
-and say nothing about an NPU.
+An engine's scheduler and a worker's runner take turns in one process. The emulator's kernels
+compute real values, so a prompt takes CPU time. The bench has two measurements: the time to the
+first token of prompts that are computed, that are in the device's cache, or that are in files; and
+the times between the tokens of decoding requests, while other prompts are computed or read from
+files. The figures are of the emulator, and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ALONE, COMPUTED, READ = "alone", "prompts are computed", "prompts are read"
 
 @dataclass
 class Service:
-    """A rank with its scheduler, and files for its blocks.
+    """A rank with its scheduler, and with files for its blocks.
 
     Attributes:
-        gaps_ms: times between two tokens of the requests that decode.
+        gaps_ms: times between two tokens of the decoding requests.
         first_s: for each request, the time from its submission to its first token.
     """
 
@@ -112,9 +112,9 @@ class Service:
 def main(
     lengths: Annotated[str, typer.Option(help="Tokens of prompts.")] = "512,1024,2048,4096",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
-    batch: Annotated[int, typer.Option(help="Requests that decode.")] = 8,
-    steps: Annotated[int, typer.Option(help="Steps of each of them.")] = 300,
-    rounds: Annotated[int, typer.Option(help="Turns of each way.")] = 3,
+    batch: Annotated[int, typer.Option(help="Number of decoding requests.")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of each decoding request.")] = 300,
+    rounds: Annotated[int, typer.Option(help="Rounds of each measurement.")] = 3,
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
@@ -191,7 +191,7 @@ def prompt_of(length: int, seed: int) -> IntArray:
 def first_tokens(
     services: Mapping[str, Service], length: int, rounds: int, note: Any
 ) -> dict[str, float]:
-    """Return the median time to the first token in ms, by where the prompt's KV is."""
+    """Return the median time to the first token in ms, by the source of the prompt's KV."""
     each: dict[str, list[float]] = {}
     for seed in range(rounds):
         for where, service in services.items():
@@ -213,9 +213,10 @@ def first_tokens(
 def decode_beside(
     service: Service, batch: int, steps: int, length: int, rounds: int, note: Any
 ) -> dict[str, dict[str, float]]:
-    """Return the times between tokens of ``batch`` requests, beside prompts of ``length`` tokens.
+    """Return the times between tokens of ``batch`` decoding requests: alone, while prompts of
+    ``length`` tokens are computed, and while such prompts are read from files.
 
-    In each way, the same number of prompts arrives, one after the other.
+    Both with computed and with read prompts, three prompts run one after another.
     """
     gaps: dict[str, list[float]] = {way: [] for way in (ALONE, COMPUTED, READ)}
     cpu_s: dict[str, float] = dict.fromkeys(gaps, 0.0)

@@ -252,8 +252,8 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
         # The limit is long, because a worker may have to wait for cores or for the fork server.
         # This package itself limits the wait.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
-        # On a busy machine, Ray's agents need more than the usual 15 s to start. Then the node
-        # manager would abort.
+        # On a busy machine, Ray's agents need more than the default of 15 s to start. After this
+        # limit, the node manager would abort.
         os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
         # Disables Ray's memory monitor: if host memory is short, it would end our actors, even if
         # another program uses the memory.

@@ -235,9 +235,9 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _copies_entry(deployment: AssumedDeployment) -> dict[str, dict[str, int]]:
-    """Return how many tokens' KV each tier of a node can keep; empty without copies.
+    """Return how many tokens' KV each tier of a node can keep; empty if no copies are kept.
 
-    Checkpoints of recurrent states are left out.
+    The numbers ignore the room that checkpoints of recurrent states take.
     """
     config, spec = deployment.planner.config, deployment.planner.cache_spec
     place = CachePlace.of(config, deployment.facts)

@@ -1,11 +1,11 @@
-"""BlockCopier: copies KV blocks of one rank between the device and files. Recurrent states are
-copied in the same way; then a block is the state in one slot of the cache.
+"""BlockCopier: copies KV blocks of one rank between the device and files. A second copier copies
+recurrent states; for it, a block is the state in one slot of the state cache.
 
-Blocks pass through a few slots. A slot is memory on the device and pinned memory of the host. All
-layers' parts of a block are gathered in the slot, so that one transfer moves them together. The
-gathering and scattering run on the main stream, in the order of steps: so they see exactly the
-contents that the engine's order promises. The transfers run on another stream, beside the steps. A
-thread reads and writes the files; it never touches the device.
+Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. A
+block's parts of all layers are gathered in a slot, so that one transfer moves them together. The
+main stream gathers and scatters blocks in the order of the engine's messages, so a block has the
+contents that the scheduler expects. The transfers run on another stream, while steps run. A thread
+reads and writes the files; it never uses the device.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ State = Literal["free", "on device", "in files"]
 
 @dataclass
 class _Piece:
-    """The part of a copy that fits in a slot."""
+    """The part of a copy job that fits in a slot."""
 
     number: int
-    index: int  # position among the pieces of the copy
+    index: int  # position among the pieces of the job
     is_load: bool
     block_ids: BlockIds
     hashes: Sequence[bytes]
-    num_whole: int = 0  # number of first blocks that were copied
+    num_whole: int = 0  # number of leading blocks that were copied
 
 
 @dataclass
 class _Job:
-    """A copy that runs; each piece ends in its own time."""
+    """A copy job that runs. Its pieces may end in any order."""
 
     sizes: Sequence[int]  # number of blocks of each piece
-    whole: dict[int, int] = field(default_factory=dict)  # number of copied blocks of ended pieces
+    whole: dict[int, int] = field(default_factory=dict)  # ``num_whole`` of each ended piece
 
     @property
     def num_whole(self) -> int:
-        """Number of first blocks that were copied."""
+        """Number of leading blocks that were copied."""
         count = 0
         for index, size in enumerate(self.sizes):
             count += self.whole[index]
@@ -67,11 +67,11 @@ class _Slot:
     """Memory for some blocks, on the device and on the host.
 
     Attributes:
-        device, host: [num_blocks, block_bytes]; ``blocks`` is ``host`` for NumPy.
+        device, host, blocks: [num_blocks, block_bytes]; ``blocks`` is ``host`` as a NumPy array.
         piece: the piece that uses the slot; None if the slot is free.
-        state: where the piece is at work.
-        is_void: whether the piece was forgotten; then the slot becomes free without any result.
-        ready: event between the two streams that use the slot.
+        state: whether the device or the thread for files uses the slot.
+        is_void: whether the piece was dropped; then the slot becomes free without a result.
+        ready: event with which one stream waits for the other stream.
         done: event after the slot's last work on the device.
     """
 
@@ -83,18 +83,18 @@ class _Slot:
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
-        # Both are used again and again, because each new event takes memory of the device.
+        # Both events are reused for each piece, because a new event takes memory of the device.
         self.ready: Any = runtime().Event()
         self.done: Any = runtime().Event()
 
 
 class BlockCopier:
-    """Owns the slots, the transfer stream and the thread for files. The methods are for the thread
-    that works with the device.
+    """Owns the slots, the transfer stream and the thread for files. Only the thread that uses the
+    device may call the methods.
 
     Args:
         tensors: returns the tensors of all layers' blocks; the first axis is the block id.
-        num_slots: how many pieces of copies are at work at the same time.
+        num_slots: maximum number of pieces that are copied at the same time.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class BlockCopier:
         self._tensors = tensors
         self._tiers = tiers
         # Bytes of a block in each tensor, and in all tensors. In a slot, a block is contiguous, so
-        # that the thread for files needs one call for each block: after each call it waits for
-        # Python's lock.
+        # that the thread for files makes one system call for each block. After each call, the
+        # thread must wait for Python's global lock.
         self._sizes = [tensor[0].nbytes for tensor in tensors()]
         self._block_bytes = sum(self._sizes)
         self._blocks_per_slot = blocks_per_slot(self._block_bytes)
@@ -133,7 +133,7 @@ class BlockCopier:
     def begin(
         self, number: int, block_ids: BlockIds, hashes: Sequence[bytes], *, is_load: bool
     ) -> None:
-        """Begin a copy, which runs while ``advance`` is called.
+        """Begin a copy job. Later calls of ``advance`` run it.
 
         Args:
             block_ids: [n] int64, at least one.
@@ -148,10 +148,11 @@ class BlockCopier:
         )
 
     def advance(self) -> list[tuple[int, int]]:
-        """Continue all copies, without waiting for the device or for files.
+        """Continue all copy jobs, without waiting for the device or for files.
 
         Returns:
-            For each copy that has ended, its number, and how many of its first blocks were copied.
+            For each job that has ended: its number, and the number of leading blocks that were
+            copied.
 
         Raises:
             RuntimeError: the device failed.
@@ -203,7 +204,7 @@ class BlockCopier:
     # ---- on the device
 
     def _gather(self, slot: _Slot, piece: _Piece) -> None:
-        """Queue the copy of blocks to the slot's pinned memory."""
+        """Launch the copy of a piece's blocks to the slot's pinned memory."""
         count = len(piece.block_ids)
         index = self._npu.upload(piece.block_ids)
         parts = [
@@ -219,7 +220,7 @@ class BlockCopier:
         slot.state = "on device"
 
     def _scatter(self, slot: _Slot, piece: _Piece) -> None:
-        """Queue the copy of the slot's pinned memory to the blocks that were read."""
+        """Launch the copy of the slot's pinned memory to the blocks that were read from files."""
         count = piece.num_whole
         index = self._npu.upload(piece.block_ids[:count])
         with runtime().stream(self._stream):
@@ -245,12 +246,12 @@ class BlockCopier:
             assert piece is not None
             try:
                 piece.num_whole = self._work(slot, piece)
-            except Exception:  # the copy counts as failed, and the thread must go on
+            except Exception:  # the piece counts as failed, and the thread must go on
                 logger.exception("copying KV blocks failed")
             self._from_files.put(slot)
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
-        """Read or write the files of a piece; return the number of first blocks that succeeded."""
+        """Read or write the files of a piece; return the number of copied leading blocks."""
         for place, block_hash in enumerate(piece.hashes):
             block = slot.blocks[place].data
             if slot.is_void:
@@ -266,7 +267,7 @@ class BlockCopier:
     # ---- the end
 
     def forget(self) -> None:
-        """Drop all copies, for example after an abort of the device."""
+        """Drop all copy jobs, for example after an abort of the device."""
         self._pieces.clear()
         self._jobs.clear()
         self._ended.clear()
@@ -276,6 +277,6 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def close(self) -> None:
-        """Drop all copies and let the thread end."""
+        """Drop all copy jobs and let the thread end."""
         self.forget()
         self._for_files.put(None)

@@ -1,4 +1,4 @@
-"""CacheCopier: runs the copies of one rank: KV blocks, and checkpoints of recurrent states."""
+"""CacheCopier: runs one rank's copy jobs, of KV blocks and of checkpoints of recurrent states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS, STATES = 0, 1
 
 @dataclass
 class _Job:
-    """A copy that runs: the parts that have not ended, and the results of the other ones."""
+    """A copy job that runs: its parts, and the results of the parts that have ended."""
 
     is_load: bool
     num_states: int
@@ -27,17 +27,20 @@ class _Job:
 
     @property
     def result(self) -> int:
-        """Number of first blocks that were copied. Blocks without their state are of no use."""
+        """Number of leading blocks that were copied; 0 if a state was not read, because a request
+        cannot start without it.
+        """
         has_states = self.num_whole.get(STATES, 0) == self.num_states
         return 0 if self.is_load and not has_states else self.num_whole.get(BLOCKS, 0)
 
 
 class CacheCopier:
-    """Owns the copiers. The methods are for the thread that works with the device.
+    """Owns the copiers. Only the thread that uses the device may call the methods.
 
     Args:
         states: copies states; None if the model has no recurrent state.
-        slots: where the checkpoints are; None likewise.
+        slots: gives the places of checkpoints in the state cache; None if the model has no
+            recurrent state.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class CacheCopier:
         self._jobs: dict[int, _Job] = {}
 
     def begin(self, jobs: Sequence[CopyJob]) -> None:
-        """Begin copies. Each of them runs while ``advance`` is called."""
+        """Begin copy jobs. Later calls of ``advance`` run them."""
         for job in jobs:
             block_ids, checkpoints = unpack_ints(job.block_ids), unpack_ints(job.checkpoints)
             parts = {BLOCKS} if len(block_ids) else set[int]()
@@ -64,7 +67,7 @@ class CacheCopier:
                 self._begin(self._states, job, slots, job.state_hashes)
 
     def advance(self) -> list[tuple[int, int]]:
-        """Continue all copies; see ``BlockCopier.advance``."""
+        """Continue all copy jobs; see ``BlockCopier.advance``."""
         ended = []
         for part, copier in ((BLOCKS, self._blocks), (STATES, self._states)):
             for number, num_whole in [] if copier is None else copier.advance():
@@ -76,14 +79,14 @@ class CacheCopier:
         return ended
 
     def forget(self) -> None:
-        """Drop all copies, for example after an abort of the device."""
+        """Drop all copy jobs, for example after an abort of the device."""
         self._jobs.clear()
         for copier in (self._blocks, self._states):
             if copier is not None:
                 copier.forget()
 
     def close(self) -> None:
-        """Drop all copies and let the threads end."""
+        """Drop all copy jobs and let the threads end."""
         self._jobs.clear()
         for copier in (self._blocks, self._states):
             if copier is not None:

@@ -127,8 +127,9 @@ class ModelRunner:
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
             experts. The plan of an eager step contains the exchange of this step.
         context: the ranks that share the context of this rank's requests.
-        tiers: the files for copies of this rank's KV blocks; None if no files are kept.
-        state_tiers: the files for copies of its recurrent states; None without states or files.
+        tiers: the files with copies of this rank's KV blocks; None if no copies are kept.
+        state_tiers: the files with copies of this rank's recurrent states; None if no copies are
+            kept, or if the model has no recurrent state.
     """
 
     def __init__(
@@ -554,7 +555,7 @@ class ModelRunner:
             self._caches.clear()
 
     def copy_blocks(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
-        """Begin copies of KV blocks, and continue earlier ones; see ``BlockCopier.advance``.
+        """Begin copy jobs, and continue earlier jobs; see ``BlockCopier.advance``.
 
         Raises:
             DeviceError: the device failed.

@@ -102,17 +102,17 @@ class Lark:
         return self.json(ANY_OBJECT if schema is None else schema)
 
     def spellings(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
-        """Return expressions for the values of a part of ``root``: as JSON, and the constants as
-        Python writes them.
+        """Return expressions for the values that a part of the schema ``root`` allows: one for all
+        values as JSON, and one for each constant as Python writes it.
         """
         return [self.json(taken_out(schema, root)), *map(_quoted, words_of(schema, root))]
 
     def single_quoted(self, schema: Any, root: Any) -> list[str]:
-        """Return expressions for strings of a part of ``root`` in single quotes."""
+        """Return expressions for the strings, in single quotes, that a part of ``root`` allows."""
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
-            if pattern is not None:  # an escape would be more than one character of the pattern
+            if pattern is not None:  # the pattern would count an escape as two characters
                 inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
             found.append(self._terminal(f'"\'" {inner} "\'"'))
         return found

@@ -128,13 +128,13 @@ def _read_literal(scanner: Scanner) -> Scan[str]:
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    """Return JSON or a Python literal as JSON; as a string if it is neither.
+    """Return JSON or a Python literal as JSON; any other text becomes a JSON string.
 
-    Templates write strings of earlier calls without quotes, or all values in quotes. So a text that
-    is no value of one of the types is read as a string, and the text of a string as a value.
+    Templates write the strings of earlier calls without quotes, or all values in quotes. If a value
+    has none of the types, it becomes a string; if it is a string, the value in its quotes is used.
 
     Args:
-        types: names of JSON schema's types; empty if every type is allowed.
+        types: names of the types that the schema allows; empty if every type is allowed.
     """
     stripped = text.strip()
     try:
@@ -170,7 +170,7 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
 def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """Return an expression for a value of this schema, as JSON or as a Python literal.
 
-    A string without quotes is not allowed, because it would end at its first comma.
+    The expression excludes strings without quotes, because the reader ends them at a comma.
     """
     return choice_of([*lark.spellings(schema, root), *lark.single_quoted(schema, root)])
 

@@ -1,5 +1,5 @@
-"""Finds the strings and the constants that a JSON schema allows, for formats in which they have no
-quotes, or Python's spelling.
+"""Finds the strings and the constants that a JSON schema allows, for formats that write strings
+without quotes, or constants as in Python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OF_STRINGS = set().union(
     *_GROUPS,
     {"type", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"},
 )
-# Keywords that restrict a value by other schemas.
+# Keywords whose value contains or names other schemas.
 _DIVIDING = {"anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"}
 
 
@@ -38,7 +38,7 @@ def strings_of(
     it matches one of these schemas.
 
     Raises:
-        InvalidParameterError: a string without quotes cannot follow the schema.
+        InvalidParameterError: the grammar of a string without quotes does not support the schema.
     """
     found = _undivided(schema, root, of_strings=True)
     for part in found:
@@ -55,11 +55,11 @@ def strings_of(
 
 
 def _undivided(schema: Any, root: Any, *, of_strings: bool = False) -> list[Any]:
-    """Follow references and branches; return the schemas at their ends. A value that matches one of
-    these schemas matches ``schema``.
+    """Return the schemas to which the references and branches of ``schema`` lead. A value that
+    matches one of these schemas matches ``schema``.
 
     Args:
-        of_strings: whether the values are known to be strings.
+        of_strings: whether all values are strings.
     """
     found, left, followed = [], [schema], set()
     while left:
@@ -77,14 +77,14 @@ def _undivided(schema: Any, root: Any, *, of_strings: bool = False) -> list[Any]
 
 
 def _restrictions(schema: Any, *, of_strings: bool) -> set[str]:
-    """Return the keywords of a schema that restrict strings, constants, or values of every type."""
+    """Return the keywords of a schema that may restrict a string or a constant."""
     keys = _OF_STRINGS & schema.keys() if isinstance(schema, Mapping) else set()
     return keys - {"type"} if of_strings and schema.get("type") in ("string", ["string"]) else keys
 
 
 def words_of(schema: Any, root: Any) -> list[str]:
-    """Return the constants that a schema allows, as Python writes them. A constant is left out if
-    it cannot be decided whether the schema allows it.
+    """Return the constants that a schema allows, as Python writes them. The result omits a constant
+    if this function cannot decide whether the schema allows it.
     """
     parts = [part for part in _undivided(schema, root) if isinstance(part, Mapping)]
     return [
@@ -95,7 +95,7 @@ def words_of(schema: Any, root: Any) -> list[str]:
 
 
 def _has_constant(schema: Mapping[str, Any], value: bool | None) -> bool:
-    """Return whether a schema without other schemas allows ``value``."""
+    """Return whether a schema without a keyword of ``_DIVIDING`` allows ``value``."""
     kinds = types_of({"type": schema.get("type")}, {})
     values = [schema["enum"]] if "enum" in schema else []
     values += [[schema["const"]]] if "const" in schema else []
@@ -105,11 +105,12 @@ def _has_constant(schema: Mapping[str, Any], value: bool | None) -> bool:
 
 
 def patterns_of(schema: Any, root: Any, excluded: Sequence[str]) -> list[str | None]:
-    """Return regular expressions; None stands for every text. A string that matches one of them
-    matches the schema. The schema may also allow other strings, for example by a format.
+    """Return regular expressions for strings that a schema allows; None matches every string.
+
+    The schema may allow further strings, for example strings with a ``format``.
 
     Args:
-        excluded: texts that no string contains.
+        excluded: texts that the values of an enum must not contain.
     """
     found: list[str | None] = []
     for part in _undivided(schema, root):

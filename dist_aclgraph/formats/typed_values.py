@@ -12,7 +12,7 @@ from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
 
 MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
-# Constants as Python writes them. Templates that do not write JSON write them.
+# The constants as Python writes them. Some templates write them instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -148,7 +148,7 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
 
 
 def has_type(value: Any, types: frozenset[str] | set[str]) -> bool:
-    """Return whether a value has one of the types; always if ``types`` is empty."""
+    """Return whether a value has one of the types; true if ``types`` is empty."""
     kind = _type_of(value)
     return not types or kind in types or (kind == "integer" and "number" in types)
 
@@ -196,7 +196,7 @@ def _types(
 
 
 def property_of(name: str, root: Any) -> Any:
-    """Return the schema of a parameter of a tool; None if the tool's schema has none."""
+    """Return the schema of a tool's parameter; None if the tool's schema ``root`` has none."""
     schema = resolve(root, root)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties.get(name) if isinstance(properties, Mapping) else None

@@ -1,13 +1,13 @@
-"""Files that keep copies of KV blocks, in a folder whose bytes are limited.
+"""Files with copies of KV blocks, in a folder whose size is limited.
 
 A file holds one block of one rank: all layers, one tensor after the other. Its name is the hash of
-the block's tokens, so a file that exists is the right one for every request with these tokens. A
-file gets its name when it is complete, and is never changed afterwards. Any number of processes
-read and write the same folder; the file system is their only index. A file that one process deletes
-while another process reads it stays readable for the reader.
+the block's tokens and of all tokens before them, so every request with these tokens can use the
+file. A file gets its name when it is complete, and does not change afterwards. Any number of
+processes read and write the same folder; the file system is their only index. If one process
+deletes a file while another process reads it, the reader can still read the whole file.
 
-The folder's bytes are counted in one file, under a lock. If a new file does not fit, the files that
-were not used for the longest time are deleted.
+One file, protected by a lock, counts the folder's bytes. If a new file does not fit, the least
+recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HEADER = struct.Struct("<8sIQ16s")
 MAGIC = b"DAGKV\0\0\1"
 COUNT = struct.Struct("<Q")
 COUNT_FILE = "bytes.count"
-LOCK_SUFFIX = ".lock"  # suffix of files that are not blocks
+LOCK_SUFFIX = ".lock"  # suffix of lock files, which contain no block
 UNFINISHED = ".part"  # suffix of a file that is being written
-ABANDONED_S = 60.0  # seconds after which an unfinished file belongs to a process that has ended
-LOCK_S = 1.0  # seconds to wait for the lock of the count
-LOCK_POLL_S = 0.005
+ABANDONED_S = 60.0  # after this time, the process that wrote an unfinished file counts as ended
+LOCK_S = 1.0  # maximum wait for the lock of the count
+LOCK_POLL_S = 0.005  # pause between two tries to lock the count
 COPY_BYTES = 1 << 24
 MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
 
@@ -45,20 +45,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _NewFile:
-    """A file that is written: its descriptor, or -1; and whether the file exists at the end."""
+    """A file that a process wants to write.
+
+    Attributes:
+        fd: the descriptor of the unfinished file; -1 if the process must not write it.
+        exists: at the end, whether the file exists or another process is writing it.
+    """
 
     fd: int = -1
     exists: bool = False
 
 
 class BlockFiles:
-    """The files of blocks below one folder, with a limit on their bytes.
+    """The files of one rank's blocks.
 
     Args:
-        root: the folder whose bytes are limited; it may contain the folders of several models and
+        root: the folder whose size is limited; it may contain the folders of several models and
             ranks.
         folder: the folder below ``root`` for the blocks of this rank.
-        max_bytes: limit on the bytes of all files below ``root``, headers included.
+        max_bytes: maximum size of all block files below ``root`` together, headers included.
     """
 
     def __init__(self, root: Path, folder: Path, max_bytes: int) -> None:
@@ -74,7 +79,7 @@ class BlockFiles:
         return self.path_of(block_hash).exists()
 
     def num_bytes(self) -> int:
-        """Return the bytes of all files below the root, as they were last counted."""
+        """Return the size of all block files below the root, as last counted; 0 without a count."""
         try:
             return int(COUNT.unpack((self._root / COUNT_FILE).read_bytes())[0])
         except (OSError, struct.error):
@@ -93,7 +98,7 @@ class BlockFiles:
                 if file.readinto(header) != HEADER.size:
                     raise OSError("the header is cut off")
                 _move(os.readv, file.fileno(), buffers)
-                os.utime(file.fileno())  # the file is deleted later than the files that nobody uses
+                os.utime(file.fileno())  # makes the file the most recently used one
         except FileNotFoundError:
             return False
         except OSError as e:
@@ -108,9 +113,10 @@ class BlockFiles:
         return False
 
     def write(self, block_hash: BlockHash, buffers: Buffers) -> bool:
-        """Write a block; return whether a file of this block exists or is being written.
+        """Write a block; return whether a file of this block exists, or another process writes it.
 
-        Returns False, and writes nothing, if no room can be made within a second.
+        Returns False if there is no room, if the lock of the count is not free within ``LOCK_S``,
+        or if the file system refuses the file.
         """
         size = sum(map(len, buffers))
         with self._new_file(self.path_of(block_hash), HEADER.size + size) as new:
@@ -120,7 +126,7 @@ class BlockFiles:
         return new.exists
 
     def copy_from(self, other: BlockFiles, block_hash: BlockHash) -> None:
-        """Copy a block's file from other files; do nothing if it is no longer there."""
+        """Copy a block's file from ``other``; do nothing if ``other`` has no file of this block."""
         try:
             with other.path_of(block_hash).open("rb", buffering=0) as source:
                 size = os.fstat(source.fileno()).st_size
@@ -132,9 +138,10 @@ class BlockFiles:
 
     @contextmanager
     def _new_file(self, path: Path, size: int) -> Iterator[_NewFile]:
-        """Reserve ``size`` bytes and open an unfinished file; it gets its name after the context.
+        """Reserve ``size`` bytes and open an unfinished file. At the end of the context, the file
+        gets its name.
 
-        The file is not opened if it exists, if another process writes it, or if there is no room.
+        No file is opened if the file exists, if another process writes it, or if there is no room.
         If the context ends with an OSError, the unfinished file is removed.
         """
         unfinished, new = path.with_name(path.name + UNFINISHED), _NewFile()
@@ -144,7 +151,7 @@ class BlockFiles:
             return
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Only one process succeeds in creating the file; the others have nothing to write.
+            # Only one process can create the file; for the other processes, the open call fails.
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
             new.fd = os.open(unfinished, flags, 0o600)
         except FileExistsError:
@@ -190,7 +197,9 @@ class BlockFiles:
                 count[0] = max(0, count[0] + num_bytes)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Reserve bytes for a new file, and delete old files until they fit."""
+        """Reserve bytes for a new file, after deleting old files if necessary; return whether that
+        succeeded.
+        """
         if num_bytes > self.max_bytes:
             return False
         with self._counting() as count:
@@ -209,9 +218,10 @@ class BlockFiles:
         return True
 
     def _survey(self) -> int:
-        """Find the oldest files below the root; return the bytes of all files.
+        """Find the least recently used files below the root; return the size of all files.
 
-        A tenth of the bytes is enough: the next survey finds the files that were used since.
+        The found files have about a tenth of ``max_bytes``. After they are deleted, the next survey
+        uses newer times of use.
         """
         found = sorted(_files_below(self._root))
         total = sum(size for _, _, size in found)
@@ -226,7 +236,7 @@ class BlockFiles:
         return total
 
     def _evict(self, path: Path, used_s: float) -> int:
-        """Delete a file if it was not used since ``used_s``; return the freed bytes."""
+        """Delete a file if no process has used it since ``used_s``; return the freed bytes."""
         try:
             status = path.stat()
             if status.st_mtime != used_s:
@@ -238,9 +248,10 @@ class BlockFiles:
 
     @contextmanager
     def _counting(self) -> Iterator[list[int] | None]:
-        """Lock the count; yield it in a list whose value is stored at the end.
+        """Lock the count, and yield a list with the count. At the end of the context, the list's
+        value is stored.
 
-        Yields None if the lock is not free in time, because a stopped process may hold it.
+        Yields None if the lock is not free within ``LOCK_S``; a stopped process may hold it.
         """
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         file = os.open(self._root / COUNT_FILE, flags, 0o600)
@@ -267,7 +278,7 @@ def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> N
     """Read or write all bytes of the buffers.
 
     Raises:
-        OSError: the file or the file system has fewer bytes.
+        OSError: the file is too short, or the file system has no room.
     """
     left = deque(buffers)
     while left:
@@ -286,7 +297,7 @@ def _copy(source: int, target: int) -> None:
 
 
 def _files_below(root: Path) -> Iterator[tuple[float, Path, int]]:
-    """Yield time of last use, path and size of all block files, unfinished ones included."""
+    """Yield the time of last use, the path and the size of each block file, finished or not."""
     for folder, _, names in os.walk(root):
         for name in names:
             if name == COUNT_FILE or name.endswith(LOCK_SUFFIX):
@@ -298,7 +309,7 @@ def _files_below(root: Path) -> Iterator[tuple[float, Path, int]]:
 
 
 def _remove_abandoned(unfinished: Path) -> bool:
-    """Remove an unfinished file whose process has ended; return whether it was removed."""
+    """Remove an unfinished file if it is old enough; return whether it was removed."""
     try:
         if time.time() - unfinished.stat().st_mtime < ABANDONED_S:
             return False

@@ -47,8 +47,8 @@ class BlockPool:
             batch whose counted blocks are more than the blocks of the cache.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
             freed when the last block before it leaves the prefix cache.
-        events: collects evictions; ``store_block`` adds the stored blocks, because it knows their
-            tokens. None if nobody publishes them.
+        events: the pool reports evictions to it; ``store_block`` reports stored blocks, because it
+            knows their tokens. None if events are not published.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class BlockPool:
         return self._hashes[block_id] is not None
 
     def hash_of(self, block_id: int) -> BlockHash | None:
-        """Return the hash of a block that ``match`` can find; None for another block."""
+        """Return the hash of a block; None if ``match`` cannot find the block."""
         return self._hashes[block_id]
 
     @property

@@ -45,7 +45,7 @@ class Checkpoints:
         self._free = list(range(self.count - 1, -1, -1))
         self._stored: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._begun: dict[BlockHash, int] = {}
-        # Stored checkpoints that a copy reads, and whether each is to be freed afterwards.
+        # The checkpoints that a copy job reads, and whether ``release`` must free each of them.
         self._held: dict[int, bool] = {}
 
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
@@ -108,8 +108,8 @@ class Checkpoints:
             self._free.append(checkpoint)
 
     def hold(self, block_hash: BlockHash) -> int | None:
-        """Return a stored checkpoint, which is not written until ``release``; None if there is
-        none, or if it is held already.
+        """Return a stored checkpoint, and keep its contents until ``release``; return None if there
+        is none, or if it is held already.
         """
         checkpoint = self._stored.get(block_hash)
         if checkpoint is None or checkpoint in self._held:
@@ -118,7 +118,7 @@ class Checkpoints:
         return checkpoint
 
     def release(self, checkpoint: int) -> None:
-        """End ``hold``."""
+        """End ``hold``; free the checkpoint if its block has left the prefix cache."""
         if self._held.pop(checkpoint):
             self._free.append(checkpoint)
 

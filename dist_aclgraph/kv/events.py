@@ -1,8 +1,8 @@
-"""Describes the changes of a prefix cache as events in vLLM's format, for routers outside.
+"""Describes the changes of a prefix cache as events in vLLM's format, for external routers.
 
-vLLM defines the events in ``vllm/distributed/kv_events.py``. The fields and their order are those
-that every version from 0.9 on sends; later versions add optional fields. Routers of llm-d and
-Dynamo read the events both as arrays (vLLM up to 0.23) and as maps (from 0.24).
+vLLM defines the events in ``vllm/distributed/kv_events.py``. The events here have the fields that
+every version from 0.9 on sends, in the same order; later versions add optional fields. Routers of
+llm-d and Dynamo read the events both as arrays (vLLM up to 0.23) and as maps (from 0.24).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 Encoding = Literal["array", "map"]
-# Name of the memory of the device, and its only name that all routers know.
+# Name of the device's memory, the only name of a memory that all routers know.
 DEVICE = "GPU"
 NAME_BYTES = 8  # routers name a block by an unsigned integer of 64 bits
 
 
 class _Stored(msgspec.Struct, gc=False):
-    """Blocks that follow each other and can be found now.
+    """Consecutive blocks of a prefix that were stored.
 
     Attributes:
         parent_block_hash: name of the block before the first of these blocks; None if there is no
@@ -41,14 +41,14 @@ class _Stored(msgspec.Struct, gc=False):
 
 
 class _Removed(msgspec.Struct, gc=False):
-    """Blocks that cannot be found any more."""
+    """Blocks that were evicted."""
 
     block_hashes: list[int]
     medium: str = DEVICE
 
 
 class _Cleared(msgspec.Struct, gc=False):
-    """No block can be found."""
+    """The cache is empty."""
 
 
 class _StoredArray(_Stored, array_like=True, tag="BlockStored", gc=False):
@@ -90,19 +90,19 @@ def block_name(block_hash: BlockHash) -> int:
 class CacheEvents:
     """Collects the changes of one rank's prefix cache until ``take`` returns them as a message.
 
-    Applied in order, the events give the blocks that ``BlockPool.match`` can find, except blocks
-    that were never reported by ``stored``, such as those of requests with a salt.
+    A router that applies the events in order knows all blocks that ``BlockPool.match`` can find,
+    except blocks that were never reported to ``stored``, such as blocks of requests with a salt.
     """
 
     def __init__(self, block_size: int, encoding: Encoding = "array") -> None:
         self._block_size = block_size
         self._make_stored, self._make_removed, self._make_cleared = _KINDS[encoding]
-        self._known: set[BlockHash] = set()  # blocks that subscribers know
+        self._known: set[BlockHash] = set()  # blocks that were reported and not removed
         self._events: list[_Stored | _Removed | _Cleared] = []
         self._last_stored = b""  # hash of the last block, if the last event is a _Stored
 
     def stored(self, block_hash: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> None:
-        """Add a block. Neighbouring blocks of one prefix share an event.
+        """Report a stored block. Consecutive blocks of a prefix share an event.
 
         Args:
             parent: hash of the previous block; b"" for the first block of a prefix.
@@ -120,7 +120,7 @@ class CacheEvents:
         self._last_stored = block_hash
 
     def removed(self, block_hash: BlockHash) -> None:
-        """Remove a block, unless subscribers do not know it."""
+        """Report an evicted block, if ``stored`` has reported it."""
         if block_hash not in self._known:
             return
         self._known.remove(block_hash)
@@ -131,8 +131,8 @@ class CacheEvents:
             self._events.append(self._make_removed([block_name(block_hash)]))
 
     def cleared(self) -> None:
-        """Remove all blocks. Events that were not taken are dropped, because they have no effect
-        now.
+        """Report that the cache is empty. Events that were not taken are dropped, because they no
+        longer matter.
         """
         self._known.clear()
         self._events = [self._make_cleared()]
@@ -142,7 +142,7 @@ class CacheEvents:
 
         Args:
             now_s: the time of the message, in seconds since 1970.
-            rank: the publisher's number, in vLLM the data-parallel rank.
+            rank: index of the publisher's port; in vLLM, this field is the data-parallel rank.
         """
         if not self._events:
             return b""

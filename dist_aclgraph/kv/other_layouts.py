@@ -1,4 +1,4 @@
-"""Reads a rank's blocks from files of groups that divide the heads among other numbers of ranks."""
+"""Reads a rank's blocks from files of groups that divide the heads into another number of parts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class HeadPart:
         return self.index * self.size
 
     def overlaps(self, count: int) -> Iterator[HeadPart]:
-        """Yield the parts with common heads, if the heads are divided into ``count`` parts."""
+        """Yield those of ``count`` equal parts of the heads that have heads of this part."""
         size = self.total // count
         for index in range(self.first // size, -(-(self.first + self.size) // size)):
             yield HeadPart(index, count, self.total)
 
 
 class OtherLayouts:
-    """The files of one tier that contain the heads of ``part`` together with others, or in pieces.
+    """The files of one tier whose parts of the heads are larger or smaller than ``part``.
 
-    In a block, each tensor is [slots, heads of the part, bytes of a head].
+    In a block, each tensor is [token slots, heads of the part, bytes of a head].
 
     Args:
-        num_slots: number of slots of a block.
+        num_slots: number of token slots of a block.
         files_of: returns the files of another part of the heads.
     """
 
@@ -60,7 +60,7 @@ class OtherLayouts:
         return any(_have(division, block_hash) for division in self._divisions)
 
     def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
-        """Read a block; return False if no division has whole files. See ``BlockFiles.read``."""
+        """Read a block; return False if no division has all files. See ``BlockFiles.read``."""
         for division in self._divisions:
             if _have(division, block_hash) and all(
                 self._read_part(other, files, block_hash, buffers) for other, files in division
@@ -71,7 +71,7 @@ class OtherLayouts:
     def _read_part(
         self, other: HeadPart, files: BlockFiles, block_hash: BlockHash, buffers: Buffers
     ) -> bool:
-        """Read the heads that ``other`` has in common with this rank."""
+        """Read the heads that both ``other`` and this rank have; return whether that succeeded."""
         ours = self._part
         stored = [bytearray(len(buffer) // ours.size * other.size) for buffer in buffers]
         if not files.read(block_hash, [memoryview(each) for each in stored]):

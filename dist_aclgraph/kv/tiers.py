@@ -1,9 +1,9 @@
-"""KV outside the device: files of blocks in a node's memory, then on its disk.
+"""KV outside the device: files of blocks in a node's memory and on its disk.
 
-All groups of a node that serve the same model share these files, also if they divide the heads
-among other numbers of ranks. A block is written to memory, and then, when there is time, also to
-the disk. In each tier, the blocks that were not used for the longest time are deleted when it is
-full. A block that is in no tier is computed again, so files can be deleted at any time.
+All groups of a node that serve the same model share these files, even if they divide the heads
+among different numbers of ranks. A block is written to memory first, and then, when there is time,
+to the disk. When a tier is full, its least recently used blocks are deleted. A block that is in no
+tier is computed again, so files can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ GIB = 1 << 30
 PREFIX = "dist-aclgraph-kv-"
 MODEL_CONFIG = "config.json"
 USERS = "users.lock"
-MAX_LATE = 4096  # number of blocks that wait to be written to the disk
-OTHERS_WRITE = 0o022  # bits of a mode
+MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
+OTHERS_WRITE = 0o022  # bits of a mode: the group or all users may write
 
 
 @dataclass(frozen=True)
 class CachePlace:
-    """The part of a data-parallel rank's cache that one of its ranks keeps.
+    """The part of a data-parallel rank's cache that one worker keeps.
 
     Attributes:
-        heads: index of the rank's key-value heads among ``num_heads`` different ones; ranks with
-            copies of the same heads have the same index. With latent attention, all ranks have the
-            same latents.
-        shard: index of the rank's shard of the context among ``num_shards`` ones.
-        interleave: number of neighbouring tokens on one shard.
-        rank: the tensor parallel rank among ``num_ranks``; each has its own part of recurrent
-            states.
+        heads: index of the worker's part of the key-value heads, of ``num_heads`` different parts.
+            Workers with the same heads have the same index. With latent attention, all workers
+            have the same latents, so there is one part.
+        shard: index of the worker's shard of the context, of ``num_shards`` shards.
+        interleave: number of consecutive tokens on one shard.
+        rank: the tensor parallel rank, of ``num_ranks`` ranks; each rank has a different part of
+            recurrent states.
         has_state: whether the model has recurrent state.
         num_kv_heads: number of key-value heads of the model; 0 with latent attention.
     """
@@ -69,7 +69,7 @@ class CachePlace:
     def of(
         cls, config: Config, facts: ModelFacts, tp_rank: int = 0, dcp_rank: int = 0
     ) -> CachePlace | None:
-        """Return the place of a rank; None if no copies of its blocks are kept."""
+        """Return the place of a worker; None if no copies are kept."""
         if not config.kv.keeps_copies:
             return None
         parallel = config.parallel
@@ -96,7 +96,7 @@ class CachePlace:
 
     @property
     def part(self) -> HeadPart | None:
-        """The rank's heads; None with latent attention, which does not divide them."""
+        """The worker's heads; None with latent attention, which does not divide heads."""
         if not self.num_kv_heads:
             return None
         return HeadPart(self.heads, self.num_heads, self.num_kv_heads)
@@ -108,11 +108,11 @@ class CachePlace:
 
 
 class KVTiers:
-    """The files of one rank's blocks, in memory and on disk; any thread may use this object.
+    """The files of one worker's blocks, in memory and on disk. Any thread may use this object.
 
     Args:
-        tiers: the files in each tier, by the tier's name; the first tier gets new blocks.
-        others: in each tier, files of groups that divide the heads in other ways.
+        tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
+        others: for each tier, the files of groups that divide the heads in other ways.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class KVTiers:
         self._by_name = tiers
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
-        # Blocks that are written to the second tier later.
+        # Blocks that wait to be written to the second tier.
         self._late: queue.Queue[BlockHash] = queue.Queue(MAX_LATE)
         if self._second is not None:
             threading.Thread(target=self._write_late, name="kv-disk", daemon=True).start()
@@ -134,11 +134,11 @@ class KVTiers:
 
     @classmethod
     def open(cls, config: Config, place: CachePlace) -> KVTiers:
-        """Return the tiers for blocks that the configuration asks for.
+        """Return the tiers of the configuration for blocks.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
-            ModelError: the checkpoint's files cannot be found.
+            ModelError: the model's files cannot be found.
         """
         return cls._open(config, place.folder, place)
 
@@ -158,7 +158,7 @@ class KVTiers:
         return cls(tiers, others)
 
     def path_of(self, block_hash: BlockHash) -> Path:
-        """Return where the first tier keeps a block."""
+        """Return the path of a block's file in the first tier."""
         return self._first.path_of(block_hash)
 
     def has(self, block_hash: BlockHash) -> bool:
@@ -168,11 +168,11 @@ class KVTiers:
     def read(self, block_hash: BlockHash, block: memoryview, sizes: Sequence[int]) -> bool:
         """Read a block from the first tier that has it; see ``BlockFiles.read``.
 
-        A block that only the second tier has is written to the first one.
+        A block that is read from the second tier is also written to the first tier.
 
         Args:
-            block: memory for the block: all tensors, one after the other.
-            sizes: bytes of each tensor.
+            block: memory for the contents of all tensors, one after the other.
+            sizes: bytes of the block in each tensor.
         """
         if self._first.read(block_hash, [block]):
             return True
@@ -201,7 +201,7 @@ class KVTiers:
             self._late.task_done()
 
     def flush(self) -> None:
-        """Wait until the second tier has all blocks."""
+        """Wait until no block waits to be written to the second tier."""
         self._late.join()
 
     def num_bytes(self) -> dict[str, int]:
@@ -215,10 +215,9 @@ def host_root(config: Config) -> Path:
 
 
 class HostCopies:
-    """A group's use of this model's copies in the memory of its node.
+    """Registers a group as a user of the model's copies in the memory of the node.
 
-    When the last group of a node ends in an orderly way, the copies are deleted. They outlive a
-    group that is killed.
+    The last group that leaves deletes the copies. A group that is killed leaves the copies behind.
     """
 
     def __init__(self, config: Config) -> None:
@@ -237,10 +236,11 @@ class HostCopies:
 
 
 def cache_identity(config: Config) -> str:
-    """Return a name that is equal only for caches in which equal tokens have equal contents.
+    """Return a name that two caches share only if equal tokens have equal contents in both.
 
-    The name depends on the checkpoint's files (their names, sizes and times, as reading all weights
-    takes minutes), and on all settings that change values or their layout within a block.
+    The name depends on the model's files, and on all settings that change values or their
+    layout within a block. Of a file, it depends on name, size and time, because reading all weights
+    takes minutes.
     """
     directory = Path(config.model)
     files = [directory / MODEL_CONFIG]
@@ -281,8 +281,8 @@ def _open(root: Path, folder: Path, gib: float, key: str) -> BlockFiles:
         status, space = root.stat(), os.statvfs(root)
         if status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
             raise ConfigError(
-                f"{root} can be changed by other users, who could change answers: make it this "
-                "user's own, and run `chmod go-w` on it"
+                f"other users can write to {root}, and could change answers: let the service's "
+                "user own it (`chown`), and run `chmod go-w` on it"
             )
         files = BlockFiles(root, root / folder, int(gib * GIB))
     except OSError as e:
@@ -290,6 +290,6 @@ def _open(root: Path, folder: Path, gib: float, key: str) -> BlockFiles:
     if (size := space.f_blocks * space.f_frsize) < gib * GIB:
         raise ConfigError(
             f"{key} is {gib:g}, but the file system of {root} has only {size / GIB:.1f} GiB: lower "
-            f"{key}, or give the file system more room"
+            f"{key}, or enlarge the file system"
         )
     return files

@@ -1,10 +1,10 @@
-"""The device memory through which copies of KV blocks pass on their way to and from files."""
+"""The memory that KV blocks and states pass through on their way to and from files."""
 
 from __future__ import annotations
 
 NUM_SLOTS = 4
 NUM_STATE_SLOTS = 2  # for recurrent states, which can be large
-# A slot holds as many blocks as fit in SLOT_BYTES, from 1 to MAX_BLOCKS.
+# A slot holds as many blocks as fit in SLOT_BYTES, but at least 1 and at most MAX_BLOCKS.
 SLOT_BYTES = 32 << 20
 MAX_BLOCKS = 64
 
@@ -19,7 +19,7 @@ def blocks_per_slot(block_bytes: int) -> int:
 
 
 def slot_bytes(block_bytes: int, state_bytes: int = 0) -> int:
-    """Return the bytes of all slots on a device, and also in the pinned memory of its host.
+    """Return the bytes of all slots of a rank. The device and pinned memory each have this size.
 
     Args:
         state_bytes: bytes of the state of a request in all layers, on one rank.

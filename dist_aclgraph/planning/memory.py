@@ -192,7 +192,7 @@ class RankMemory:
 
 
 def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
-    """Return the memory through which copies of KV blocks pass; empty without copies."""
+    """Return the device memory of the copy slots; empty if no copies are kept."""
     if not config.kv.keeps_copies:
         return ()
     cache = KVCacheSpec.from_config(config, model)

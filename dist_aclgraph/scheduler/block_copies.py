@@ -1,12 +1,12 @@
-"""BlockCopies: which KV blocks of a rank are copied to files outside the device, and back.
-If the model has recurrent state, checkpoints of states are copied, too.
+"""BlockCopies: decides which KV blocks of a rank are written to files and read from files.
+If the model has recurrent state, checkpoints of states are also copied.
 
-A block may be written to a file once it is in the prefix cache, because nobody changes it then. A
-block that is read from a file enters the prefix cache once all ranks have it. So a copy that fails
-makes a shorter prefix and nothing else: the missing tokens are computed.
+A block may be written to a file when it is in the prefix cache, because its contents no longer
+change. A block that was read from a file enters the prefix cache when all workers have it. So a
+failed copy job only makes the cached prefix shorter: the missing tokens are computed.
 
-While a copy runs, it holds references to its blocks, so that nobody else gets them. A request whose
-blocks are read has no row and waits; the other requests run.
+While a copy job runs, it holds references to its blocks, so that the pool gives them to no request.
+A request whose blocks are read has no row and waits; the other requests run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob
 
-# Blocks are written in batches, because each batch costs the workers' hosts some launches. A
-# smaller batch is written when no batch has begun for MAX_TURNS decisions.
+# A batch of at least BATCH_BLOCKS blocks is written at once, because each batch costs the workers'
+# hosts some launches. A smaller batch waits until no batch has begun for MAX_TURNS decisions, or
+# until no step runs.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
-# Copies hold at most this part of the pool, so that requests find blocks.
+# Blocks are written only while copy jobs hold less than this part of the pool, so that enough
+# blocks are left for requests.
 MAX_HELD = 1 / 8
-# Blocks that wait to be written; if there are more, the oldest ones are not written.
+# Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
 
@@ -42,20 +44,21 @@ class CopyCounts:
     saved: int = 0
     unsaved: int = 0  # blocks for which there was no time or no room
     loaded: int = 0
-    missed: int = 0  # blocks that were found, and could not be read
+    missed: int = 0  # blocks whose files were found, but could not be read
 
 
 @dataclass
 class _Copy:
-    """A copy that runs.
+    """A copy job that runs.
 
     Attributes:
-        held: the blocks that the copy holds, in table order.
-        block_ids: the blocks that are copied.
+        held: the blocks that the job holds, in table order.
+        block_ids: the blocks that are copied, the last blocks of ``held``.
         request: the request that waits for the blocks; None if blocks are written.
-        waits_for: the ranks that have not answered.
-        num_whole: the smallest number of first blocks that a rank has copied.
-        states: hash and number of each checkpoint that is copied.
+        waits_for: the workers that have not ended the job.
+        num_whole: number of leading blocks that all workers have copied, except the workers of
+            ``waits_for``.
+        states: block hash and number of each checkpoint that is copied.
     """
 
     held: Sequence[int]
@@ -71,12 +74,13 @@ class _Copy:
 
 
 class BlockCopies:
-    """The copies of one data-parallel rank's blocks.
+    """Owns the copy jobs of one data-parallel rank.
 
     Args:
-        has: whether there is a file of a block. The answer may be wrong.
-        ranks: the ranks of the lockstep group that keep parts of the blocks.
-        has_state: likewise, for the checkpoint after a block; None without recurrent state.
+        has: returns whether a block has a file. The answer may be wrong, because only the first
+            worker's files are looked up, and because files can be deleted.
+        ranks: the workers of the lockstep group that keep parts of the blocks.
+        has_state: returns the same for the checkpoint after a block; None without recurrent state.
     """
 
     def __init__(
@@ -94,14 +98,14 @@ class BlockCopies:
         self._num_jobs = 0
         self._running: dict[int, _Copy] = {}
         self._pending: deque[tuple[int, BlockHash]] = deque()
-        self._num_turns = 0  # decisions since a batch was last written
+        self._num_turns = 0  # decisions since a batch last began
         self._new: list[CopyJob] = []
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
         self.counts = CopyCounts()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy runs or waits."""
+        """Whether a copy job runs, or blocks wait to be written."""
         return bool(self._running or self._pending or self._pending_states)
 
     @property
@@ -110,14 +114,14 @@ class BlockCopies:
 
     @property
     def _num_free(self) -> int:
-        """Number of additional blocks that copies may hold."""
+        """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         return max(1, int(self._pool.num_usable * MAX_HELD)) - held
 
     # ---- from the device to files
 
     def note_stored(self, block_id: int, block_hash: BlockHash) -> None:
-        """Write a block that has entered the prefix cache to a file, when there is time."""
+        """Let a block wait to be written to a file, because it has entered the prefix cache."""
         self._pending.append((block_id, block_hash))
         self._unsaved[block_hash] += 1
         if len(self._pending) > MAX_PENDING:
@@ -125,15 +129,15 @@ class BlockCopies:
             self.counts.unsaved += 1
 
     def note_checkpoint(self, block_hash: BlockHash) -> None:
-        """Write a stored checkpoint to a file, when there is time."""
+        """Let a stored checkpoint wait to be written to a file."""
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether no block of these is still to be written to a file."""
+        """Return whether none of these blocks waits to be written, or is being written."""
         return self._unsaved.keys().isdisjoint(hashes)
 
     def stop_waiting(self) -> None:
-        """From now on, nobody waits for the blocks that are not written yet."""
+        """Let ``have_ended`` ignore the blocks that are not written yet."""
         self._unsaved.clear()
 
     def _settle(self, hashes: Sequence[BlockHash]) -> None:
@@ -143,7 +147,7 @@ class BlockCopies:
                 del self._unsaved[block_hash]
 
     def _save(self) -> None:
-        """Begin to write the pending blocks that are still in the prefix cache."""
+        """Begin to write the waiting blocks that are still in the prefix cache."""
         self._num_turns = 0
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
@@ -153,7 +157,7 @@ class BlockCopies:
             if self._pool.hash_of(block_id) == block_hash and not self._has(block_hash):
                 block_ids.append(block_id)
                 hashes.append(block_hash)
-            else:  # the block was given to another request, or another group has written the file
+            else:  # the block has left the prefix cache, or its file exists
                 self._settle([block_hash])
         states = self._hold_states()
         if block_ids or states:
@@ -161,7 +165,7 @@ class BlockCopies:
             self._begin(block_ids, block_ids, hashes, None, states)
 
     def _hold_states(self) -> list[tuple[BlockHash, int]]:
-        """Return the pending checkpoints that still exist, and hold them."""
+        """Return the waiting checkpoints that are still stored and have no file, and hold them."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
@@ -176,10 +180,11 @@ class BlockCopies:
     # ---- from files to the device
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of the first blocks have files.
+        """Return how many leading blocks have files, up to the last checkpoint that has a file if
+        the model has recurrent state.
 
-        As files of later blocks are deleted first, a binary search is enough. If the answer is too
-        large, the missing blocks are noticed when they are read.
+        The binary search assumes that no file exists after the first missing file. Otherwise the
+        answer may be wrong. A missing file is then noticed when it is read.
         """
         count = bisect_left(range(len(hashes)), True, key=lambda i: not self._has(hashes[i]))
         if self._has_state is None:
@@ -188,8 +193,8 @@ class BlockCopies:
         return next(ends, 0)
 
     def load(self, request: Request, shared: Sequence[int], hashes: Sequence[BlockHash]) -> bool:
-        """Begin to read the blocks that follow the cached blocks ``shared`` of a request, and the
-        checkpoint after them; return False if no checkpoint is free.
+        """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
+        checkpoint after the last block; return False if no checkpoint is free for it.
         """
         states: list[tuple[BlockHash, int]] = []
         if self._pool.checkpoints is not None:
@@ -205,10 +210,11 @@ class BlockCopies:
     # ---- both
 
     def take_jobs(self, *, is_idle: bool) -> tuple[CopyJob, ...]:
-        """Return the copies that workers must begin now.
+        """Return the copy jobs that workers must begin now.
 
         Args:
-            is_idle: whether no step runs, so that small batches do not delay anything.
+            is_idle: whether no step runs; then small batches are written at once, because their
+                launches delay no step.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)
@@ -242,10 +248,11 @@ class BlockCopies:
         )
 
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
-        """Note a rank's end of a copy; return the request that waited for it, after the last rank.
+        """Record that a worker has ended a copy job. If it was the last worker, end the job, and
+        return the request that waited for it; return None otherwise.
 
         Args:
-            num_whole: number of first blocks that were copied.
+            num_whole: number of leading blocks that the worker has copied.
         """
         copy = self._running.get(number)
         if copy is None or rank not in copy.waits_for:
@@ -271,8 +278,10 @@ class BlockCopies:
         return copy.request
 
     def _end_states(self, copy: _Copy, *, is_whole: bool) -> None:
-        """Release the checkpoints that were written to files; store or drop the ones that were
-        read.
+        """Release the checkpoints that were written; store or drop the checkpoints that were read.
+
+        Args:
+            is_whole: whether all workers have copied all blocks.
         """
         checkpoints = self._pool.checkpoints
         for block_hash, checkpoint in copy.states:
@@ -285,9 +294,9 @@ class BlockCopies:
                 checkpoints.drop(block_hash)
 
     def forget(self) -> list[Request]:
-        """End all copies, because workers have forgotten them; return the requests that waited.
+        """End all copy jobs, because workers have dropped them; return the requests that waited.
 
-        Must be called before the pool forgets its blocks.
+        Call this method before the pool is cleared.
         """
         requests = [copy.request for copy in self._running.values() if copy.request is not None]
         for copy in self._running.values():

@@ -44,13 +44,14 @@ class Prefixes:
         return found[: self._pool.checkpoints.longest(request.hashes[: len(found)])]
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:
-        """Begin to read the blocks after ``shared`` from files; return False if there are none, or
-        if too few blocks are free to start the request.
+        """Begin to read the blocks after ``shared`` from files; return whether a copy job begins.
 
-        Files are looked up once for each wait of a request.
+        No job begins if no file is found, or if too few blocks are free to start the request. Each
+        time that a request waits, its files are looked up once.
         """
         copies, pool = self._copies, self._pool
-        # Cleaning a block before the next step would destroy contents that were read before.
+        # The next step cleans dirty blocks. If a block was read before it is cleaned, its contents
+        # would be lost.
         if copies is None or request.has_looked or pool.has_dirty or request.is_suspect:
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
@@ -78,7 +79,8 @@ class Prefixes:
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]
-            # A request can end before the last drafts that a step has accepted.
+            # A request can end before the last draft that its step accepted. The tokens after its
+            # end are not kept.
             num_kept = min(int(rows.computed[index] - rows.flying[index]), len(request.tokens))
             num_full = num_kept // size
             if self._pool.prefix_cache and not request.is_suspect:

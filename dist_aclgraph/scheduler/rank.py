@@ -76,7 +76,7 @@ class RankScheduler:
         num_prompt_ranks: number of ranks that split prompts.
         exact: whether output that must be computed again runs in decode steps, one token per
             step, as when it was sampled.
-        copies: the copies of this rank's blocks in files; None if there are none.
+        copies: decides which blocks are copied to and from files; None if no copies are kept.
     """
 
     def __init__(
@@ -288,8 +288,9 @@ class RankScheduler:
         return True
 
     def _take_row(self, request: Request) -> int:
-        """Return a free row. A request that has waited for its grammar returns to its row if
-        possible, because workers keep a matcher there that no other request may use.
+        """Remove a free row from the free rows, and return it. A request that has waited for its
+        grammar gets its previous row if it is free, because workers keep the request's matcher
+        there, which no other request may use.
         """
         row, request.compiled_row = request.compiled_row, -1
         if row not in self._free_rows:

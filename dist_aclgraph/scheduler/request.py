@@ -34,8 +34,8 @@ class Request:
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
-        compiled_row: the row in which workers have compiled the request's grammar; -1 unless the
-            request has lost this row to wait for its grammar.
+        compiled_row: the row that the request has left to wait for its grammar, which workers
+            compile for this row; otherwise -1.
         block_ids: the block table.
         hashes: hashes of the first full blocks, computed when they are needed. A preemption keeps
             the hashes.
@@ -48,7 +48,7 @@ class Request:
             request does not ask for it.
         admitted_s: when the request last left the queue, and prefill_s: the time from then to the
             first token; the owner measures both.
-        has_looked: whether files of the request's KV blocks were looked up since it began to wait.
+        has_looked: whether the files of the request's blocks were looked up during this wait.
         is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
             again without shared blocks.
     """
@@ -99,7 +99,7 @@ class Request:
         Args:
             sampling: the final parameters, which include a seed.
             cache_salt: blocks are shared only between requests with the same salt.
-            hands_over: whether another group continues the request.
+            hands_over: whether another group continues the request after its first token.
         """
         if not len(prompt_token_ids):
             raise InvalidParameterError(

@@ -197,7 +197,7 @@ class RequestRouter:
         return name
 
     def uncached(self, prompt: bytes, cache_salt: str, among: Collection[str]) -> int:
-        """Return how many tokens of a prompt are not in the group's cache that has the most.
+        """Return how many tokens of a prompt are cached in none of the groups.
 
         Args:
             prompt: int32 [num_prompt_tokens].

@@ -83,8 +83,8 @@ class Scheduler:
             request. Then a step contains either a chunk of one prompt on each rank, or requests
             whose prompt is computed. Output that a request had before it came to this engine is
             computed token by token, as when it was sampled.
-        has_file: whether there is a file of a KV block; None if no files are kept.
-        has_state_file: whether there is a file of a checkpoint; None without recurrent state.
+        has_file: returns whether a KV block has a file; None if no copies are kept.
+        has_state_file: returns whether a checkpoint has a file; None without recurrent state.
     """
 
     def __init__(
@@ -383,33 +383,35 @@ class Scheduler:
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy of KV blocks runs."""
+        """Whether a copy job runs."""
         return any(copies.num_running for copies in self.copies)
 
     def copied_blocks(self) -> dict[str, int]:
-        """Return the fields of ``CopyCounts``, for all ranks; empty if no files are kept."""
+        """Return the sums of ``CopyCounts`` over all ranks; empty if no copies are kept."""
         total: Counter[str] = Counter()
         for copies in self.copies:
             total.update(asdict(copies.counts))
         return dict(total)
 
     def take_copies(self, *, is_idle: bool) -> list[tuple[CopyJob, ...]]:
-        """Return the copies that the workers of each data-parallel rank must begin now."""
+        """Return the copy jobs that the workers of each data-parallel rank must begin now."""
         return [copies.take_jobs(is_idle=is_idle) for copies in self.copies]
 
     def end_copy(self, number: int, rank: int, num_whole: int) -> None:
-        """Note that a worker has ended a copy. If all have, the request that waits is admitted."""
+        """Record that a worker has ended a copy job. If it was the job's last worker, the request
+        that waits for the job returns to the queue.
+        """
         copies = self.copies[rank // self._ranks_per_batch]
         request = copies.end(number, rank, num_whole)
         if request is not None:
             self._end_fetching([request])
 
     def has_ended_copies(self, request: Request) -> bool:
-        """Whether no block of a request that has ended is still to be written to a file."""
+        """Return whether no block of an ended request is still to be written to a file."""
         return self.copies[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self) -> int:
-        """Let no request wait for copies any longer; return how many waited to run."""
+        """Let no request wait for copy jobs any longer; return how many waited for reads."""
         for copies in self.copies:
             copies.stop_waiting()
         requests = list(self._fetching)

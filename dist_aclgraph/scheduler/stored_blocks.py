@@ -1,4 +1,6 @@
-"""Adds full blocks to a prefix cache, and reports them. No other module calls ``pool.store``."""
+"""Adds full blocks to a prefix cache, and reports them as events. Only this module calls
+``BlockPool.store``.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from dist_aclgraph.scheduler.request import Request
 
 
 def store_block(pool: BlockPool, request: Request, index: int, block_id: int) -> None:
-    """Let other requests find a block of a request.
+    """Add a full block of a request to the prefix cache.
 
-    Blocks of requests with a salt are not reported, because the salt keeps them private.
+    Blocks of requests with a salt are not reported, because they are private.
 
     Args:
         index: position of the block in the request; its hash must be known.

@@ -98,7 +98,7 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
 
 
 def _methods_of(routes: Sequence[Route], scope: Scope) -> str:
-    """Return the methods of a request's path; all methods of the API if the path is unknown."""
+    """Return the methods that a request's path supports; for an unknown path, all methods."""
     found = [route for route in routes if route.matches(scope)[0] is not Match.NONE] or routes
     return ", ".join(sorted({"OPTIONS"}.union(*(route.methods or () for route in found))))
 

@@ -1,5 +1,5 @@
-"""The messages about copies of KV blocks. The engine sends each worker the copies that begin; the
-worker replies at once with the copies that have ended.
+"""Messages about copy jobs. The engine sends each worker the jobs that begin. The worker replies
+at once with the results of the jobs that have ended.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import msgspec
 
 
 class CopyJob(msgspec.Struct, frozen=True):
-    """A copy of blocks and checkpoints from a device to files, or from files to a device."""
+    """A transfer of KV blocks and checkpoints from a device to files, or from files to a device."""
 
     number: int
     is_load: bool  # whether files are read
@@ -19,7 +19,7 @@ class CopyJob(msgspec.Struct, frozen=True):
 
 
 class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):
-    """The copies that the workers of one data-parallel rank begin; perhaps none."""
+    """The copy jobs that the workers of one data-parallel rank begin; may be empty."""
 
     epoch: int
     number: int
@@ -27,8 +27,8 @@ class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):
 
 
 class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
-    """A worker's reply to ``BlockCopyJobs``: for each copy that has ended, its number, and how many
-    of its first blocks were copied.
+    """A worker's reply to ``BlockCopyJobs``: for each job that has ended, the job's number, and the
+    number of its leading blocks that were copied.
     """
 
     epoch: int

@@ -37,7 +37,7 @@ class Kind(Enum):
     STOP_GCS = "control store of Ray stopped, until it is killed"
     KILL_OWNER = "owner of the deployment killed"
     STOP_OWNER = "owner of the deployment stopped, until it is killed"
-    # Only in a service that keeps copies of KV blocks in files.
+    # These faults are injected only into a service that keeps copies of KV blocks in files.
     SPOILT_FILES = "bytes of KV files change"
     CUT_FILES = "KV files are cut off"
     LOST_FILES = "KV files are deleted"

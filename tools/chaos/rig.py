@@ -67,7 +67,7 @@ Say = Callable[[str], None]
 
 
 def damage(kind: Kind) -> None:
-    """Change, cut or delete all files of KV blocks."""
+    """Change the last byte of each file of KV blocks, cut the file in half, or delete it."""
     for path in Path(f"/dev/shm/{PREFIX}{os.getuid()}").glob("*/*/*"):
         with contextlib.suppress(OSError):  # the service has just deleted the file
             if kind is Kind.LOST_FILES:

@@ -90,7 +90,8 @@ SHAPES = {
         num_streams=8,
         num_tokens=500,
     ),
-    # A group computes prompts for the other one. The files have room for about half of the prompts.
+    # One group computes prompts for the other group. The files have room for about half of the
+    # prompts' KV.
     "copies": Shape(
         config="tiny-qwen3",
         num_groups=2,

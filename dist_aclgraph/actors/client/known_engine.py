@@ -22,8 +22,8 @@ class KnownEngine:
         is_draining: whether the engine accepts no new requests.
         added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step on the present link.
-        prefill_from: if it is not 0, the group computes prompts with at least this many uncached
-            tokens for other groups.
+        prefill_from: for a prefill group, the minimum number of uncached tokens of a prompt that
+            it computes for another group; 0 for the other groups.
         is_listed: whether the deployment's last group list contains the engine.
         names: for each request number on this engine, the request's id.
     """
@@ -65,8 +65,8 @@ class Capacity:
         serving: number of groups that accept requests.
         draining: number of groups that only finish their running requests.
         lost: the reason why a group is dead, by the group's name.
-        prefill: number of serving groups that compute prompts for other groups; None if the
-            deployment has no such groups, not even lost ones.
+        prefill: number of prefill groups that serve; None if the client knows no prefill group, not
+            even a lost one.
     """
 
     serving: int

@@ -157,7 +157,7 @@ class RequestTable:
             if request.hands_over and delta.finish_reason == "length":
                 self.forget(delta.request_id)
                 self._handed_over.append(request)
-                if delta.token_ids:  # the engine keeps no files, and did not wait for them
+                if delta.token_ids:  # an engine without files sends token and end together
                     told.append((request.on_delta, replace_fields(delta, finish_reason=None)))
                 continue
             if self._trials.is_turn and not request.is_suspect:
@@ -169,8 +169,8 @@ class RequestTable:
         return told, ""
 
     def continue_elsewhere(self, now_s: float) -> list[OpenRequest]:
-        """Give the requests whose prompts are computed to other engines; return the requests that
-        end, because no engine is left.
+        """Submit the requests whose prompts are computed to other engines; return the requests
+        that must end, because no engine can take them.
         """
         requests, self._handed_over = self._handed_over, []
         return [request for request in requests if not self.place(request, now_s)]
@@ -274,9 +274,9 @@ class RequestTable:
     def _for_role(
         self, request: OpenRequest, tokens: bytes, taking: Sequence[str]
     ) -> tuple[bool, Sequence[str]]:
-        """Return whether a prefill group should compute the prompt, and the groups for this role.
+        """Return whether a prefill group computes the prompt, and the groups that can do the work.
 
-        If no group of a role is left, all groups do everything.
+        If all groups of ``taking`` have the same role, they do the work of both roles.
         """
         prefill = [url for url in taking if self.engines[url].prefill_from]
         others = [url for url in taking if not self.engines[url].prefill_from]

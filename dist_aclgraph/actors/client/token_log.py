@@ -83,9 +83,9 @@ class OpenRequest:
 
     @property
     def may_hand_over(self) -> bool:
-        """Whether a group may compute the prompt, and another group the output.
+        """Whether one group may compute the prompt, and another group the output.
 
-        The answers about a prompt itself come from one group.
+        Requests for log-probabilities of the prompt or for embeddings stay in one group.
         """
         sampling = self.sampling
         return (

@@ -1,7 +1,8 @@
-"""CopyLink: sends workers the copies of KV blocks that begin, and takes the ones that have ended.
+"""CopyLink: sends copy jobs to the workers, and receives the jobs' results.
 
-A message goes out when copies begin, and while copies run, whenever all workers have answered the
-last message. So workers continue their copies between steps, and never send anything on their own.
+The link sends a message when jobs begin. While jobs run, it also sends a message whenever all
+workers have answered the last message. Each message lets the workers continue their jobs, between
+steps, so workers only send answers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class CopyLink:
-    """Connects the scheduler's copies with the workers.
+    """Connects the scheduler's copy jobs with the workers.
 
     Args:
         num_workers: number of workers that answer each message.
-        timeout_s: if no copy ends for this time, requests stop waiting for copies, and are
-            computed. The copies go on, because workers may still write to their blocks.
+        timeout_s: if no job ends for this time, requests stop waiting for their jobs, and are
+            computed. The jobs keep their blocks, because workers may still write to them.
     """
 
     def __init__(
@@ -38,11 +39,11 @@ class CopyLink:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy runs."""
+        """Whether a copy job runs."""
         return self._scheduler.is_copying
 
     def turn(self, *, is_idle: bool) -> None:
-        """Take the workers' answers, and send them the copies that begin.
+        """Apply the workers' answers, and send the workers the next message if one is due.
 
         Args:
             is_idle: whether no step is in flight.
@@ -71,6 +72,6 @@ class CopyLink:
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
 
     def reset(self) -> None:
-        """Forget the last message, because workers have forgotten it."""
+        """Expect no more answers to the last message, because workers have dropped all jobs."""
         self._waits_for.clear()
         self._progress_s = time.monotonic()

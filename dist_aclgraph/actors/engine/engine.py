@@ -62,9 +62,7 @@ class EngineSettings:
     exchange: ExchangeRule
     counts_shared_blocks: bool
     has_state: bool  # whether the model has recurrent state
-    cache_place: (
-        CachePlace | None
-    )  # the first rank's part of the cache; None without copies in files
+    cache_place: CachePlace | None  # the first rank's part of the cache; None if no copies are kept
     token: str
     report: dict[str, Any]
 

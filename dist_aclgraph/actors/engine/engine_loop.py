@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
-COPYING_S = 0.002  # seconds between two checks while only copies of KV blocks run
+COPYING_S = 0.002  # seconds between two checks while copy jobs run, but no step
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
 # A mean is reported after MEAN_FROM steps. A running mean covers about MEAN_OF steps.
 MEAN_FROM, MEAN_OF = 16, 200
@@ -97,8 +97,8 @@ class EngineLoop:
             the loop counts as stuck. Waits have their own time limits.
         is_held: returns whether this engine holds the group's lease. Without the lease, the engine
             sends nothing to workers or clients.
-        kv_events: publishes the changes of the prefix caches; None if nobody reads them. The loop
-            closes it when the group ends.
+        kv_events: publishes the changes of the prefix caches; None if they are not published. The
+            loop closes it when the group ends.
     """
 
     def __init__(

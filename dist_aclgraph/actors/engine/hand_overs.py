@@ -1,8 +1,8 @@
 """HandOvers: requests whose prompt this group computes, and which another group continues.
 
-The group computes the prompt and the first token, and sends the token at once. The request's end is
-sent later, when files have the KV of the prompt. Then the client submits the request to another
-group, which finds the prompt's KV in these files.
+The group computes the prompt and the first token, and sends the token at once. It sends the
+request's end when the prompt's blocks are written to files, or could not be written. Then the
+client submits the request to another group, which reads the prompt's KV from these files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_aclgraph.steps.delta import Note, StepDeltas
 
 
 class HandOvers:
-    """Owns the requests that have their first token, and whose end is not sent yet."""
+    """Owns the requests whose first token was sent, and whose end must still be sent."""
 
     def __init__(self, scheduler: Scheduler, recipients: Recipients) -> None:
         self._scheduler = scheduler
@@ -32,7 +32,7 @@ class HandOvers:
         return len(self._waiting)
 
     def keep(self, outputs: StepOutputs) -> StepOutputs:
-        """Keep the ends of the requests that another group continues; return the outputs without
+        """Delay the ends of the requests that another group continues; return the outputs without
         these ends.
         """
         kept = {
@@ -47,7 +47,7 @@ class HandOvers:
         return replace(outputs, finish_reasons=reasons)
 
     def take_ready(self) -> Iterator[tuple[ClientLink, StepDeltas]]:
-        """Yield the ends of requests whose prompts are in files, with their clients."""
+        """Yield the delayed ends of requests whose blocks are written, with the clients' links."""
         ready = [each for each in self._waiting if self._scheduler.has_ended_copies(each)]
         self._waiting = [each for each in self._waiting if each not in ready]
         for request in ready:

@@ -11,13 +11,14 @@ from dist_aclgraph.kv.events import CacheEvents
 
 
 class KVEvents:
-    """The events of a group's caches, one publisher for each cache. For the loop's thread only.
+    """Owns one publisher for each cache of a group. Only the engine loop's thread may use it.
 
-    The first message of each publisher has the event AllBlocksCleared, because each publisher
-    numbers its messages from 0, and subscribers may know blocks of an earlier group.
+    The first message of each publisher has the event AllBlocksCleared, because subscribers may know
+    blocks of an earlier group at the same port.
 
     Args:
-        caches: the events of new block pools, one for each data-parallel rank.
+        caches: the events of the group's block pools, one for each data-parallel rank. The pools
+            are empty.
 
     Raises:
         PlacementError: there are too few free ports.
@@ -36,7 +37,7 @@ class KVEvents:
                 publisher.publish(payload)
 
     def close(self) -> None:
-        """Tell subscribers that no block exists any more, and release the ports."""
+        """Tell subscribers that the caches are empty, and release the ports."""
         for cache in self._caches:
             cache.cleared()
         self.publish()

@@ -70,7 +70,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # only requests with the same salt share cached blocks
-    # Whether another group continues the request. Then its end is sent when its KV is in files.
+    # Whether another group continues the request after its first token. Then the engine sends the
+    # request's end when the KV of the prompt is in files.
     hands_over: bool = False
 
 
@@ -121,8 +122,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each of these blocks.
         is_draining: whether the group accepts no new requests.
-        prefill_from: if it is not 0, the group computes prompts with at least this many tokens for
-            other groups.
+        prefill_from: for a prefill group, the minimum number of uncached tokens of a prompt that
+            it computes for another group; 0 for the other groups.
     """
 
     name: str

@@ -164,7 +164,7 @@ class StepSender:
             self._remote.send(frames)
 
     def send_copies(self, epoch: int, number: int, jobs: Sequence[tuple[CopyJob, ...]]) -> None:
-        """Send the workers of each data-parallel rank the copies of KV blocks that begin."""
+        """Send the copy jobs that begin to the workers of each data-parallel rank."""
         frames = [encoder.encode(BlockCopyJobs(epoch, number, each)) for each in jobs]
         self._send_frames(frames)
 
@@ -174,9 +174,9 @@ class StepSender:
         return copied
 
     def poll_copied(self) -> None:
-        """Receive replies to ``send_copies`` while no step is in flight, without waiting.
+        """Receive replies to ``send_copies`` without waiting. No step may be in flight.
 
-        Other messages of workers are of earlier steps then, and are dropped.
+        Other messages from workers are dropped, because they belong to earlier steps.
         """
         self._local.wait(0)
         while (frame := self._take()) is not None:

@@ -52,7 +52,7 @@ class Row:
         self._end_words = end_words  # the bits of tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
-        self._seen: list[int] = []  # the tokens that the state includes; empty if it is shared
+        self._seen: list[int] = []  # the first ``num_seen`` tokens of the output; empty if shared
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
@@ -148,12 +148,15 @@ class Row:
     def leave_matcher(
         self, sampling: RowSampling, output: list[int]
     ) -> Future[llguidance.LLMatcher] | None:
-        """Return the row's own matcher, as it was compiled, for a request that begins the row with
-        this output; None if the request must not use this matcher.
+        """Return the row's own matcher, in its initial state, for the request that takes the row
+        next; None if that request must not use this matcher.
 
-        A request that waits for its grammar may have to begin its row again. If the grammar was
-        compiled each time, the request might wait for ever. Another request needs other states of
-        the lexer, so it gets a new matcher.
+        A request that waits for its grammar may have to leave the row and return to it. If the
+        grammar was compiled at each return, the request might wait for ever. The matcher keeps the
+        lexer's states, which differ between requests, so only the same request may use it again.
+
+        Args:
+            output: the output of the request that takes the row.
         """
         is_same = self.structure == sampling.structure and self._seen == output[: self.num_seen]
         if self.is_shared or not is_same or self.error:

@@ -96,7 +96,7 @@ class Access:
         """Return the headers of the response to OPTIONS; the caller adds ``cors_headers``.
 
         Args:
-            methods: the methods of the request's path, as in the header Allow.
+            methods: the methods that the request's path supports, as in the header Allow.
 
         Raises:
             ForbiddenError: the browser asks for a page of a site that is not allowed.
