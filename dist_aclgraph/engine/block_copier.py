@@ -30,6 +30,7 @@ from dist_aclgraph.planning.copy_slots import NUM_SLOTS, blocks_per_slot
 logger = logging.getLogger(__name__)
 
 BlockIds = npt.NDArray[np.int64]
+FileName = tuple[bytes, int]
 State = Literal["free", "on device", "in files"]
 
 
@@ -41,7 +42,7 @@ class _Piece:
     index: int  # position among the pieces of the job
     is_load: bool
     block_ids: BlockIds
-    hashes: Sequence[bytes]
+    files: Sequence[FileName]
     num_whole: int = 0  # number of leading blocks that were copied
 
 
@@ -131,19 +132,19 @@ class BlockCopier:
         return bool(self._jobs)
 
     def begin(
-        self, number: int, block_ids: BlockIds, hashes: Sequence[bytes], *, is_load: bool
+        self, number: int, block_ids: BlockIds, files: Sequence[FileName], *, is_load: bool
     ) -> None:
         """Begin a copy job. Later calls of ``advance`` run it.
 
         Args:
             block_ids: [n] int64, at least one.
-            hashes: [n], names of the blocks' files.
+            files: [n], hash of each block, and number of blocks before it in its prompt.
         """
         size = self._blocks_per_slot
         starts = range(0, len(block_ids), size)
         self._jobs[number] = _Job([len(block_ids[i : i + size]) for i in starts])
         self._pieces += (
-            _Piece(number, n, is_load, block_ids[i : i + size], hashes[i : i + size])
+            _Piece(number, n, is_load, block_ids[i : i + size], files[i : i + size])
             for n, i in enumerate(starts)
         )
 
@@ -252,17 +253,17 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of copied leading blocks."""
-        for place, block_hash in enumerate(piece.hashes):
+        for place, (block_hash, depth) in enumerate(piece.files):
             block = slot.blocks[place].data
             if slot.is_void:
                 return place
             if piece.is_load:
-                is_whole = self._tiers.read(block_hash, block, self._sizes)
+                is_whole = self._tiers.read(block_hash, block, self._sizes, depth)
             else:
-                is_whole = self._tiers.write(block_hash, block)
+                is_whole = self._tiers.write(block_hash, block, depth)
             if not is_whole:
                 return place
-        return len(piece.hashes)
+        return len(piece.files)
 
     # ---- the end
 

@@ -60,11 +60,11 @@ class CacheCopier:
                 parts.add(STATES)
             self._jobs[job.number] = _Job(job.is_load, len(checkpoints), parts)
             if BLOCKS in parts:
-                self._begin(self._blocks, job, block_ids, job.hashes)
+                self._begin(self._blocks, job, block_ids, job.hashes, unpack_ints(job.depths))
             if STATES in parts:
                 assert self._states is not None and self._slots is not None
                 slots = self._slots.checkpoints(checkpoints)
-                self._begin(self._states, job, slots, job.state_hashes)
+                self._begin(self._states, job, slots, job.state_hashes, np.zeros_like(slots))
 
     def advance(self) -> list[tuple[int, int]]:
         """Continue all copy jobs; see ``BlockCopier.advance``."""
@@ -93,6 +93,9 @@ class CacheCopier:
                 copier.close()
 
     @staticmethod
-    def _begin(copier: BlockCopier, job: CopyJob, places: IntArray, hashes: bytes) -> None:
+    def _begin(
+        copier: BlockCopier, job: CopyJob, places: IntArray, hashes: bytes, depths: IntArray
+    ) -> None:
         names = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
-        copier.begin(job.number, places.astype(np.int64), names, is_load=job.is_load)
+        files = list(zip(names, depths.tolist(), strict=True))
+        copier.begin(job.number, places.astype(np.int64), files, is_load=job.is_load)

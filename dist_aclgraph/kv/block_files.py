@@ -37,6 +37,9 @@ ABANDONED_S = 60.0  # after this time, the process that wrote an unfinished file
 LOCK_S = 1.0  # maximum wait for the lock of the count
 LOCK_POLL_S = 0.005  # pause between two tries to lock the count
 COPY_BYTES = 1 << 24
+# A block counts as used this many seconds before the previous block of its prompt. This is longer
+# than a block takes to compute.
+BLOCK_AGE_S = 1.0
 MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
 
 Buffers = Sequence[memoryview]
@@ -85,10 +88,13 @@ class BlockFiles:
         except (OSError, struct.error):
             return 0
 
-    def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+    def read(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
         """Read a block into ``buffers``; return False if there is no whole file of this size.
 
         A file with wrong contents is deleted.
+
+        Args:
+            depth: number of blocks before this block in its prompt; see ``_touch``.
         """
         path = self.path_of(block_hash)
         size = sum(map(len, buffers))
@@ -98,7 +104,7 @@ class BlockFiles:
                 if file.readinto(header) != HEADER.size:
                     raise OSError("the header is cut off")
                 _move(os.readv, file.fileno(), buffers)
-                os.utime(file.fileno())  # makes the file the most recently used one
+                _touch(file.fileno(), depth)
         except FileNotFoundError:
             return False
         except OSError as e:
@@ -112,17 +118,21 @@ class BlockFiles:
         self.delete(path)
         return False
 
-    def write(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+    def write(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
         """Write a block; return whether a file of this block exists, or another process writes it.
 
         Returns False if there is no room, if the lock of the count is not free within ``LOCK_S``,
         or if the file system refuses the file.
+
+        Args:
+            depth: number of blocks before this block in its prompt; see ``_touch``.
         """
         size = sum(map(len, buffers))
         with self._new_file(self.path_of(block_hash), HEADER.size + size) as new:
             if new.fd >= 0:
                 header = memoryview(_header(block_hash, size, buffers))
                 _move(os.writev, new.fd, [header, *buffers])
+                _touch(new.fd, depth)
         return new.exists
 
     def copy_from(self, other: BlockFiles, block_hash: BlockHash) -> None:
@@ -133,6 +143,8 @@ class BlockFiles:
                 with self._new_file(self.path_of(block_hash), size) as new:
                     if new.fd >= 0:
                         _copy(source.fileno(), new.fd)
+                        used_ns = os.fstat(source.fileno()).st_mtime_ns
+                        os.utime(new.fd, ns=(used_ns, used_ns))
         except FileNotFoundError:
             pass
 
@@ -289,6 +301,16 @@ def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> N
             moved -= len(left.popleft())
         if moved:
             left[0] = left[0][moved:]
+
+
+def _touch(file: int, depth: int) -> None:
+    """Mark a file as used.
+
+    Later blocks of a prompt count as used earlier, so they are deleted first. A block without the
+    blocks before it cannot be found.
+    """
+    used_s = time.time() - depth * BLOCK_AGE_S
+    os.utime(file, (used_s, used_s))
 
 
 def _copy(source: int, target: int) -> None:

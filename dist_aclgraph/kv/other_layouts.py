@@ -59,22 +59,28 @@ class OtherLayouts:
     def has(self, block_hash: BlockHash) -> bool:
         return any(_have(division, block_hash) for division in self._divisions)
 
-    def read(self, block_hash: BlockHash, buffers: Buffers) -> bool:
+    def read(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
         """Read a block; return False if no division has all files. See ``BlockFiles.read``."""
         for division in self._divisions:
             if _have(division, block_hash) and all(
-                self._read_part(other, files, block_hash, buffers) for other, files in division
+                self._read_part(other, files, block_hash, buffers, depth)
+                for other, files in division
             ):
                 return True
         return False
 
     def _read_part(
-        self, other: HeadPart, files: BlockFiles, block_hash: BlockHash, buffers: Buffers
+        self,
+        other: HeadPart,
+        files: BlockFiles,
+        block_hash: BlockHash,
+        buffers: Buffers,
+        depth: int,
     ) -> bool:
         """Read the heads that both ``other`` and this rank have; return whether that succeeded."""
         ours = self._part
         stored = [bytearray(len(buffer) // ours.size * other.size) for buffer in buffers]
-        if not files.read(block_hash, [memoryview(each) for each in stored]):
+        if not files.read(block_hash, [memoryview(each) for each in stored], depth):
             return False
         first = max(ours.first, other.first)
         end = min(ours.first + ours.size, other.first + other.size)

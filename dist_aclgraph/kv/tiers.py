@@ -165,7 +165,9 @@ class KVTiers:
         found = any(tier.has(block_hash) for tier in self._by_name.values())
         return found or any(other.has(block_hash) for other in self._others)
 
-    def read(self, block_hash: BlockHash, block: memoryview, sizes: Sequence[int]) -> bool:
+    def read(
+        self, block_hash: BlockHash, block: memoryview, sizes: Sequence[int], depth: int = 0
+    ) -> bool:
         """Read a block from the first tier that has it; see ``BlockFiles.read``.
 
         A block that is read from the second tier is also written to the first tier.
@@ -173,19 +175,20 @@ class KVTiers:
         Args:
             block: memory for the contents of all tensors, one after the other.
             sizes: bytes of the block in each tensor.
+            depth: number of blocks before this block in its prompt.
         """
-        if self._first.read(block_hash, [block]):
+        if self._first.read(block_hash, [block], depth):
             return True
-        if self._second is not None and self._second.read(block_hash, [block]):
-            self._first.write(block_hash, [block])
+        if self._second is not None and self._second.read(block_hash, [block], depth):
+            self._first.write(block_hash, [block], depth)
             return True
         starts = accumulate(sizes, initial=0)
         parts = [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        return any(other.read(block_hash, parts) for other in self._others)
+        return any(other.read(block_hash, parts, depth) for other in self._others)
 
-    def write(self, block_hash: BlockHash, block: memoryview) -> bool:
+    def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``."""
-        if not self._first.write(block_hash, [block]):
+        if not self._first.write(block_hash, [block], depth):
             return False
         if self._second is not None:
             # If the disk is too slow, some blocks are not written to it.

@@ -97,7 +97,8 @@ class BlockCopies:
         self._ranks = frozenset(ranks)
         self._num_jobs = 0
         self._running: dict[int, _Copy] = {}
-        self._pending: deque[tuple[int, BlockHash]] = deque()
+        # Block id, hash, and number of blocks before the block in its prompt.
+        self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # decisions since a batch last began
         self._new: list[CopyJob] = []
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
@@ -120,9 +121,12 @@ class BlockCopies:
 
     # ---- from the device to files
 
-    def note_stored(self, block_id: int, block_hash: BlockHash) -> None:
-        """Let a block wait to be written to a file, because it has entered the prefix cache."""
-        self._pending.append((block_id, block_hash))
+    def note_stored(self, request: Request, index: int) -> None:
+        """Let a request's block wait to be written to a file, because it has entered the prefix
+        cache.
+        """
+        block_hash = request.hashes[index]
+        self._pending.append((request.block_ids[index], block_hash, index))
         self._unsaved[block_hash] += 1
         if len(self._pending) > MAX_PENDING:
             self._settle([self._pending.popleft()[1]])
@@ -151,18 +155,20 @@ class BlockCopies:
         self._num_turns = 0
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
+        depths: list[int] = []
         room = self._num_free
         while self._pending and len(block_ids) < room:
-            block_id, block_hash = self._pending.popleft()
+            block_id, block_hash, depth = self._pending.popleft()
             if self._pool.hash_of(block_id) == block_hash and not self._has(block_hash):
                 block_ids.append(block_id)
                 hashes.append(block_hash)
+                depths.append(depth)
             else:  # the block has left the prefix cache, or its file exists
                 self._settle([block_hash])
         states = self._hold_states()
         if block_ids or states:
             self._pool.share(block_ids)
-            self._begin(block_ids, block_ids, hashes, None, states)
+            self._begin(block_ids, block_ids, hashes, depths, None, states)
 
     def _hold_states(self) -> list[tuple[BlockHash, int]]:
         """Return the waiting checkpoints that are still stored and have no file, and hold them."""
@@ -183,8 +189,9 @@ class BlockCopies:
         """Return how many leading blocks have files, up to the last checkpoint that has a file if
         the model has recurrent state.
 
-        The binary search assumes that no file exists after the first missing file. Otherwise the
-        answer may be wrong. A missing file is then noticed when it is read.
+        The binary search assumes that no file exists after the first missing file: files of later
+        blocks are deleted first (``block_files``). If that is wrong, the answer may be wrong, and a
+        missing file is noticed when it is read.
         """
         count = bisect_left(range(len(hashes)), True, key=lambda i: not self._has(hashes[i]))
         if self._has_state is None:
@@ -204,7 +211,8 @@ class BlockCopies:
             states.append((hashes[-1], checkpoint))
         self._pool.share(shared)
         block_ids = self._pool.allocate(len(hashes))
-        self._begin([*shared, *block_ids], block_ids, hashes, request, states)
+        held = [*shared, *block_ids]
+        self._begin(held, block_ids, hashes, range(len(shared), len(held)), request, states)
         return True
 
     # ---- both
@@ -229,6 +237,7 @@ class BlockCopies:
         held: Sequence[int],
         block_ids: Sequence[int],
         hashes: Sequence[BlockHash],
+        depths: Sequence[int],
         request: Request | None,
         states: Sequence[tuple[BlockHash, int]],
     ) -> None:
@@ -242,6 +251,7 @@ class BlockCopies:
                 request is not None,
                 pack_ints(block_ids),
                 b"".join(hashes),
+                pack_ints(depths),
                 pack_ints([checkpoint for _, checkpoint in states]),
                 b"".join(block_hash for block_hash, _ in states),
             )

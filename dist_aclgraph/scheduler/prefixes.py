@@ -88,7 +88,7 @@ class Prefixes:
                 for full in range(int(rows.next_full[index]) // size - 1, num_full):
                     store_block(self._pool, request, full, request.block_ids[full])
                     if self._copies is not None:
-                        self._copies.note_stored(request.block_ids[full], request.hashes[full])
+                        self._copies.note_stored(request, full)
             rows.next_full[index] = (num_full + 1) * size
 
     def begin_checkpoints(

@@ -14,6 +14,7 @@ class CopyJob(msgspec.Struct, frozen=True):
     is_load: bool  # whether files are read
     block_ids: bytes  # int32 [n]
     hashes: bytes  # [n, HASH_BYTES], names of the blocks' files
+    depths: bytes  # int32 [n], number of blocks before each block in its prompt
     checkpoints: bytes = b""  # int32 [k]
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
 

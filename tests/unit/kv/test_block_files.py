@@ -100,6 +100,18 @@ def test_the_blocks_that_were_not_used_for_the_longest_time_are_deleted(files: B
     assert [number for number in range(11) if not files.has(name(number))] == [1]
 
 
+def test_later_blocks_of_a_prompt_are_deleted_first(files: BlockFiles) -> None:
+    for number in range(10):
+        assert files.write(name(number), contents(number), depth=number)
+    assert files.write(name(20), contents(20))
+    assert [number for number in range(10) if not files.has(name(number))] == [9]
+    for number in range(9):  # a read of the whole prompt keeps the order
+        assert files.read(name(number), room(), depth=number)
+    assert files.write(name(21), contents(21))
+    assert files.write(name(22), contents(22))
+    assert [number for number in range(9) if not files.has(name(number))] == [7, 8]
+
+
 def test_a_block_that_was_used_after_the_survey_is_kept(files: BlockFiles) -> None:
     for number in range(10):
         files.write(name(number), contents(number))
@@ -174,6 +186,8 @@ def test_a_file_is_copied_from_another_folder(files: BlockFiles, tmp_path: Path)
     files.write(name(5), contents(5))
     disk.copy_from(files, name(5))
     disk.copy_from(files, name(6))
+    times = [each.path_of(name(5)).stat().st_mtime_ns for each in (files, disk)]
+    assert times[0] == times[1]
     buffers = room()
     assert disk.read(name(5), buffers) and b"".join(buffers) == bytes([5]) * BLOCK
     assert not disk.has(name(6)) and disk.num_bytes() == FILE

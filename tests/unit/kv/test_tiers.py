@@ -126,7 +126,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
     config = configure(tmp_path)
     host_root(config).mkdir(mode=0o700)
     host_root(config).chmod(0o770)
-    with pytest.raises(ConfigError, match="changed by other users"):
+    with pytest.raises(ConfigError, match="other users can write"):
         KVTiers.open(config, CachePlace())
 
 
