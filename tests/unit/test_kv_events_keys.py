@@ -46,7 +46,7 @@ def test_loopback_needs_no_word(host: str) -> None:
         ({"host": "localhost"}, "must be an address"),
         ({"ports": "5557"}, "kv.events.ports"),
         ({"ports": "9-8", "replay_ports": None}, "must be FIRST-LAST"),
-        ({"ports": "5000-5001"}, "ports has 2 ports and replay_ports 64"),
+        ({"ports": "5000-5001"}, "ports has 2 ports and replay_ports has 64"),
         ({"ports": "5000-5001", "replay_ports": "5001-5002"}, "ports in common"),
         ({"ports": "5000-5001", "replay_ports": "4999-5000"}, "ports in common"),
     ],
