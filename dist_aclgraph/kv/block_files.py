@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import struct
 import time
 import zlib
@@ -31,8 +32,8 @@ HEADER = struct.Struct("<8sIQ16s")
 MAGIC = b"DAGKV\0\0\1"
 COUNT = struct.Struct("<Q")
 COUNT_FILE = "bytes.count"
-LOCK_SUFFIX = ".lock"  # suffix of lock files, which contain no block
 UNFINISHED = ".part"  # suffix of a file that is being written
+OWN_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")  # names of blocks; other files are never touched
 ABANDONED_S = 60.0  # after this time, the process that wrote an unfinished file counts as ended
 LOCK_S = 1.0  # maximum wait for the lock of the count
 LOCK_POLL_S = 0.005  # pause between two tries to lock the count
@@ -322,7 +323,7 @@ def _files_below(root: Path) -> Iterator[tuple[float, Path, int]]:
     """Yield the time of last use, the path and the size of each block file, finished or not."""
     for folder, _, names in os.walk(root):
         for name in names:
-            if name == COUNT_FILE or name.endswith(LOCK_SUFFIX):
+            if not OWN_NAME.fullmatch(name):
                 continue
             path = Path(folder, name)
             with suppress(FileNotFoundError):

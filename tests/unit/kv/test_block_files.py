@@ -122,6 +122,18 @@ def test_a_block_that_was_used_after_the_survey_is_kept(files: BlockFiles) -> No
     assert files.has(name(1)) and not files.has(name(2))
 
 
+def test_files_of_others_below_the_root_are_not_deleted(files: BlockFiles, tmp_path: Path) -> None:
+    """The root can be a folder that has other files, too."""
+    for place in ("letter.txt", "model/rank/letter", "photos/1.part"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_bytes(bytes(FILE))
+        os.utime(tmp_path / place, (5, 5))
+    for number in range(12):
+        assert files.write(name(number), contents(number))
+    assert sorted(path.name for path in tmp_path.rglob("letter*")) == ["letter", "letter.txt"]
+    assert (tmp_path / "photos" / "1.part").exists()
+
+
 def test_a_block_above_the_limit_is_not_written(tmp_path: Path) -> None:
     files = BlockFiles(tmp_path, tmp_path / "rank", FILE - 1)
     assert not files.write(name(1), contents(1))
