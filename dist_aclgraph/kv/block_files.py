@@ -163,7 +163,7 @@ class BlockFiles:
             yield new
             return
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folder(path.parent)
             # Only one process can create the file; for the other processes, the open call fails.
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
             new.fd = os.open(unfinished, flags, 0o600)
@@ -194,6 +194,15 @@ class BlockFiles:
                 os.close(new.fd)
             if not new.exists:
                 unfinished.unlink(missing_ok=True)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and its parents; only this user may use the ones below the root."""
+        if folder.is_dir():
+            return
+        if folder != self._root:
+            self._make_folder(folder.parent)
+        # With ``parents=True``, mkdir would make the parents with the default mode.
+        folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
 
     def delete(self, path: Path) -> None:
         """Delete a file, and subtract its bytes from the count."""

@@ -193,6 +193,16 @@ def test_a_deleted_folder_is_a_folder_without_blocks(files: BlockFiles, tmp_path
     assert files.write(name(1), contents(1)) and files.has(name(1))
 
 
+def test_nobody_else_may_use_the_folders_below_the_root(files: BlockFiles, tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        assert files.write(name(1), contents(1))
+    finally:
+        os.umask(old)
+    folder = files.path_of(name(1)).parent
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
 def test_a_file_is_copied_from_another_folder(files: BlockFiles, tmp_path: Path) -> None:
     disk = BlockFiles(tmp_path / "disk", tmp_path / "disk" / "rank", 4 * FILE)
     files.write(name(5), contents(5))
