@@ -282,7 +282,9 @@ def _open(root: Path, folder: Path, gib: float, key: str) -> BlockFiles:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status, space = root.stat(), os.statvfs(root)
-        if status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
+        # In /dev/shm, another user can make a link to a folder of this user.
+        is_foreign = root.lstat().st_uid not in (0, os.getuid())
+        if is_foreign or status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
             raise ConfigError(
                 f"other users can write to {root}, and could change answers: let the service's "
                 "user own it (`chown`), and run `chmod go-w` on it"

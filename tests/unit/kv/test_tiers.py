@@ -130,6 +130,26 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
         KVTiers.open(config, CachePlace())
 
 
+def test_a_link_that_another_user_has_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files in the folder behind the link would be deleted, or would be made there."""
+    config, target = configure(tmp_path), tmp_path / "mine"
+    target.mkdir(mode=0o700)
+    host_root(config).symlink_to(target)
+    KVTiers.open(config, CachePlace())  # a link of this user
+    us, lstat = os.getuid(), Path.lstat
+
+    def stranger(path: Path) -> os.stat_result:
+        fields = list(lstat(path))
+        fields[4] = us + 1
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "lstat", stranger)
+    with pytest.raises(ConfigError, match="changed by other users"):
+        KVTiers.open(config, CachePlace())
+
+
 def test_a_folder_in_a_small_file_system_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv\.host_gib is 1e\+06, but the file system"):
         KVTiers.open(configure(tmp_path, host_gib=1e6), CachePlace())
