@@ -148,6 +148,8 @@ class BlockFiles:
                         os.utime(new.fd, ns=(used_ns, used_ns))
         except FileNotFoundError:
             pass
+        except OSError as e:
+            logger.warning("a KV block is not copied: %s", e)
 
     @contextmanager
     def _new_file(self, path: Path, size: int) -> Iterator[_NewFile]:
@@ -273,10 +275,16 @@ class BlockFiles:
         """Lock the count, and yield a list with the count. At the end of the context, the list's
         value is stored.
 
-        Yields None if the lock is not free within ``LOCK_S``; a stopped process may hold it.
+        Yields None if the file cannot be opened, or if the lock is not free within ``LOCK_S``; a
+        stopped process may hold it.
         """
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
-        file = os.open(self._root / COUNT_FILE, flags, 0o600)
+        try:
+            file = os.open(self._root / COUNT_FILE, flags, 0o600)
+        except OSError as e:
+            logger.warning("the bytes of KV copies cannot be counted: %s", e)
+            yield None
+            return
         try:
             if not _lock(file):
                 yield None
@@ -284,7 +292,8 @@ class BlockFiles:
             stored = os.pread(file, COUNT.size, 0)
             count = [COUNT.unpack(stored)[0] if len(stored) == COUNT.size else self._survey()]
             yield count
-            os.pwrite(file, COUNT.pack(max(0, count[0])), 0)
+            with suppress(OSError):  # if the file system is full, a later survey counts again
+                os.pwrite(file, COUNT.pack(max(0, count[0])), 0)
         finally:
             os.close(file)
 

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import queue
 import shutil
@@ -37,6 +38,8 @@ MODEL_CONFIG = "config.json"
 USERS = "users.lock"
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
 OTHERS_WRITE = 0o022  # bits of a mode: the group or all users may write
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,12 @@ class KVTiers:
         assert self._second is not None
         while True:
             block_hash = self._late.get()
-            self._second.copy_from(self._first, block_hash)
-            self._late.task_done()
+            try:
+                self._second.copy_from(self._first, block_hash)
+            except Exception:  # the block is not on disk, and the thread must go on
+                logger.exception("copying a KV block to the disk failed")
+            finally:
+                self._late.task_done()
 
     def flush(self) -> None:
         """Wait until no block waits to be written to the second tier."""

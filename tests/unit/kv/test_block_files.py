@@ -203,6 +203,15 @@ def test_nobody_else_may_use_the_folders_below_the_root(files: BlockFiles, tmp_p
     assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
 
 
+def test_files_that_cannot_be_counted_are_not_written(files: BlockFiles, tmp_path: Path) -> None:
+    disk = BlockFiles(tmp_path / "disk", tmp_path / "disk" / "rank", 4 * FILE)
+    files.write(name(1), contents(1))
+    (tmp_path / "disk" / COUNT_FILE).mkdir(parents=True)
+    assert not disk.write(name(2), contents(2))
+    disk.copy_from(files, name(1))
+    assert not disk.has(name(1)) and list((tmp_path / "disk" / "rank").iterdir()) == []
+
+
 def test_a_file_is_copied_from_another_folder(files: BlockFiles, tmp_path: Path) -> None:
     disk = BlockFiles(tmp_path / "disk", tmp_path / "disk" / "rank", 4 * FILE)
     files.write(name(5), contents(5))

@@ -9,6 +9,7 @@ import pytest
 
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.kv.block_files import BlockFiles
 from dist_aclgraph.kv.tiers import (
     CachePlace,
     HostCopies,
@@ -67,6 +68,24 @@ def test_a_block_on_disk_returns_to_memory_when_it_is_read(tmp_path: Path) -> No
     assert not tiers.path_of(NAME).exists()
     assert tiers.read(NAME, memoryview(bytearray(1)), [1])
     assert tiers.path_of(NAME).exists()
+
+
+def test_a_failure_does_not_end_the_copies_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path, disk=str(tmp_path / "disk"), disk_gib=0.001)
+    tiers, other = KVTiers.open(config, CachePlace()), bytes(16)
+
+    def fail(*arguments: object) -> None:
+        monkeypatch.undo()
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(BlockFiles, "copy_from", fail)
+    for name in (NAME, other):
+        tiers.write(name, [memoryview(b"x")])
+    tiers.flush()
+    disk = configure(tmp_path, host_gib=0, disk=str(tmp_path / "disk"), disk_gib=0.001)
+    assert KVTiers.open(disk, CachePlace()).has(other)
 
 
 @pytest.mark.parametrize(
