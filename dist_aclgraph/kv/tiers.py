@@ -28,7 +28,9 @@ from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.kv.block_files import BlockFiles
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.other_layouts import HeadPart, OtherLayouts
+from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.model_facts import ModelFacts
+from dist_aclgraph.shapes.rope_spec import depends_on_length
 from dist_aclgraph.shapes.weight_files import weight_files
 
 FORMAT = "1"  # version of the contents of a block's file
@@ -266,6 +268,8 @@ def cache_identity(config: Config) -> str:
         "block_size": config.kv.block_size,
         "has_drafts": config.speculative.num_tokens > 0,
     }
+    if depends_on_length(read_model_config(directory, config.model_overrides)):
+        facts["max_model_len"] = config.max_model_len
     text = json.dumps(facts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -12,6 +12,8 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import MAX_CONTEXT, ROPE_ORIGINAL, ModelConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Types whose frequencies depend on the length of the longest possible request.
+BY_LENGTH = ("dynamic", "longrope")
 UNROTATED = "none"  # kind of an embedding that rotates nothing
 
 
@@ -152,6 +154,11 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
                 f"{length} tokens; at most {MAX_CONTEXT}"
             )
     return ContextLengths(length, length)
+
+
+def depends_on_length(config: ModelConfig) -> bool:
+    """Whether the embedding depends on the length of the longest possible request."""
+    return _kind(config.rope) in BY_LENGTH
 
 
 def _rotated_part(config: ModelConfig, usual: float) -> float:

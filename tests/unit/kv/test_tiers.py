@@ -108,6 +108,16 @@ def test_only_equal_contents_have_equal_names(changes: dict, *, is_shared: bool)
     assert (changed == cache_identity(make_config(base))) == is_shared
 
 
+@pytest.mark.parametrize(("kind", "is_shared"), [("dynamic", False), ("linear", True)])
+def test_a_context_length_that_changes_positions_changes_the_name(
+    kind: str, *, is_shared: bool
+) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0}
+    base = {"model": str(MODEL), "model_overrides": {"rope_scaling": scaling}}
+    names = {cache_identity(make_config(base | {"max_model_len": n})) for n in (64, 128)}
+    assert (len(names) == 1) == is_shared
+
+
 def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
     for file in MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
