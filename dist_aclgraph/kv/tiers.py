@@ -19,7 +19,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -40,6 +40,7 @@ MODEL_CONFIG = "config.json"
 USERS = "users.lock"
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
 OTHERS_WRITE = 0o022  # bits of a mode: the group or all users may write
+SAMPLES, SAMPLE_BYTES = 16, 4096  # pieces of a checkpoint's file that its signature contains
 
 logger = logging.getLogger(__name__)
 
@@ -251,8 +252,8 @@ def cache_identity(config: Config) -> str:
     """Return a name that two caches share only if equal tokens have equal contents in both.
 
     The name depends on the model's files, and on all settings that change values or their
-    layout within a block. Of a file, it depends on name, size and time, because reading all weights
-    takes minutes.
+    layout within a block. Of a file, it depends on name, size, time and samples of the contents,
+    because reading all weights takes minutes.
     """
     directory = Path(config.model)
     files = [directory / MODEL_CONFIG]
@@ -260,7 +261,7 @@ def cache_identity(config: Config) -> str:
         files += weight_files(directory)
     facts = {
         "format": FORMAT,
-        "files": [(file.resolve().name, *_size_and_time(file)) for file in files],
+        "files": [(file.resolve().name, *_signature(file)) for file in files],
         "overrides": config.model_overrides,
         "dtype": config.dtype,
         "quantization": config.quantization,
@@ -274,12 +275,28 @@ def cache_identity(config: Config) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _size_and_time(file: Path) -> tuple[int, int]:
+def _signature(file: Path) -> tuple[int, int, str]:
+    """Return size and time of a file, and a hash of some of its contents.
+
+    Tools that pack files often give them all the same time, also the files of different checkpoints
+    with the same shapes.
+    """
     try:
         status = file.stat()
+        return status.st_size, status.st_mtime_ns, _sample(file, status.st_size, status.st_mtime_ns)
     except OSError as e:
         raise ModelError(f"{file} cannot be read: {e.strerror}") from e
-    return status.st_size, status.st_mtime_ns
+
+
+@cache
+def _sample(file: Path, size: int, time_ns: int) -> str:
+    """Return a hash of ``SAMPLES`` pieces of a file, from its beginning to its end."""
+    found = hashlib.blake2b(digest_size=16)
+    with file.open("rb", buffering=0) as opened:
+        for index in range(SAMPLES):
+            start = max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1)
+            found.update(os.pread(opened.fileno(), SAMPLE_BYTES, start))
+    return found.hexdigest()
 
 
 def _files_of(

@@ -130,6 +130,21 @@ def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
         cache_identity(config)
 
 
+def test_other_weights_of_the_same_size_and_time_have_another_name(tmp_path: Path) -> None:
+    """As after the unpacking of archives whose files all have the same time."""
+    names = set()
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        for file in MODEL.iterdir():
+            copy, data = tmp_path / place / file.name, file.read_bytes()
+            if place == "b" and file.suffix == ".safetensors":
+                data = data[: len(data) // 2] + data[len(data) // 2 :][::-1]
+            copy.write_bytes(data)
+            os.utime(copy, (1, 1))
+        names.add(cache_identity(make_config({"model": str(tmp_path / place)})))
+    assert len(names) == 2
+
+
 def test_ranks_with_the_same_heads_share_files() -> None:
     def places(tp: int, num_kv_heads: int, **changes) -> list[str]:
         config = make_config({"model": "m", "parallel": {"tp": tp}, "kv": {"host_gib": 1}})
