@@ -29,7 +29,7 @@ class FakeChannel:
         assert epoch == EPOCH
         self.sent.append((number, jobs))
 
-    def poll_copied(self) -> None:
+    def poll_copied(self, epoch: int) -> None:
         pass
 
     def take_copied(self) -> list[CopiedBlocks]:

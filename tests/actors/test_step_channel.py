@@ -12,8 +12,14 @@ import zmq
 
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
-from dist_aclgraph.errors import EngineDeadError, WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.errors import (
+    DeviceFaultError,
+    EngineDeadError,
+    WorkerLostError,
+    WorkerStartTimeoutError,
+)
 from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.steps.copies import CopiedBlocks
 from dist_aclgraph.steps.step import (
     RankBatch,
     RankPlan,
@@ -280,6 +286,30 @@ def test_a_worker_that_reports_an_error_is_named(
 
     with pytest.raises(WorkerLostError, match="rank 4 in SERVING: no luck"):
         sender.receive(make_plan(), WAIT_S, lambda: None)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_worker_that_fails_while_only_copies_run_is_named(
+    open_channel: Callable[..., Channel], place: Place, *, is_old: bool
+) -> None:
+    def fail(receiver: StepReceiver, rank: int) -> None:
+        while (order := receiver.receive(EPOCH)) is not None:
+            epoch = order.epoch - is_old
+            receiver.send(StepResult(epoch, 7, rank, error="no luck", fault="link"))
+            receiver.send(CopiedBlocks(order.epoch, 1, rank))
+
+    sender = open_channel(place, 1, fail).sender
+    sender.send_copies(EPOCH, 1, [()])
+
+    def is_answered() -> bool:
+        sender.poll_copied(EPOCH)
+        return bool(sender.take_copied())
+
+    if is_old:
+        wait_until(is_answered, "no answer")
+    else:
+        with pytest.raises(DeviceFaultError, match="rank 4 in SERVING: no luck"):
+            wait_until(is_answered, "no answer")
 
 
 def test_a_wait_ends_when_the_caller_says_so(

@@ -47,10 +47,13 @@ class CopyLink:
 
         Args:
             is_idle: whether no step is in flight.
+
+        Raises:
+            WorkerLostError: a worker failed while no step is in flight; names the rank.
         """
         scheduler = self._scheduler
         if is_idle and scheduler.is_copying:
-            self._channel.poll_copied()
+            self._channel.poll_copied(scheduler.epoch)
         now_s = time.monotonic()
         for answer in self._channel.take_copied():
             if answer.epoch != scheduler.epoch:

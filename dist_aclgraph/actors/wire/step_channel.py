@@ -7,7 +7,6 @@ messages of old epochs or steps are dropped.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
@@ -173,15 +172,25 @@ class StepSender:
         copied, self._copied = self._copied, []
         return copied
 
-    def poll_copied(self) -> None:
+    def poll_copied(self, epoch: int) -> None:
         """Receive replies to ``send_copies`` without waiting. No step may be in flight.
 
-        Other messages from workers are dropped, because they belong to earlier steps.
+        Messages about earlier steps or earlier epochs are dropped.
+
+        Raises:
+            WorkerLostError: a worker failed; names the rank.
         """
         self._local.wait(0)
         while (frame := self._take()) is not None:
-            with contextlib.suppress(NotAMessageError):
-                self._keep_copied(read_frame(from_worker_decoder, frame))
+            try:
+                message = read_frame(from_worker_decoder, frame)
+            except NotAMessageError as e:
+                logger.debug("dropped: %s", e)
+                continue
+            if self._keep_copied(message) or not isinstance(message, StepResult):
+                continue
+            if message.error and message.epoch == epoch and 0 <= message.rank < self.num_workers:
+                raise self._failure(message)
 
     def _keep_copied(self, message: FromWorker) -> bool:
         """Keep a reply to ``send_copies`` for ``take_copied``; return whether it is one."""
