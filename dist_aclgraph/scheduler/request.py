@@ -134,6 +134,11 @@ class Request:
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
     @property
+    def has_output(self) -> bool:
+        """Whether the request came with output, because another group has begun it."""
+        return self.prompt_end < self.num_prompt_tokens
+
+    @property
     def order(self) -> tuple[int, int]:
         """The order of service: by deadline; if deadlines are equal, by arrival."""
         return self.deadline, self.arrival

@@ -181,6 +181,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Add a request to the queue, in the order of deadlines.
 
+        A request that another group has begun is never refused because of the queue's length.
+
         Raises:
             RequestTooLongError: the request is too long for the model's context or the KV cache.
             QueueFullError: too many requests are waiting.
@@ -197,7 +199,7 @@ class Scheduler:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
         # Requests that will have a row in the next step do not count as waiting.
         num_waiting = self._num_waiting - sum(rank.num_free_rows for rank in self.ranks)
-        if num_waiting >= self.config.max_waiting:
+        if num_waiting >= self.config.max_waiting and not request.has_output:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting, the limit is scheduler.max_waiting"
             )

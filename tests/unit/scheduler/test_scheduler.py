@@ -302,6 +302,15 @@ def test_a_full_queue_refuses() -> None:
         scheduler.add(make_request("one too many"))
 
 
+def test_a_full_queue_takes_a_request_that_another_group_has_begun() -> None:
+    scheduler = make_scheduler(max_waiting=1)
+    for index in range(scheduler.config.max_num_seqs + 1):
+        scheduler.add(make_request(str(index)))
+    begun = submit("begun", [1, 2, 3], SamplingParams(max_tokens=4), output=[4])
+    scheduler.add(begun)
+    assert begun in scheduler.waiting
+
+
 def test_ids_are_unique_and_prompts_not_empty() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a"))
