@@ -270,7 +270,7 @@ class RankScheduler:
         request.block_ids = [*shared, *allocated]
         cached = len(shared) * size
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = min(cached, request.num_prompt_tokens)
+            request.num_cached_tokens = 0 if request.has_output else cached
         request.prompt_logprobs = []
         builder.started.append(request.start(self.index, self._take_row(request)))
         for checkpoint in self.prefixes.checkpoint_after(request, shared):

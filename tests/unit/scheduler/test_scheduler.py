@@ -311,6 +311,21 @@ def test_a_full_queue_takes_a_request_that_another_group_has_begun() -> None:
     assert begun in scheduler.waiting
 
 
+@pytest.mark.parametrize(("output", "num_cached"), [([], 16), ([3], 0)])
+def test_cached_tokens_are_counted_where_a_request_begins(
+    output: list[int], num_cached: int
+) -> None:
+    """The blocks that another group has computed for this request are not blocks of others."""
+    scheduler, params = make_scheduler(), SamplingParams(max_tokens=2)
+    scheduler.add(submit("first", range(17), params))
+    scheduler.schedule()
+    run(scheduler, 5)
+    request = submit("second", range(17), params, output=output)
+    scheduler.add(request)
+    scheduler.schedule()
+    assert scheduler.num_cached_tokens == 16 and request.num_cached_tokens == num_cached
+
+
 def test_ids_are_unique_and_prompts_not_empty() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a"))
