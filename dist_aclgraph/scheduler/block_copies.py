@@ -101,6 +101,9 @@ class BlockCopies:
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # decisions since a batch last began
         self._new: list[CopyJob] = []
+        # Blocks and states that a rank could not read, the oldest first.
+        self._missed: dict[BlockHash, None] = {}
+        self._missed_states: dict[BlockHash, None] = {}
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
         self.counts = CopyCounts()
 
@@ -159,7 +162,9 @@ class BlockCopies:
         room = self._num_free
         while self._pending and len(block_ids) < room:
             block_id, block_hash, depth = self._pending.popleft()
-            if self._pool.hash_of(block_id) == block_hash and not self._has(block_hash):
+            has_file = self._has(block_hash) and block_hash not in self._missed
+            if self._pool.hash_of(block_id) == block_hash and not has_file:
+                self._missed.pop(block_hash, None)
                 block_ids.append(block_id)
                 hashes.append(block_hash)
                 depths.append(depth)
@@ -177,7 +182,9 @@ class BlockCopies:
         while self._pending_states:
             assert checkpoints is not None and self._has_state is not None
             block_hash = self._pending_states.popleft()
-            if not self._has_state(block_hash):
+            has_file = self._has_state(block_hash) and block_hash not in self._missed_states
+            if not has_file:
+                self._missed_states.pop(block_hash, None)
                 checkpoint = checkpoints.hold(block_hash)
                 if checkpoint is not None:
                     states.append((block_hash, checkpoint))
@@ -191,8 +198,11 @@ class BlockCopies:
 
         The binary search assumes that no file exists after the first missing file: files of later
         blocks are deleted first (``block_files``). If that is wrong, the answer may be wrong, and a
-        missing file is noticed when it is read.
+        missing file is noticed when it is read. The first file is always looked up: while the
+        device's cache has a prefix, its files are not used, so they can be the oldest ones.
         """
+        if not hashes or not self._has(hashes[0]):
+            return 0
         count = bisect_left(range(len(hashes)), True, key=lambda i: not self._has(hashes[i]))
         if self._has_state is None:
             return count
@@ -280,6 +290,9 @@ class BlockCopies:
         else:
             self.counts.loaded += count
             self.counts.missed += total - count
+            _add(self._missed, copy.hashes[count:])
+            if count < total:
+                _add(self._missed_states, [block_hash for block_hash, _ in copy.states])
             first = len(copy.held) - total
             for index, block_id in enumerate(copy.block_ids[:count], first):
                 store_block(self._pool, copy.request, index, block_id)
@@ -318,3 +331,10 @@ class BlockCopies:
         self._unsaved.clear()
         self._new.clear()
         return requests
+
+
+def _add(missed: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:
+    """Add blocks that are written again, though some ranks have their files."""
+    missed |= dict.fromkeys(hashes)
+    while len(missed) > MAX_PENDING:
+        del missed[next(iter(missed))]

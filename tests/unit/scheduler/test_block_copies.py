@@ -1,0 +1,91 @@
+"""Which blocks are written to files, and which are read: decisions without a device or files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import Checkpoints
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.routing import block_hashes
+from dist_aclgraph.steps.copies import CopyJob
+from tests.unit.scheduler.requests import submit
+
+BLOCK, NUM_FULL = 4, 5
+
+
+class World:
+    """Blocks of one request, and the hashes that the first rank's folder has."""
+
+    def __init__(self, num_blocks: int = 64, ranks: Sequence[int] = (0,), **options: Any) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK, **options)
+        self.files: set[bytes] = set()
+        self.copies = BlockCopies(self.pool, self.files.__contains__, ranks)
+        self.request = submit("a", range(BLOCK * NUM_FULL + 1), SamplingParams())
+        self.hashes = block_hashes(self.request.tokens.tobytes(), "", BLOCK)
+        self.request.hashes = list(self.hashes)
+
+    def compute(self) -> list[int]:
+        """Store all blocks of the request, as if it had computed them."""
+        block_ids = self.pool.allocate(NUM_FULL)
+        for block_id, block_hash in zip(block_ids, self.hashes, strict=True):
+            self.pool.store(block_id, block_hash)
+            self.copies.note_stored(block_id, block_hash)
+        return block_ids
+
+    def begin(self) -> list[CopyJob]:
+        return list(self.copies.take_jobs(is_idle=True))
+
+
+def test_nothing_is_read_if_the_first_block_has_no_file() -> None:
+    """Files of a prefix that the device's cache has are not used, and can be the oldest ones."""
+    world = World()
+    world.files.update(world.hashes[1:])
+    assert world.copies.find(world.hashes) == 0
+    world.files.update(world.hashes[:1])
+    assert world.copies.find(world.hashes) == NUM_FULL
+    world.files.difference_update(world.hashes[3:])
+    assert world.copies.find(world.hashes) == 3
+    assert world.copies.find([]) == 0
+
+
+def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
+    """Its file can be deleted on another rank only, and files are looked up on the first rank."""
+    world = World(ranks=(0, 1))
+    world.files.update(world.hashes)
+    request: Request = world.request
+    assert world.copies.load(request, [], world.hashes)
+    (job,) = world.begin()
+    assert world.copies.end(job.number, 0, NUM_FULL) is None
+    assert world.copies.end(job.number, 1, 2) is request
+    world.pool.allocate(world.pool.num_free)  # other requests evict the blocks
+    world.pool.free(list(range(1, NUM_FULL + 1)))
+    world.compute()
+    (job,) = world.begin()
+    assert not job.is_load and job.hashes == b"".join(world.hashes[2:])
+    for rank in (0, 1):
+        world.copies.end(job.number, rank, len(unpack_ints(job.block_ids)))
+    world.copies.note_stored(1, world.hashes[2])
+    assert world.begin() == [], "all ranks have the file now"
+
+
+def test_a_state_that_a_rank_could_not_read_is_written_again() -> None:
+    world = World(checkpoints=Checkpoints(2, 1))
+    last, checkpoints = world.hashes[-1], world.pool.checkpoints
+    copies = BlockCopies(
+        world.pool, world.files.__contains__, (0, 1), has_state=world.files.__contains__
+    )
+    world.files.update(world.hashes)
+    assert checkpoints is not None and copies.load(world.request, [], world.hashes)
+    (job,) = copies.take_jobs(is_idle=True)
+    for rank, count in enumerate((NUM_FULL, 0)):
+        copies.end(job.number, rank, count)
+    checkpoints.begin(last)
+    checkpoints.store(last)
+    copies.note_checkpoint(last)
+    (job,) = copies.take_jobs(is_idle=True)
+    assert job.state_hashes == last and not job.is_load
