@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,13 @@ import pytest
 
 from dist_aclgraph.actors.client.request_table import RequestTable
 from dist_aclgraph.actors.client.token_log import OpenRequest
+from dist_aclgraph.actors.controller import serving_groups
+from dist_aclgraph.actors.controller.group_state import GroupState
+from dist_aclgraph.actors.controller.serving_groups import ServingGroups
 from dist_aclgraph.actors.engine.hand_overs import HandOvers
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.wire.messages import Deltas, Submit
+from dist_aclgraph.config import make_config
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.outputs import StepOutputs
@@ -193,3 +198,32 @@ def test_the_end_of_a_request_waits_for_its_copies() -> None:
     (delta,) = deltas.each({0: "a"})
     assert to is link and delta == RequestDelta("a", finish_reason="length")
     assert len(hand_overs) == 0 and not recipients.has("a")
+
+
+@dataclass(eq=False)
+class FakeGroup:
+    prefills: bool
+    state: GroupState = GroupState.SERVING
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_roll_leaves_as_many_prefill_groups_as_before(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new group starts before the group that it replaces has drained."""
+    config = make_config(
+        {"model": "m", "kv": {"host_gib": 1}, "parallel": {"dp": 3, "prefill_groups": 1}}
+    )
+    groups: Any = object.__new__(ServingGroups)
+    groups.groups, groups._leaving = [FakeGroup(i == place) for i in range(3)], None
+    monkeypatch.setattr(serving_groups, "bundles_of_groups", lambda *arguments: None)
+    monkeypatch.setattr(serving_groups.placement, "has_room", lambda *arguments: True)
+    monkeypatch.setattr(
+        groups,
+        "_add",
+        lambda planner, count: groups.groups.append(FakeGroup(groups._lacks_prefill(config, []))),
+    )
+    monkeypatch.setattr(groups, "_drain", lambda left: groups.groups.remove(left[0]))
+    for group in list(groups.groups):
+        groups._replace(group, SimpleNamespace(config=config))
+    assert sum(group.prefills for group in groups.groups) == 1

@@ -110,6 +110,7 @@ class ServingGroups:
         self._version = term.first_version
         self._next_number = term.first_group
         self._num_ranks = 0
+        self._leaving: LockstepGroup | None = None  # the group that a new one replaces in a roll
         self.groups: list[LockstepGroup] = []
         self.starting: list[LockstepGroup] = []
         self.num_wanted = term.num_groups or len(planner.layout.lockstep_groups)
@@ -172,8 +173,7 @@ class ServingGroups:
         self.max_model_len = self.max_model_len or longest
         for group in new:
             group.number, self._next_number = self._next_number, self._next_number + 1
-            serving = [each for each in (*self.taking, *new) if each.prefills]
-            group.prefills = len(serving) < group.planner.config.parallel.prefill_groups
+            group.prefills = self._lacks_prefill(group.planner.config, new)
         side_by_side(self._open, new)
         for group in new:
             group.enter(GroupState.SERVING)
@@ -186,6 +186,11 @@ class ServingGroups:
         for scope in scopes:
             self.traffic.add(scope)
         self._publish()
+
+    def _lacks_prefill(self, config: Config, new: Sequence[LockstepGroup]) -> bool:
+        """Whether too few groups compute prompts, without the group that is being replaced."""
+        stay = [each for each in (*self.taking, *new) if each is not self._leaving]
+        return sum(each.prefills for each in stay) < config.parallel.prefill_groups
 
     def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
         """Change the number of groups that accept requests; remove lost groups.
@@ -303,7 +308,11 @@ class ServingGroups:
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
         request = bundles_of_groups(planner.config, 1)
         if placement.has_room(request, 1):
-            self._add(planner, 1)
+            self._leaving = group
+            try:
+                self._add(planner, 1)
+            finally:
+                self._leaving = None
             self._drain([group])
         elif len(self.taking) > 1:
             self._drain([group])
