@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from dist_aclgraph.actors.client.request_table import RequestTable
 from dist_aclgraph.actors.client.token_log import OpenRequest
@@ -197,7 +198,26 @@ def test_the_end_of_a_request_waits_for_its_copies() -> None:
     ((to, deltas),) = hand_overs.take_ready()
     (delta,) = deltas.each({0: "a"})
     assert to is link and delta == RequestDelta("a", finish_reason="length")
-    assert len(hand_overs) == 0 and not recipients.has("a")
+    assert len(hand_overs) == 0 and not recipients.find("a")
+
+
+def test_a_later_request_with_the_same_id_is_not_ended() -> None:
+    """A client can lose its link to a group, and submit the same request again."""
+    scheduler, recipients, link = FakeScheduler(), Recipients(), object()
+    hand_overs = HandOvers(scheduler, recipients)  # type: ignore[arg-type]
+    request = submit("a", [1, 2], SamplingParams(max_tokens=1))
+    request.hands_over = True
+    request.key = recipients.add("a", link, 0)  # type: ignore[arg-type]
+    outputs = StepOutputs(
+        [request], np.array([request.key], np.int32), np.array([5], np.int32), None
+    )
+    list(recipients.hand_out(hand_overs.keep(replace(outputs, finish_reasons={0: "length"}))))
+    recipients.remove("a")
+    list(recipients.hand_out(StepOutputs()))
+    recipients.add("a", link, 1)  # type: ignore[arg-type]
+    scheduler.has_ended = True
+    assert list(hand_overs.take_ready()) == [] and recipients.find("a") == (link, 1)
+    assert len(hand_overs) == 0
 
 
 @dataclass(eq=False)

@@ -26,7 +26,8 @@ class HandOvers:
     def __init__(self, scheduler: Scheduler, recipients: Recipients) -> None:
         self._scheduler = scheduler
         self._recipients = recipients
-        self._waiting: list[Request] = []
+        # Requests with their clients, because a later request can have the same id.
+        self._waiting: list[tuple[Request, tuple[ClientLink, int] | None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -42,16 +43,20 @@ class HandOvers:
         }
         if not kept:
             return outputs
-        self._waiting += (outputs.requests[index] for index in kept)
+        requests = [outputs.requests[index] for index in kept]
+        self._waiting += ((each, self._recipients.find(each.request_id)) for each in requests)
         reasons = {i: reason for i, reason in outputs.finish_reasons.items() if i not in kept}
         return replace(outputs, finish_reasons=reasons)
 
     def take_ready(self) -> Iterator[tuple[ClientLink, StepDeltas]]:
         """Yield the delayed ends of requests whose blocks are written, with the clients' links."""
-        ready = [each for each in self._waiting if self._scheduler.has_ended_copies(each)]
-        self._waiting = [each for each in self._waiting if each not in ready]
-        for request in ready:
-            if self._recipients.has(request.request_id):  # else the client has left or aborted
-                link, number = self._recipients.pop(request.request_id)
-                note = Note(0, finish_reason="length")
-                yield link, StepDeltas(pack_ints([number]), ends=pack_ints([0]), notes=(note,))
+        waiting, self._waiting = self._waiting, []
+        for request, client in waiting:
+            if client is None or self._recipients.find(request.request_id) != client:
+                continue  # the client has left, or has aborted the request
+            if not self._scheduler.has_ended_copies(request):
+                self._waiting.append((request, client))
+                continue
+            link, number = self._recipients.pop(request.request_id)
+            note = Note(0, finish_reason="length")
+            yield link, StepDeltas(pack_ints([number]), ends=pack_ints([0]), notes=(note,))

@@ -46,9 +46,12 @@ class Recipients:
         key = self._key_of.get(request_id)
         return key is not None and self._links[self._link_of[key]] is link
 
-    def has(self, request_id: str) -> bool:
-        """Whether a client waits for the request."""
-        return request_id in self._key_of
+    def find(self, request_id: str) -> tuple[ClientLink, int] | None:
+        """Return the link of the client that waits for a request, and the number that the client
+        gave to the request; None if nobody waits for it.
+        """
+        key = self._key_of.get(request_id)
+        return None if key is None else (self._links[self._link_of[key]], int(self._number_of[key]))
 
     def remove(self, request_id: str) -> None:
         key = self._key_of.pop(request_id)
@@ -57,10 +60,10 @@ class Recipients:
 
     def pop(self, request_id: str) -> tuple[ClientLink, int]:
         """Remove a request; return its link, and the number that the client gave to it."""
-        key = self._key_of[request_id]
-        link, number = self._links[self._link_of[key]], int(self._number_of[key])
+        found = self.find(request_id)
+        assert found is not None, "each request has a client"
         self.remove(request_id)
-        return link, number
+        return found
 
     def remove_link(self, link: ClientLink) -> list[str]:
         """Remove a link, and return the ids of its requests."""
