@@ -235,10 +235,22 @@ class HostCopies:
 
     def __init__(self, config: Config) -> None:
         self._folder = host_root(config) / cache_identity(config)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = self._enter()
+        # The last group before this one may delete the folder meanwhile.
+        while os.fstat(self._lock).st_nlink == 0:
+            os.close(self._lock)
+            self._lock = self._enter()
+
+    def _enter(self) -> int:
+        """Make the folder, and share the lock of its users; return the lock's file."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
-        self._lock = os.open(self._folder / USERS, flags, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        while True:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                lock = os.open(self._folder / USERS, flags, 0o600)
+                break
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        return lock
 
     def leave(self) -> None:
         """Delete the copies if no other group uses them."""

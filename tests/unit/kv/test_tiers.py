@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,28 @@ def test_the_last_group_of_a_node_deletes_the_copies_in_memory(tmp_path: Path) -
     first.leave()
     assert KVTiers.open(config, CachePlace()).has(NAME)
     second.leave()
+    assert not KVTiers.open(config, CachePlace()).has(NAME)
+
+
+@pytest.mark.parametrize("call", ["open", "flock"])
+def test_a_group_can_start_while_the_last_other_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    config = configure(tmp_path)
+    last, module = HostCopies(config), os if call == "open" else fcntl
+    real = getattr(module, call)
+
+    def end_first(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        last.leave()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, call, end_first)
+    group, other = HostCopies(config), HostCopies(config)
+    KVTiers.open(config, CachePlace()).write(NAME, [memoryview(b"x")])
+    other.leave()
+    assert KVTiers.open(config, CachePlace()).has(NAME), "the first group still uses the files"
+    group.leave()
     assert not KVTiers.open(config, CachePlace()).has(NAME)
 
 
