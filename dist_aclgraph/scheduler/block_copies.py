@@ -101,9 +101,11 @@ class BlockCopies:
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # decisions since a batch last began
         self._new: list[CopyJob] = []
-        # Blocks and states that a rank could not read, the oldest first.
+        # Blocks and states that a rank could not read, the oldest first. After they are computed,
+        # they are written again, though some ranks have their files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
+        self._condemned: dict[BlockHash, None] = {}  # blocks whose files are not read
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
         self.counts = CopyCounts()
 
@@ -201,13 +203,20 @@ class BlockCopies:
         missing file is noticed when it is read. The first file is always looked up: while the
         device's cache has a prefix, its files are not used, so they can be the oldest ones.
         """
-        if not hashes or not self._has(hashes[0]):
+        if not hashes or not self._may_read(hashes[0]):
             return 0
-        count = bisect_left(range(len(hashes)), True, key=lambda i: not self._has(hashes[i]))
+        count = bisect_left(range(len(hashes)), True, key=lambda i: not self._may_read(hashes[i]))
         if self._has_state is None:
             return count
         ends = (n for n in range(count, 0, -1) if self._has_state(hashes[n - 1]))
         return next(ends, 0)
+
+    def _may_read(self, block_hash: BlockHash) -> bool:
+        return block_hash not in self._condemned and self._has(block_hash)
+
+    def condemn(self, hashes: Sequence[BlockHash]) -> None:
+        """Read no files of these blocks any longer, because they might contain NaN."""
+        _add(self._condemned, hashes)
 
     def load(self, request: Request, shared: Sequence[int], hashes: Sequence[BlockHash]) -> bool:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
@@ -333,8 +342,8 @@ class BlockCopies:
         return requests
 
 
-def _add(missed: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:
-    """Add blocks that are written again, though some ranks have their files."""
-    missed |= dict.fromkeys(hashes)
-    while len(missed) > MAX_PENDING:
-        del missed[next(iter(missed))]
+def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:
+    """Add hashes to ``known``; if there are too many, forget the oldest ones."""
+    known |= dict.fromkeys(hashes)
+    while len(known) > MAX_PENDING:
+        del known[next(iter(known))]

@@ -431,6 +431,8 @@ class RankScheduler:
         found = [self.rows.requests[place] for place in places[places >= 0].tolist()]
         for request in found:
             self.pool.condemn(request.block_ids)
+            if self.copies is not None:
+                self.copies.condemn(request.hashes)
         if found:
             self._release(found)
         return found

@@ -167,3 +167,18 @@ def test_a_suspect_request_runs_in_clean_blocks_that_it_shares_with_nobody() -> 
 
     assert len(cleaned - {0}) == 1, "the block that its output needed"
     assert pool.num_cached == 1
+
+
+def test_files_of_blocks_that_might_contain_nan_are_not_read() -> None:
+    """A block can be written to a file before the request's first logits show the NaN."""
+    files: set[bytes] = set()
+    scheduler = make_scheduler(has_file=files.__contains__)
+    request = make_request("first", 33, max_tokens=1)
+    scheduler.add(request)
+    scheduler.schedule()
+    run(scheduler, 0, non_finite=pack_ints([0]))
+    scheduler.schedule()
+    run(scheduler, 5)
+    files.update(request.hashes)
+    scheduler.add(make_request("second", 33))
+    assert scheduler.schedule() is not None and not scheduler.is_copying
