@@ -122,7 +122,10 @@ class BlockCopies:
     def _num_free(self) -> int:
         """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
-        return max(1, int(self._pool.num_usable * MAX_HELD)) - held
+        limit = int(self._pool.num_usable * MAX_HELD)
+        if self._pool.counts_shared:  # else blocks of running requests cost nothing
+            limit = min(limit, held + self._pool.num_free)
+        return max(1, limit) - held
 
     # ---- from the device to files
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
@@ -89,3 +91,19 @@ def test_a_state_that_a_rank_could_not_read_is_written_again() -> None:
     copies.note_checkpoint(last)
     (job,) = copies.take_jobs(is_idle=True)
     assert job.state_hashes == last and not job.is_load
+
+
+@pytest.mark.parametrize(("counts_shared", "num_begun"), [(False, NUM_FULL), (True, 1)])
+def test_copies_take_no_blocks_from_requests_where_shared_blocks_count(
+    num_begun: int, *, counts_shared: bool
+) -> None:
+    world = World(8 * NUM_FULL + 1, counts_shared=counts_shared)
+    world.pool.allocate(7 * NUM_FULL)
+    world.compute()
+    (job,) = world.begin()
+    assert len(unpack_ints(job.block_ids)) == num_begun
+    if counts_shared:
+        world.copies.end(job.number, 0, 1)
+        world.pool.free([1, 2, 3])
+        (job,) = world.begin()
+        assert len(unpack_ints(job.block_ids)) == 3
