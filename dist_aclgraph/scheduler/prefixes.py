@@ -32,9 +32,7 @@ class Prefixes:
         The last token is never matched, because it must be computed: its logits choose the next
         token.
         """
-        if not self._pool.prefix_cache or request.is_suspect:
-            return []
-        if request.sampling.prompt_logprobs >= 0:  # cached tokens have no logits
+        if not self._may_share(request):
             return []
         count = (len(request.tokens) - 1) // self._pool.block_size
         self._hash_blocks(request, count)
@@ -42,6 +40,11 @@ class Prefixes:
         if self._pool.checkpoints is None:
             return found
         return found[: self._pool.checkpoints.longest(request.hashes[: len(found)])]
+
+    def _may_share(self, request: Request) -> bool:
+        """Whether a request may start with blocks that another request has computed."""
+        needs_logits = request.sampling.prompt_logprobs >= 0  # cached tokens have none
+        return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:
         """Begin to read the blocks after ``shared`` from files; return whether a copy job begins.
@@ -52,7 +55,7 @@ class Prefixes:
         copies, pool = self._copies, self._pool
         # The next step cleans dirty blocks. If a block was read before it is cleaned, its contents
         # would be lost.
-        if copies is None or request.has_looked or pool.has_dirty or request.is_suspect:
+        if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
         if missing > pool.num_free_without(shared):

@@ -14,6 +14,7 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.routing import block_hashes
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs, StepPlan, StepResult
@@ -324,6 +325,15 @@ def test_cached_tokens_are_counted_where_a_request_begins(
     scheduler.add(request)
     scheduler.schedule()
     assert scheduler.num_cached_tokens == 16 and request.num_cached_tokens == num_cached
+
+
+def test_a_request_that_shares_no_blocks_reads_none_from_files() -> None:
+    """Its hashes are known after a preemption, because others may share its blocks."""
+    scheduler = make_scheduler(has_file=lambda block_hash: True)
+    request = make_request("a", 33, prompt_logprobs=0)
+    request.hashes = block_hashes(request.tokens.tobytes(), "", 16)
+    scheduler.add(request)
+    assert scheduler.schedule() is not None and not scheduler.is_copying
 
 
 def test_ids_are_unique_and_prompts_not_empty() -> None:
