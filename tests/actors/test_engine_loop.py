@@ -14,8 +14,9 @@ import pytest
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.engine.engine_loop import MEAN_FROM
 from dist_aclgraph.actors.wire.messages import Deltas, encoder
-from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.errors import DeviceFaultError, EngineDeadError
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.topology import GroupRank
 from tests.actors.leftovers import wait_until
@@ -237,6 +238,31 @@ def test_a_group_that_comes_back_goes_on_with_every_token(tmp_path: Path) -> Non
     assert client.num_resumed == 0
     client.close()
     group.close()
+
+
+class FailingCopies:
+    """Copies in which a device fails as soon as no step runs, but tokens are not delivered yet."""
+
+    is_busy = has_failed = False
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def turn(self, *, is_idle: bool) -> None:
+        if is_idle and self._scheduler.step and not self.has_failed:
+            self.has_failed = True
+            raise DeviceFaultError("a link is gone", 0, "SERVING", "link")
+
+    def reset(self) -> None:
+        pass
+
+
+def test_a_fault_during_copies_loses_no_tokens(group: Group, client: EngineClient) -> None:
+    copies: Any = FailingCopies(group.scheduler)
+    group.loop._copies = copies
+    assert_serves(client)
+    assert_serves(client, "later")
+    assert copies.has_failed
 
 
 def test_clients_learn_of_a_group_that_takes_long_to_come_back(tmp_path: Path) -> None:

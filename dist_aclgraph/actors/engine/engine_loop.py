@@ -287,11 +287,11 @@ class EngineLoop:
                 request.admitted_s = scheduled_s
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
+        self._deliver(outputs)  # before the copies, in which a worker can fail
         wait_s = IDLE_S
         if self._copies is not None:
             self._copies.turn(is_idle=not self._flying)
             wait_s = COPYING_S if self._copies.is_busy else IDLE_S
-        self._deliver(outputs)
         for link, deltas in self._hand_overs.take_ready():
             self._links.send(link, deltas)
         if not self._flying:
