@@ -101,15 +101,21 @@ class BlockFiles:
         size = sum(map(len, buffers))
         header = bytearray(HEADER.size)
         try:
-            with path.open("rb", buffering=0) as file:
+            file = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            return False
+        except OSError as e:  # for example, this process has too many open files
+            logger.warning("a KV block is not read: %s", e)
+            return False
+        with file:
+            try:
                 if file.readinto(header) != HEADER.size:
                     raise OSError("the header is cut off")
                 _move(os.readv, file.fileno(), buffers)
+            except OSError as e:
+                return self._refuse(path, str(e))
+            with suppress(OSError):  # only the order of deletion depends on it
                 _touch(file.fileno(), depth)
-        except FileNotFoundError:
-            return False
-        except OSError as e:
-            return self._refuse(path, str(e))
         if header != _header(block_hash, size, buffers):
             return self._refuse(path, "its contents do not match its header")
         return True

@@ -80,6 +80,20 @@ def test_a_file_that_is_cut_off_is_not_read(files: BlockFiles, size: int) -> Non
     assert not files.read(name(1), room())
 
 
+def test_a_file_that_cannot_be_opened_is_kept(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    files.write(name(1), contents(1))
+    monkeypatch.setattr(Path, "open", fail)
+    assert not files.read(name(1), room())
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "utime", fail)
+    assert files.has(name(1)) and files.read(name(1), room())
+
+
 def test_a_file_of_another_block_is_not_read(files: BlockFiles) -> None:
     files.write(name(1), contents(1))
     os.rename(files.path_of(name(1)), files.path_of(name(2)))
