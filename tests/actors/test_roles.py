@@ -247,3 +247,22 @@ def test_a_roll_leaves_as_many_prefill_groups_as_before(
     for group in list(groups.groups):
         groups._replace(group, SimpleNamespace(config=config))
     assert sum(group.prefills for group in groups.groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("roles", "count", "left"),
+    [
+        ("ddd", 2, "dd"),
+        ("ddp", 2, "dp"),
+        ("ppdd", 2, "pd"),
+        ("ppdd", 3, "ppd"),
+        ("pd", 1, "d"),
+        ("pp", 1, "p"),
+        ("pd", 5, "pd"),
+    ],
+)
+def test_fewer_groups_keep_both_roles(roles: str, count: int, left: str) -> None:
+    groups: Any = [FakeGroup(role == "p") for role in roles]
+    drained = serving_groups.surplus(groups, count)
+    kept = [group for group in groups if group not in drained]
+    assert "".join("p" if group.prefills else "d" for group in kept) == left

@@ -217,7 +217,7 @@ class ServingGroups:
                 self._add(self._planner, missing)
             self.num_wanted = count
             self._give_back(self.lost)
-            self._drain(self.taking[count:])
+            self._drain(surplus(self.taking, count))
 
     def replace_one(self) -> None:
         """Start a group if a group is missing, and remove a lost group from the clients' list.
@@ -545,6 +545,21 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
     """Return the world ranks of ``count`` groups of ``size`` ranks, from rank ``first`` on."""
     starts = range(first, first + count * size, size)
     return [tuple(map(WorldRank, range(start, start + size))) for start in starts]
+
+
+def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
+    """Return the groups to drain so that ``count`` remain: the newest ones of each role.
+
+    If there are prefill groups, as many as possible remain, but at least one other group.
+
+    Args:
+        groups: the groups that accept requests, the oldest first.
+    """
+    prefill = [group for group in groups if group.prefills]
+    others = [group for group in groups if not group.prefills]
+    num_others = min(len(others), max(1, count - len(prefill)))
+    kept = prefill[: count - num_others] + others[:num_others]
+    return [group for group in groups if group not in kept]
 
 
 def check_count(count: int) -> None:
