@@ -191,6 +191,8 @@ class BlockFiles:
                 new.fd = -1
             yield new
             if is_reserved:
+                if _is_removed(new.fd):  # and perhaps another process has made it anew
+                    raise OSError("another process has removed the unfinished file")
                 os.rename(unfinished, path)
                 new.exists = True
         except OSError as e:  # for example, another program has filled the file system
@@ -198,9 +200,10 @@ class BlockFiles:
             if is_reserved:
                 self._add(-size)
         finally:
+            is_removed = new.exists or _is_removed(new.fd)
             if new.fd >= 0:
                 os.close(new.fd)
-            if not new.exists:
+            if not is_removed:
                 unfinished.unlink(missing_ok=True)
 
     def _make_folder(self, folder: Path) -> None:
@@ -364,6 +367,11 @@ def _remove_abandoned(unfinished: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _is_removed(file: int) -> bool:
+    """Whether an open file has no name any longer; False for the descriptor -1."""
+    return file >= 0 and os.fstat(file).st_nlink == 0
 
 
 def _lock(file: int) -> bool:

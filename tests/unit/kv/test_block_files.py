@@ -174,6 +174,23 @@ def test_two_processes_do_not_write_the_same_block(files: BlockFiles) -> None:
     assert files.write(name(1), contents(1)) and files.has(name(1))
 
 
+def test_a_process_that_was_stopped_does_not_name_the_file_of_another_one(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.writev
+    unfinished = files.path_of(name(1)).with_suffix(".part")
+
+    def write_late(fd: int, buffers: list[memoryview]) -> int:
+        unfinished.unlink()  # another process finds the file abandoned,
+        unfinished.write_bytes(b"half")  # and begins to write the block
+        return real(fd, buffers)
+
+    monkeypatch.setattr(os, "writev", write_late)
+    assert not files.write(name(1), contents(1))
+    assert not files.has(name(1)) and unfinished.read_bytes() == b"half"
+    assert files.num_bytes() == 0
+
+
 def test_a_stopped_process_with_the_lock_delays_a_write_only_for_a_limited_time(
     files: BlockFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
