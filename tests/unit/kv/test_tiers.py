@@ -75,7 +75,7 @@ def test_a_group_can_start_while_the_last_other_one_ends(
 
     monkeypatch.setattr(module, call, end_first)
     group, other = HostCopies(config), HostCopies(config)
-    KVTiers.open(config, CachePlace()).write(NAME, [memoryview(b"x")])
+    KVTiers.open(config, CachePlace()).write(NAME, memoryview(b"x"))
     other.leave()
     assert KVTiers.open(config, CachePlace()).has(NAME), "the first group still uses the files"
     group.leave()
@@ -106,7 +106,7 @@ def test_a_failure_does_not_end_the_copies_to_the_disk(
 
     monkeypatch.setattr(BlockFiles, "copy_from", fail)
     for name in (NAME, other):
-        tiers.write(name, [memoryview(b"x")])
+        tiers.write(name, memoryview(b"x"))
     tiers.flush()
     disk = configure(tmp_path, host_gib=0, disk=str(tmp_path / "disk"), disk_gib=0.001)
     assert KVTiers.open(disk, CachePlace()).has(other)
@@ -214,7 +214,7 @@ def test_a_link_that_another_user_has_made_is_refused(
         return os.stat_result(fields)
 
     monkeypatch.setattr(Path, "lstat", stranger)
-    with pytest.raises(ConfigError, match="changed by other users"):
+    with pytest.raises(ConfigError, match="other users can write"):
         KVTiers.open(config, CachePlace())
 
 

@@ -31,13 +31,12 @@ class World:
         self.hashes = block_hashes(self.request.tokens.tobytes(), "", BLOCK)
         self.request.hashes = list(self.hashes)
 
-    def compute(self) -> list[int]:
+    def compute(self) -> None:
         """Store all blocks of the request, as if it had computed them."""
-        block_ids = self.pool.allocate(NUM_FULL)
-        for block_id, block_hash in zip(block_ids, self.hashes, strict=True):
-            self.pool.store(block_id, block_hash)
-            self.copies.note_stored(block_id, block_hash)
-        return block_ids
+        self.request.block_ids = self.pool.allocate(NUM_FULL)
+        for index, block_id in enumerate(self.request.block_ids):
+            self.pool.store(block_id, self.hashes[index])
+            self.copies.note_stored(self.request, index)
 
     def begin(self) -> list[CopyJob]:
         return list(self.copies.take_jobs(is_idle=True))
@@ -71,7 +70,7 @@ def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
     assert not job.is_load and job.hashes == b"".join(world.hashes[2:])
     for rank in (0, 1):
         world.copies.end(job.number, rank, len(unpack_ints(job.block_ids)))
-    world.copies.note_stored(1, world.hashes[2])
+    world.copies.note_stored(request, 2)
     assert world.begin() == [], "all ranks have the file now"
 
 
