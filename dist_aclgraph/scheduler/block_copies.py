@@ -30,6 +30,7 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
 # blocks are left for requests.
 MAX_HELD = 1 / 8
+MAX_LOADING = 1 / 2  # share of the pool that several reading jobs may hold together
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
@@ -223,8 +224,14 @@ class BlockCopies:
 
     def load(self, request: Request, shared: Sequence[int], hashes: Sequence[BlockHash]) -> bool:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
-        checkpoint after the last block; return False if no checkpoint is free for it.
+        checkpoint after the last block.
+
+        Returns False if no checkpoint is free for it, or if too many blocks are being read: blocks
+        that a disk never supplies must leave room for requests that compute.
         """
+        loading = sum(len(copy.block_ids) for copy in self._running.values() if copy.request)
+        if loading and loading + len(hashes) > int(self._pool.num_usable * MAX_LOADING):
+            return False
         states: list[tuple[BlockHash, int]] = []
         if self._pool.checkpoints is not None:
             checkpoint = self._pool.checkpoints.begin(hashes[-1])

@@ -106,3 +106,13 @@ def test_copies_take_no_blocks_from_requests_where_shared_blocks_count(
         world.pool.free([1, 2, 3])
         (job,) = world.begin()
         assert len(unpack_ints(job.block_ids)) == 3
+
+
+def test_blocks_that_a_disk_never_supplies_leave_room_for_requests_that_compute() -> None:
+    world = World(num_blocks=4 * NUM_FULL + 1)
+    requests = [submit(str(number), range(9), SamplingParams()) for number in range(4)]
+    begun = [world.copies.load(request, [], world.hashes) for request in requests]
+    assert begun == [True, True, False, False]
+    assert world.pool.num_free == 2 * NUM_FULL
+    large = World(num_blocks=NUM_FULL + 2)
+    assert large.copies.load(large.request, [], large.hashes), "a single job may take more"
