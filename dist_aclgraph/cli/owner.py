@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from signal import SIGTERM
 from typing import Any
@@ -92,7 +92,7 @@ def own_deployment(
                 event(logger, "deployment_serving", seconds=time.monotonic() - begin_s)
                 try:
                     _watch(config, running, signals, answers, heartbeat)
-                    console.print("Draining ...")
+                    _say(console, "Draining ...")
                     event(logger, "service_draining", limit_s=config.serve.drain_s)
                     answers.end("the server is stopping", config.serve.drain_s)
                 except RayDiedError:
@@ -105,7 +105,13 @@ def own_deployment(
                     link.wait_until_left(answers.leave_s)
         finally:
             event(logger, "deployment_stopped")
-            console.print("Stopped.")
+            _say(console, "Stopped.")
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a line of an orderly end. The terminal may be closed already."""
+    with suppress(OSError):
+        console.print(text)
 
 
 @contextmanager

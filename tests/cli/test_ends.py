@@ -21,11 +21,14 @@ def in_a_terminal(command: list[str]) -> list[str]:
 
 
 def test_a_terminal_that_is_closed_stops_a_service_in_order(npu: object) -> None:
-    """After a window is closed or an ssh connection is lost, the service can write no output."""
-    with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
-        wanted = [stream.text for stream in service.ask_all(60)]
+    """After a window is closed or an ssh connection is lost, the service can write no output.
 
-        streams = service.ask_all(60, service.process.kill)
+    The streams run for longer than requests run after a failure (``FAILED_S`` of the owner).
+    """
+    with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
+        wanted = [stream.text for stream in service.ask_all(400)]
+
+        streams = service.ask_all(400, service.process.kill)
 
         assert [stream.error for stream in streams if stream.error] == []
         assert [stream.text for stream in streams] == wanted
