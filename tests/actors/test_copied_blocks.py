@@ -57,6 +57,8 @@ def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Pa
     )
     with serving(config) as service:
         wait_until(lambda: service.client.capacity().prefill == 1, "no roles are known")
+        # Requests are sent only to engines that have answered.
+        wait_until(lambda: len(service.client.query("metrics")) == 2, "an engine is silent")
         wanted = tokens_of(ANSWER_S, submit_all(service, "split"))
         counts = service.client.query("metrics")
         prefill, decode = counts["0"], counts["1"]
