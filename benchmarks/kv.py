@@ -106,7 +106,6 @@ class Service:
     def finish(self) -> None:
         while self.scheduler.has_work or self.scheduler.copies[0].is_busy:
             self.turn()
-        self.tiers.flush()
 
 
 def main(

@@ -18,17 +18,15 @@ from dist_aclgraph.config.loading import (
     to_yaml,
 )
 from dist_aclgraph.config.logs import LoggingConfig
+from dist_aclgraph.config.parallel import ExchangeSetting, Mc2Algorithm, ParallelConfig
 from dist_aclgraph.config.section import Section
 from dist_aclgraph.config.serve import AutoscaleConfig, ServeConfig
 from dist_aclgraph.config.tree import (
     DECODE_MODES,
     BudgetModelName,
     Config,
-    ExchangeSetting,
     GraphConfig,
     GraphMode,
-    Mc2Algorithm,
-    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     TimeoutConfig,

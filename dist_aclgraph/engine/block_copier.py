@@ -112,11 +112,9 @@ class BlockCopier:
         # that the thread for files makes one system call for each block. After each call, the
         # thread must wait for Python's global lock.
         self._sizes = [tensor[0].nbytes for tensor in tensors()]
-        self._block_bytes = sum(self._sizes)
-        self._blocks_per_slot = blocks_per_slot(self._block_bytes)
-        self._slots = [
-            _Slot(npu, self._blocks_per_slot, self._block_bytes) for _ in range(num_slots)
-        ]
+        block_bytes = sum(self._sizes)
+        self._blocks_per_slot = blocks_per_slot(block_bytes)
+        self._slots = [_Slot(npu, self._blocks_per_slot, block_bytes) for _ in range(num_slots)]
         self._stream = runtime().Stream()
         self._main = runtime().current_stream()
         self._pieces: deque[_Piece] = deque()  # wait for a slot
@@ -124,12 +122,7 @@ class BlockCopier:
         self._ended: list[tuple[int, int]] = []
         self._for_files: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
         self._from_files: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work_on_files, name="kv-files", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._jobs)
+        threading.Thread(target=self._work_on_files, name="kv-files", daemon=True).start()
 
     def begin(
         self, number: int, block_ids: BlockIds, files: Sequence[FileName], *, is_load: bool
@@ -242,7 +235,7 @@ class BlockCopier:
         self._for_files.put(slot)
 
     def _work_on_files(self) -> None:
-        while (slot := self._for_files.get()) is not None:
+        while (slot := self._next_slot()) is not None:
             piece = slot.piece
             assert piece is not None
             try:
@@ -250,6 +243,17 @@ class BlockCopier:
             except Exception:  # the piece counts as failed, and the thread must go on
                 logger.exception("copying KV blocks failed")
             self._from_files.put(slot)
+
+    def _next_slot(self) -> _Slot | None:
+        """Return the next slot for the thread; None at the end. While there is none, write blocks
+        to the second tier.
+        """
+        try:
+            while self._for_files.empty() and self._tiers.write_late():
+                pass
+        except Exception:  # the block is in the first tier only
+            logger.exception("copying a KV block to the second tier failed")
+        return self._for_files.get()
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of copied leading blocks."""

@@ -12,11 +12,9 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
 import os
-import queue
 import shutil
-import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -41,8 +39,6 @@ USERS = "users.lock"
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
 OTHERS_WRITE = 0o022  # bits of a mode: the group or all users may write
 SAMPLES, SAMPLE_BYTES = 16, 4096  # pieces of a checkpoint's file that its signature contains
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,8 @@ class CachePlace:
 
 
 class KVTiers:
-    """The files of one worker's blocks, in memory and on disk. Any thread may use this object.
+    """The files of one worker's blocks, in memory and on disk. One thread reads and writes; any
+    thread may call ``has`` and ``num_bytes``.
 
     Args:
         tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
@@ -128,10 +125,9 @@ class KVTiers:
         self._by_name = tiers
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
-        # Blocks that wait to be written to the second tier.
-        self._late: queue.Queue[BlockHash] = queue.Queue(MAX_LATE)
-        if self._second is not None:
-            threading.Thread(target=self._write_late, name="kv-disk", daemon=True).start()
+        # Blocks that wait to be written to the second tier. If it is too slow, some are never
+        # written to it.
+        self._late: deque[BlockHash] = deque(maxlen=MAX_LATE)
 
     @classmethod
     def open_states(cls, config: Config, place: CachePlace) -> KVTiers | None:
@@ -163,10 +159,6 @@ class KVTiers:
                     others.append(OtherLayouts(place.part, kv.block_size, files_of))
         return cls(tiers, others)
 
-    def path_of(self, block_hash: BlockHash) -> Path:
-        """Return the path of a block's file in the first tier."""
-        return self._first.path_of(block_hash)
-
     def has(self, block_hash: BlockHash) -> bool:
         found = any(tier.has(block_hash) for tier in self._by_name.values())
         return found or any(other.has(block_hash) for other in self._others)
@@ -193,29 +185,21 @@ class KVTiers:
         return any(other.read(block_hash, parts, depth) for other in self._others)
 
     def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
-        """Write a block to the first tier; see ``BlockFiles.write``."""
+        """Write a block to the first tier; see ``BlockFiles.write``. The block then waits for
+        ``write_late``.
+        """
         if not self._first.write(block_hash, [block], depth):
             return False
         if self._second is not None:
-            # If the disk is too slow, some blocks are not written to it.
-            with contextlib.suppress(queue.Full):
-                self._late.put_nowait(block_hash)
+            self._late.append(block_hash)
         return True
 
-    def _write_late(self) -> None:
-        assert self._second is not None
-        while True:
-            block_hash = self._late.get()
-            try:
-                self._second.copy_from(self._first, block_hash)
-            except Exception:  # the block is not on disk, and the thread must go on
-                logger.exception("copying a KV block to the disk failed")
-            finally:
-                self._late.task_done()
-
-    def flush(self) -> None:
-        """Wait until no block waits to be written to the second tier."""
-        self._late.join()
+    def write_late(self) -> bool:
+        """Write one waiting block to the second tier; return False if no block waits."""
+        if self._second is None or not self._late:
+            return False
+        self._second.copy_from(self._first, self._late.popleft())
+        return True
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, by the tier's name."""

@@ -100,6 +100,23 @@ class _Group:
     others_tokens: int = 0
 
 
+def _look_up(
+    groups: Sequence[_Group], prompt: bytes, cache_salt: str
+) -> tuple[dict[int, list[BlockHash]], list[int]]:
+    """Return a prompt's block hashes for each size of blocks, and its cached tokens in each group.
+
+    Args:
+        prompt: int32 [num_prompt_tokens].
+    """
+    sizes = {group.tokens_per_block for group in groups}
+    hashes = {size: block_hashes(prompt, cache_salt, size) for size in sizes}
+    cached = [
+        group.memory.match(hashes[group.tokens_per_block]) * group.tokens_per_block
+        for group in groups
+    ]
+    return hashes, cached
+
+
 @dataclass
 class _Open:
     group: str
@@ -176,12 +193,7 @@ class RequestRouter:
         """
         names = list(among)
         groups = [self._groups[name] for name in names]
-        sizes = {group.tokens_per_block for group in groups}
-        hashes = {size: block_hashes(prompt, cache_salt, size) for size in sizes}
-        cached = [
-            group.memory.match(hashes[group.tokens_per_block]) * group.tokens_per_block
-            for group in groups
-        ]
+        hashes, cached = _look_up(groups, prompt, cache_salt)
         waiting = [group.own_tokens + group.others_tokens for group in groups]
         index = choose_group(waiting, cached, self.first)
         self.first += 1
@@ -203,14 +215,8 @@ class RequestRouter:
             prompt: int32 [num_prompt_tokens].
             among: names of groups, at least one.
         """
-        groups = [self._groups[name] for name in among]
-        sizes = {group.tokens_per_block for group in groups}
-        hashes = {size: block_hashes(prompt, cache_salt, size) for size in sizes}
-        cached = max(
-            group.memory.match(hashes[group.tokens_per_block]) * group.tokens_per_block
-            for group in groups
-        )
-        return len(prompt) // INT_BYTES - cached
+        _, cached = _look_up([self._groups[name] for name in among], prompt, cache_salt)
+        return len(prompt) // INT_BYTES - max(cached)
 
     def begun(self, request_id: str) -> None:
         """Record that a request has its first token, which means that its prompt is computed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dist_aclgraph.config.tree import ParallelConfig
+from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, SMALLEST_GROUP, Int4Format
 from dist_aclgraph.shapes.matrices import ATTENTION, DENSE, EXPERTS, INDEXERS, LINEAR, SHARED

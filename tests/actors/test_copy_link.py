@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 
@@ -22,6 +23,7 @@ BLOCK, WORKERS, TIMEOUT_S, EPOCH = 4, 2, 20.0, 3
 
 @dataclass
 class FakeChannel:
+    num_workers: ClassVar[int] = WORKERS
     sent: list[tuple[int, list[tuple[CopyJob, ...]]]] = field(default_factory=list)
     replies: list[CopiedBlocks] = field(default_factory=list)
 
@@ -56,7 +58,7 @@ class World:
             has_file=lambda block_hash: True,
         )
         self.channel = FakeChannel()
-        self.link = CopyLink(self.scheduler, self.channel, WORKERS, TIMEOUT_S)  # type: ignore[arg-type]
+        self.link = CopyLink(self.scheduler, self.channel, TIMEOUT_S)  # type: ignore[arg-type]
         self.scheduler.add(submit("a", list(range(3 * BLOCK + 1)), SamplingParams(max_tokens=2)))
 
     def turn(self) -> int:

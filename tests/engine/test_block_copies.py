@@ -177,17 +177,35 @@ def test_other_caches_are_copied(npu: Npu, tmp_path: Path, family: str, num_draf
 
 
 def test_a_damaged_file_costs_only_the_blocks_from_it_on(
-    runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
+    runner: ModelRunner, tiers: KVTiers, expected: list[list[int]], folder: Path
 ) -> None:
     longest = max(PROMPTS, key=len)
     hashes = block_hashes(pack_ints(longest), "", BLOCK_SIZE)
-    path = tiers.path_of(hashes[1])
+    path = folder / "rank" / hashes[1].hex()
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     service = Service(runner, tiers)
     assert service.answer([longest]) == [expected[PROMPTS.index(longest)]]
     assert service.counts["loaded"] == 1
     assert service.counts["missed"] == len(hashes) - 1
     assert tiers.has(hashes[1])  # the computed block was written again
+
+
+def test_a_failure_at_the_second_tier_does_not_end_the_thread_for_files(
+    runner: ModelRunner,
+    tiers: KVTiers,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> bool:
+        calls.append(None)
+        raise RuntimeError("the disk is broken")
+
+    calls: list[None] = []
+    monkeypatch.setattr(tiers, "write_late", fail)
+    service = Service(runner, tiers)
+    assert service.answer() == expected
+    assert service.answer([[5] * 40]) and service.counts["unsaved"] == 0
+    assert len(calls) > 1
 
 
 def test_blocks_of_other_salts_are_not_found(

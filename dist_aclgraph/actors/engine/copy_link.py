@@ -21,17 +21,13 @@ class CopyLink:
     """Connects the scheduler's copy jobs with the workers.
 
     Args:
-        num_workers: number of workers that answer each message.
         timeout_s: if no job ends for this time, requests stop waiting for their jobs, and are
             computed. The jobs keep their blocks, because workers may still write to them.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, channel: StepSender, num_workers: int, timeout_s: float
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
         self._scheduler = scheduler
         self._channel = channel
-        self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._number = 0
         self._waits_for: set[int] = set()  # workers that have not answered the last message
@@ -71,7 +67,7 @@ class CopyLink:
             event(logger, "copies_are_late", logging.WARNING, requests=scheduler.stop_fetching())
         if any(jobs) or (scheduler.is_copying and not self._waits_for):
             self._number += 1
-            self._waits_for = set(range(self._num_workers))
+            self._waits_for = set(range(self._channel.num_workers))
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
 
     def reset(self) -> None:

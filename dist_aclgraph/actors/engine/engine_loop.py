@@ -134,7 +134,7 @@ class EngineLoop:
         self._hand_overs = HandOvers(scheduler, self._recipients)
         self._copies: CopyLink | None = None
         if scheduler.copies:
-            self._copies = CopyLink(scheduler, channel, channel.num_workers, step_timeout_s)
+            self._copies = CopyLink(scheduler, channel, step_timeout_s)
         self._kv_events = kv_events
         self._seen_s = time.monotonic()  # time when the loop last showed progress
         self._failure = ""

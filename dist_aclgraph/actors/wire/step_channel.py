@@ -182,23 +182,25 @@ class StepSender:
         """
         self._local.wait(0)
         while (frame := self._take()) is not None:
-            try:
-                message = read_frame(from_worker_decoder, frame)
-            except NotAMessageError as e:
-                logger.debug("dropped: %s", e)
-                continue
-            if self._keep_copied(message) or not isinstance(message, StepResult):
-                continue
-            if message.error and message.epoch == epoch and 0 <= message.rank < self.num_workers:
+            message = self._read(frame)
+            if isinstance(message, StepResult) and message.error and message.epoch == epoch:
                 raise self._failure(message)
 
-    def _keep_copied(self, message: FromWorker) -> bool:
-        """Keep a reply to ``send_copies`` for ``take_copied``; return whether it is one."""
-        if not isinstance(message, CopiedBlocks):
-            return False
-        if 0 <= message.rank < self.num_workers:
+    def _read(self, frame: bytes) -> FromWorker | None:
+        """Return a worker's message. Return None for a reply to ``send_copies``, which is kept for
+        ``take_copied``, and for a frame that is no message of a worker of the group.
+        """
+        try:
+            message = read_frame(from_worker_decoder, frame)
+        except NotAMessageError as e:
+            logger.debug("dropped: %s", e)
+            return None
+        if not 0 <= message.rank < self.num_workers:
+            return None
+        if isinstance(message, CopiedBlocks):
             self._copied.append(message)
-        return True
+            return None
+        return message
 
     def receive(
         self, plan: StepPlan, timeout_s: float, check: Callable[[], None]
@@ -279,12 +281,8 @@ class StepSender:
                     deadline.shorten(GONE_S)
                 if time.monotonic() > deadline.at_s:
                     raise self._silence(what, answered, deadline.timeout_s)
-            try:
-                message = read_frame(from_worker_decoder, frame)
-            except NotAMessageError as e:
-                logger.debug("dropped: %s", e)
-                continue
-            if not self._keep_copied(message) and 0 <= message.rank < self.num_workers:
+            message = self._read(frame)
+            if message is not None:
                 return message
 
     def _wait(self) -> bool:

@@ -431,10 +431,7 @@ class Worker:
                     channel.send(self.carry_out(plan))
                 else:
                     try:
-                        if isinstance(plan, BlockCopyJobs):
-                            self._copy_blocks(plan, channel)
-                        else:
-                            self._run_step(plan, channel)
+                        self._launch_for(plan, channel)
                     except EngineDeadError:
                         raise
                     except Exception as e:
@@ -450,21 +447,18 @@ class Worker:
             self._channel = None
             channel.close()
 
-    def _run_step(self, plan: RankPlan | Pause, channel: StepReceiver) -> None:
-        runner = self._running.runner
-        with self._running.joined.npu.launching():
-            if isinstance(plan, Pause):
+    def _launch_for(self, plan: RankPlan | Pause | BlockCopyJobs, channel: StepReceiver) -> None:
+        runner, joined = self._running.runner, self._running.joined
+        with joined.npu.launching():
+            if isinstance(plan, BlockCopyJobs):
+                ended = tuple(runner.copy_blocks(plan.jobs))
+                channel.send(CopiedBlocks(plan.epoch, plan.number, joined.group_rank, ended))
+            elif isinstance(plan, Pause):
                 channel.send(runner.finish())
             else:
                 self.launch(plan, channel.send)
                 runner.prepare_next(channel.has_message)
         self._recorder.idle()
-
-    def _copy_blocks(self, order: BlockCopyJobs, channel: StepReceiver) -> None:
-        rank = self._running
-        with rank.joined.npu.launching():
-            ended = tuple(rank.runner.copy_blocks(order.jobs))
-        channel.send(CopiedBlocks(order.epoch, order.number, rank.joined.group_rank, ended))
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""

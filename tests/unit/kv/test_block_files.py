@@ -1,4 +1,4 @@
-"""Files of KV blocks: what is read is what was written, and a folder never exceeds its limit."""
+"""A file returns the contents that were written, and a folder never exceeds its limit."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_a_file_is_copied_from_another_folder(files: BlockFiles, tmp_path: Path)
 def test_law_of_files(
     tmp_path_factory: pytest.TempPathFactory, limit: int, steps: list[tuple[str, int]]
 ) -> None:
-    """The bytes never exceed the limit and equal their count; a read gives what was written."""
+    """The bytes equal their count, within the limit, and a read returns the written contents."""
     root = tmp_path_factory.mktemp("law")
     (root / "rank").mkdir()
     both = [BlockFiles(root, root / "rank", limit * FILE) for _ in range(2)]
