@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.text.chat_template import ChatTemplate
+from tests.text.templates import make_template
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -28,7 +28,7 @@ RAISES = "{{ raise_exception(m.content or 'none') }}"
 )
 @pytest.mark.parametrize("arguments", [{"a": "ü"}, '{"a": "ü"}'], ids=["object", "text"])
 def test_arguments_and_contents_have_the_form_that_the_template_reads(body, expected, arguments):
-    template = ChatTemplate({"default": LOOP + body + END}, {})
+    template = make_template(LOOP + body + END)
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     calling = {**CALLING, "tool_calls": [call]}
 
@@ -47,13 +47,13 @@ def test_arguments_and_contents_have_the_form_that_the_template_reads(body, expe
 )
 def test_arguments_that_are_no_object_are_not_changed(call, expected):
     body = "{{ c.function.arguments | default('none') | tojson }}"
-    template = ChatTemplate({"default": LOOP + body + END}, {})
+    template = make_template(LOOP + body + END)
 
     assert template.render([{**CALLING, "tool_calls": [call]}]) == expected
 
 
 def test_the_error_is_that_of_the_first_form():
-    template = ChatTemplate({"default": LOOP + RAISES + END}, {})
+    template = make_template(LOOP + RAISES + END)
 
     with pytest.raises(InvalidParameterError, match="none"):
         template.render([CALLING])

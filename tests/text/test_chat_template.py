@@ -20,6 +20,7 @@ from dist_aclgraph.text.chat_template import (
     read_chat_template,
 )
 from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.text.templates import make_template
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 CONTENT = {"default": "{{ messages[0].content }}"}
@@ -140,7 +141,7 @@ def test_a_template_renders_as_with_transformers(source, tools, documents, add_g
     more = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
     (expected,), _ = render_jinja_template([CHAT], chat_template=source, **more, **special)
 
-    assert ChatTemplate({"default": source}, special).render(CHAT, ChatOptions(**more)) == expected
+    assert make_template(source, special).render(CHAT, ChatOptions(**more)) == expected
 
 
 @pytest.mark.parametrize("content", ["One", "One ", " One\n", "Öne <b>"])
@@ -156,12 +157,12 @@ def test_the_last_message_is_continued_as_with_transformers(content, strip, end)
     )
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
 
-    assert ChatTemplate({"default": source}, {}).render(chat, options) == expected
+    assert make_template(source).render(chat, options) == expected
 
 
 @pytest.mark.parametrize("source", ["no messages", "{{ messages[0].content }}"])
 def test_a_message_that_the_template_leaves_out_cannot_be_continued(source):
-    template = ChatTemplate({"default": source}, {})
+    template = make_template(source)
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
 
     with pytest.raises(InvalidParameterError, match="leaves out the end of the last message"):
@@ -172,7 +173,7 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued(source):
 def test_reasoning_has_the_names_that_templates_read(name):
     source = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
 
-    text = ChatTemplate({"default": source}, {}).render([{"role": "assistant", name: "hm"}])
+    text = make_template(source).render([{"role": "assistant", name: "hm"}])
 
     assert text == "hm|hm"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dist_aclgraph.text.chat_template import ChatOptions, ChatTemplate
+from dist_aclgraph.text.chat_template import ChatOptions
+from tests.text.templates import make_template
 
 PARTS = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
 OVER_PARTS = "{% for part in CONTENT %}[{{ part['text'] }}]{% endfor %}"
@@ -35,7 +36,7 @@ READS_BOTH = {
 
 
 def rendered(source, content, role="user", **options):
-    template = ChatTemplate({"default": source}, {})
+    template = make_template(source)
     options = {"add_generation_prompt": False, **options}
     return template.render([{"role": role, "content": content}], ChatOptions(**options))
 
