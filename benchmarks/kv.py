@@ -32,6 +32,7 @@ from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.kv.block_files import BlockFiles
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.look_ups import look_ups_of
 from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -76,7 +77,7 @@ class Service:
             [BlockPool(NUM_BLOCKS, BLOCK_SIZE)],
             GraphDispatcher(self.plan),
             max_model_len=NUM_BLOCKS * BLOCK_SIZE // 2,
-            has_file=self.tiers.has,
+            look_ups=look_ups_of(self.tiers, None),
         )
 
     def add(self, name: str, prompt: IntArray, count: int) -> None:

@@ -80,7 +80,7 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return self.path_of(block_hash).exists()
+        return os.path.exists(self.path_of(block_hash))  # False also if the disk fails
 
     def num_bytes(self) -> int:
         """Return the size of all block files below the root, as last counted; 0 without a count."""

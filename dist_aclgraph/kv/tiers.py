@@ -15,11 +15,12 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
@@ -36,6 +37,7 @@ GIB = 1 << 30
 PREFIX = "dist-aclgraph-kv-"
 MODEL_CONFIG = "config.json"
 USERS = "users.lock"
+HOST, DISK = "host", "disk"  # names of the tiers
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
 OTHERS_WRITE = 0o022  # bits of a mode: the group or all users may write
 SAMPLES, SAMPLE_BYTES = 16, 4096  # pieces of a checkpoint's file that its signature contains
@@ -115,11 +117,13 @@ class KVTiers:
 
     Args:
         tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
-        others: for each tier, the files of groups that divide the heads in other ways.
+        others: by the tier's name, the files of groups that divide the heads in other ways.
     """
 
     def __init__(
-        self, tiers: Mapping[str, BlockFiles], others: Sequence[OtherLayouts] = ()
+        self,
+        tiers: Mapping[str, BlockFiles],
+        others: Mapping[str, OtherLayouts] = MappingProxyType({}),
     ) -> None:
         self._others = others
         self._by_name = tiers
@@ -147,21 +151,35 @@ class KVTiers:
     @classmethod
     def _open(cls, config: Config, name: str, place: CachePlace | None = None) -> KVTiers:
         kv, identity = config.kv, cache_identity(config)
-        tiers, others = {}, []
+        tiers, others = {}, {}
         for tier, root, gib, key in (
-            ("host", host_root(config), kv.host_gib, "kv.host_gib"),
-            ("disk", Path(kv.disk or "").expanduser(), kv.disk_gib, "kv.disk_gib"),
+            (HOST, host_root(config), kv.host_gib, "kv.host_gib"),
+            (DISK, Path(kv.disk or "").expanduser(), kv.disk_gib, "kv.disk_gib"),
         ):
-            if gib and (tier == "host" or kv.disk is not None):
+            if gib and (tier == HOST or kv.disk is not None):
                 tiers[tier] = _open(root, Path(identity, name), gib, key)
                 if place is not None and place.part is not None:
                     files_of = partial(_files_of, root, identity, int(gib * GIB), place)
-                    others.append(OtherLayouts(place.part, kv.block_size, files_of))
+                    others[tier] = OtherLayouts(place.part, kv.block_size, files_of)
         return cls(tiers, others)
 
-    def has(self, block_hash: BlockHash) -> bool:
-        found = any(tier.has(block_hash) for tier in self._by_name.values())
-        return found or any(other.has(block_hash) for other in self._others)
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tiers, the first tier first."""
+        return self._by_name.keys()
+
+    def has(self, block_hash: BlockHash, *, only: str = "") -> bool:
+        """Return whether a block has a file in any tier.
+
+        Args:
+            only: the name of a tier; only this tier is looked up then.
+        """
+        names = [only] if only else self.names
+        return any(
+            name in files and files[name].has(block_hash)
+            for files in (self._by_name, self._others)
+            for name in names
+        )
 
     def read(
         self, block_hash: BlockHash, block: memoryview, sizes: Sequence[int], depth: int = 0
@@ -182,7 +200,7 @@ class KVTiers:
             return True
         starts = accumulate(sizes, initial=0)
         parts = [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        return any(other.read(block_hash, parts, depth) for other in self._others)
+        return any(other.read(block_hash, parts, depth) for other in self._others.values())
 
     def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``. The block then waits for
@@ -201,9 +219,14 @@ class KVTiers:
         self._second.copy_from(self._first, self._late.popleft())
         return True
 
-    def num_bytes(self) -> dict[str, int]:
-        """Return the bytes in each tier of this node, by the tier's name."""
-        return {name: tier.num_bytes() for name, tier in self._by_name.items()}
+    def num_bytes(self, *, only: str = "") -> dict[str, int]:
+        """Return the bytes in each tier of this node, by the tier's name.
+
+        Args:
+            only: see ``has``.
+        """
+        tiers = self._by_name.items()
+        return {name: tier.num_bytes() for name, tier in tiers if name == (only or name)}
 
 
 def host_root(config: Config) -> Path:

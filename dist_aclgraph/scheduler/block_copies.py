@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.look_ups import Answer, Files, LookUps
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob
@@ -33,9 +37,6 @@ MAX_HELD = 1 / 8
 MAX_LOADING = 1 / 2  # share of the pool that several reading jobs may hold together
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
-
-
-HasFile = Callable[[BlockHash], bool]
 
 
 @dataclass
@@ -78,22 +79,17 @@ class BlockCopies:
     """Owns the copy jobs of one data-parallel rank.
 
     Args:
-        has: returns whether a block has a file. The answer may be wrong, because only the first
-            worker's files are looked up, and because files can be deleted.
+        look_ups: looks up the files of blocks and checkpoints.
         ranks: the workers of the lockstep group that keep parts of the blocks.
-        has_state: returns the same for the checkpoint after a block; None without recurrent state.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        has: HasFile,
-        ranks: Collection[int],
-        has_state: HasFile | None = None,
-    ) -> None:
+    def __init__(self, pool: BlockPool, look_ups: LookUps, ranks: Collection[int]) -> None:
         self._pool = pool
-        self._has = has
-        self._has_state = has_state
+        self._look_ups = look_ups
+        # The answer to the last question which waiting blocks and checkpoints have files, and the
+        # number of blocks in the question; None if there is no question.
+        self._existing: Answer[_Existing] | None = None
+        self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
         self._ranks = frozenset(ranks)
         self._num_jobs = 0
@@ -118,6 +114,11 @@ class BlockCopies:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether blocks that wait to be written are looked up."""
+        return self._existing is not None
 
     @property
     def _num_free(self) -> int:
@@ -160,15 +161,27 @@ class BlockCopies:
                 del self._unsaved[block_hash]
 
     def _save(self) -> None:
-        """Begin to write the waiting blocks that are still in the prefix cache."""
+        """Begin to write the waiting blocks that are still in the prefix cache and have no file.
+
+        First looks up the files; if the answer comes later, a later call begins to write.
+        """
+        if self._existing is None:
+            first = islice(self._pending, max(0, self._num_free))
+            names = [block_hash for _, block_hash, _ in first]
+            look_up = partial(_find_existing, names, tuple(self._pending_states))
+            self._existing, self._num_asked = self._look_ups.ask(look_up), len(names)
+        if (existing := self._existing()) is None:
+            return
+        self._existing = None
         self._num_turns = 0
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
         depths: list[int] = []
-        room = self._num_free
-        while self._pending and len(block_ids) < room:
+        # Meanwhile, some of these blocks may have left ``_pending``; then the last blocks here were
+        # not looked up. If they have files, they are not written.
+        for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
-            has_file = self._has(block_hash) and block_hash not in self._missed
+            has_file = block_hash in existing.blocks and block_hash not in self._missed
             if self._pool.hash_of(block_id) == block_hash and not has_file:
                 self._missed.pop(block_hash, None)
                 block_ids.append(block_id)
@@ -176,19 +189,19 @@ class BlockCopies:
                 depths.append(depth)
             else:  # the block has left the prefix cache, or its file exists
                 self._settle([block_hash])
-        states = self._hold_states()
+        states = self._hold_states(existing.states)
         if block_ids or states:
             self._pool.share(block_ids)
             self._begin(block_ids, block_ids, hashes, depths, None, states)
 
-    def _hold_states(self) -> list[tuple[BlockHash, int]]:
+    def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
         """Return the waiting checkpoints that are still stored and have no file, and hold them."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
-            assert checkpoints is not None and self._has_state is not None
+            assert checkpoints is not None
             block_hash = self._pending_states.popleft()
-            has_file = self._has_state(block_hash) and block_hash not in self._missed_states
+            has_file = block_hash in existing and block_hash not in self._missed_states
             if not has_file:
                 self._missed_states.pop(block_hash, None)
                 checkpoint = checkpoints.hold(block_hash)
@@ -198,25 +211,33 @@ class BlockCopies:
 
     # ---- from files to the device
 
-    def find(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks have files, up to the last checkpoint that has a file if
-        the model has recurrent state.
+    def find(self, hashes: Sequence[BlockHash], first: int = 0) -> Answer[int]:
+        """Look up how many leading blocks a request can have without computing them: ``first``
+        blocks that are cached, and the following blocks that have files. If the model has recurrent
+        state, the last of these files must also have a checkpoint with a file.
+        """
+        wanted = hashes[first:]
+        return self._look_ups.ask(lambda files: first + self._count(wanted, files))
+
+    def _count(self, hashes: Sequence[BlockHash], files: Files) -> int:
+        """Return how many leading blocks have files. May run on the thread for look-ups.
 
         The binary search assumes that no file exists after the first missing file: files of later
         blocks are deleted first (``block_files``). If that is wrong, the answer may be wrong, and a
         missing file is noticed when it is read. The first file is always looked up: while the
         device's cache has a prefix, its files are not used, so they can be the oldest ones.
         """
-        if not hashes or not self._may_read(hashes[0]):
-            return 0
-        count = bisect_left(range(len(hashes)), True, key=lambda i: not self._may_read(hashes[i]))
-        if self._has_state is None:
-            return count
-        ends = (n for n in range(count, 0, -1) if self._has_state(hashes[n - 1]))
-        return next(ends, 0)
 
-    def _may_read(self, block_hash: BlockHash) -> bool:
-        return block_hash not in self._condemned and self._has(block_hash)
+        def is_missing(index: int) -> bool:
+            return hashes[index] in self._condemned or not files.has(hashes[index])
+
+        if not hashes or is_missing(0):
+            return 0
+        count = bisect_left(range(len(hashes)), True, key=is_missing)
+        if files.has_state is None:
+            return count
+        ends = (n for n in range(count, 0, -1) if files.has_state(hashes[n - 1]))
+        return next(ends, 0)
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Read no files of these blocks any longer, because they might contain NaN."""
@@ -345,11 +366,29 @@ class BlockCopies:
             self._end_states(copy, is_whole=False)
             self._pool.free(copy.held)
         self._running.clear()
+        self._existing = None
         self._pending_states.clear()
         self._pending.clear()
         self._unsaved.clear()
         self._new.clear()
         return requests
+
+
+class _Existing(NamedTuple):
+    """Hashes of blocks that have files, and of blocks whose checkpoints have files."""
+
+    blocks: Collection[BlockHash]
+    states: Collection[BlockHash]
+
+
+def _find_existing(
+    blocks: Sequence[BlockHash], states: Sequence[BlockHash], files: Files
+) -> _Existing:
+    has_state = files.has_state
+    return _Existing(
+        {each for each in blocks if files.has(each)},
+        {each for each in states if has_state is not None and has_state(each)},
+    )
 
 
 def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:

@@ -47,7 +47,8 @@ class Prefixes:
         return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:
-        """Begin to read the blocks after ``shared`` from files; return whether a copy job begins.
+        """Look up the files of the blocks after ``shared``, and begin to read them; return whether
+        the request must wait for the look-up or for the copy job.
 
         No job begins if no file is found, or if too few blocks are free to start the request. Each
         time that a request waits, its files are looked up once.
@@ -60,11 +61,14 @@ class Prefixes:
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
         if missing > pool.num_free_without(shared):
             return False
-        request.has_looked = True
-        count = (len(request.tokens) - 1) // pool.block_size
-        wanted = request.hashes[len(shared) : count]
-        found = copies.find(wanted)
-        return found > 0 and copies.load(request, shared, wanted[:found])
+        if request.look_up is None:
+            count = (len(request.tokens) - 1) // pool.block_size
+            request.look_up = copies.find(request.hashes[:count], len(shared))
+        if (end := request.look_up()) is None:
+            return True
+        request.look_up, request.has_looked = None, True
+        wanted = request.hashes[len(shared) : end]
+        return bool(wanted) and copies.load(request, shared, wanted)
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
         """Return the checkpoint after the blocks that ``match`` found; empty if none is needed."""

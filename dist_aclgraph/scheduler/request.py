@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +50,8 @@ class Request:
         admitted_s: when the request last left the queue, and prefill_s: the time from then to the
             first token; the owner measures both.
         has_looked: whether the files of the request's blocks were looked up during this wait.
+        look_up: returns how many leading blocks are cached or have files, or None while the files
+            are looked up; None if no look-up runs.
         is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
             again without shared blocks.
     """
@@ -69,6 +71,7 @@ class Request:
         "is_over",
         "is_suspect",
         "key",
+        "look_up",
         "max_tokens",
         "max_total_tokens",
         "min_total_tokens",
@@ -126,6 +129,7 @@ class Request:
         self.admitted_s = self.prefill_s = 0.0
         self.hands_over = hands_over
         self.has_looked = False
+        self.look_up: Callable[[], int | None] | None = None
         self.is_over = False
         self.is_suspect = False
         self.max_total_tokens = 0
@@ -154,6 +158,7 @@ class Request:
         self.row = -1
         self.block_ids = []
         self.has_looked = False
+        self.look_up = None
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
         """Return how many new tokens the request gets if a stop token ends the request; else None.

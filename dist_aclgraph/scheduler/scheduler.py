@@ -29,9 +29,10 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.look_ups import LookUps
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
-from dist_aclgraph.scheduler.block_copies import BlockCopies, HasFile
+from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.decoding_ranks import land_decoding
 from dist_aclgraph.scheduler.group_rows import GroupRows
 from dist_aclgraph.scheduler.outputs import StepOutputs
@@ -83,8 +84,7 @@ class Scheduler:
             request. Then a step contains either a chunk of one prompt on each rank, or requests
             whose prompt is computed. Output that a request had before it came to this engine is
             computed token by token, as when it was sampled.
-        has_file: returns whether a KV block has a file; None if no copies are kept.
-        has_state_file: returns whether a checkpoint has a file; None without recurrent state.
+        look_ups: looks up the files of KV blocks; None if no copies are kept.
     """
 
     def __init__(
@@ -100,8 +100,7 @@ class Scheduler:
         pcp: int = 1,
         choose_exchange: ChooseExchange = no_exchange,
         exact: bool = False,
-        has_file: HasFile | None = None,
-        has_state_file: HasFile | None = None,
+        look_ups: LookUps | None = None,
     ) -> None:
         self.config = config
         self.dispatcher = dispatcher
@@ -113,11 +112,11 @@ class Scheduler:
         self._rows = GroupRows(len(pools), config.max_num_seqs, window, num_drafts)
         self._ranks_per_batch = tp * pcp
         self.copies = [
-            BlockCopies(pool, has_file, self._workers_of(index), has_state_file)
+            BlockCopies(pool, look_ups, self._workers_of(index))
             for index, pool in enumerate(pools)
-            if has_file is not None
+            if look_ups is not None
         ]
-        # Requests that wait until their blocks are read from files.
+        # Requests that wait until their blocks are looked up in files, or read from files.
         self._fetching: set[Request] = set()
         self.ranks = [
             RankScheduler(
@@ -244,6 +243,8 @@ class Scheduler:
         needed first.
         """
         self.admitted = []
+        if self._fetching:
+            self._end_looking()
         if self._is_void and (again := self._run_again()) is not None:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
@@ -388,6 +389,13 @@ class Scheduler:
         """Whether a copy job runs."""
         return any(copies.num_running for copies in self.copies)
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether files of blocks are looked up."""
+        return any(copies.is_looking for copies in self.copies) or any(
+            request.look_up is not None for request in self._fetching
+        )
+
     def copied_blocks(self) -> dict[str, int]:
         """Return the sums of ``CopyCounts`` over all ranks; empty if no copies are kept."""
         total: Counter[str] = Counter()
@@ -419,6 +427,16 @@ class Scheduler:
         requests = list(self._fetching)
         self._end_fetching(requests)
         return len(requests)
+
+    def _end_looking(self) -> None:
+        """Put the requests whose files were looked up back into the queue."""
+        self._end_fetching(
+            [
+                request
+                for request in self._fetching
+                if (look_up := request.look_up) is not None and look_up() is not None
+            ]
+        )
 
     def _end_fetching(self, requests: Sequence[Request]) -> None:
         left = [request for request in requests if request in self._fetching]

@@ -11,6 +11,7 @@ from dist_aclgraph.actors.engine import copy_link
 from dist_aclgraph.actors.engine.copy_link import CopyLink
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
@@ -55,7 +56,7 @@ class World:
             max_model_len=64,
             epoch=EPOCH,
             tp=WORKERS,
-            has_file=lambda block_hash: True,
+            look_ups=LookUps(Files(lambda block_hash: True)),
         )
         self.channel = FakeChannel()
         self.link = CopyLink(self.scheduler, self.channel, TIMEOUT_S)  # type: ignore[arg-type]

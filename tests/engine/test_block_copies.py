@@ -16,6 +16,7 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_files import BlockFiles
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
+from dist_aclgraph.kv.look_ups import look_ups_of
 from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
@@ -57,8 +58,7 @@ class Service:
             GraphDispatcher(plan_of(num_drafts)),
             max_model_len=MAX_LEN,
             num_drafts=num_drafts,
-            has_file=tiers.has,
-            has_state_file=states and states.has,
+            look_ups=look_ups_of(tiers, states),
         )
 
     @property

@@ -35,8 +35,8 @@ class CopyLink:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy job runs."""
-        return self._scheduler.is_copying
+        """Whether a copy job runs, or files are looked up."""
+        return self._scheduler.is_copying or self._scheduler.is_looking
 
     def turn(self, *, is_idle: bool) -> None:
         """Apply the workers' answers, and send the workers the next message if one is due.

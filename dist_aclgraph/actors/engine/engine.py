@@ -31,6 +31,7 @@ from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.kv.events import CacheEvents
+from dist_aclgraph.kv.look_ups import LookUps, look_ups_of
 from dist_aclgraph.kv.tiers import CachePlace, HostCopies, KVTiers
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -162,9 +163,10 @@ class Engine:
             settings.plan, LazyGraphs.from_config(config, settings.lazy_capacity)
         )
         place = settings.cache_place
-        tiers = states = None
+        look_ups: LookUps | None = None
         if place is not None:
             tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
+            look_ups = look_ups_of(tiers, states)
             self._copies = HostCopies(config) if config.kv.host_gib else None
         block_size, events = Shards.from_config(config).tokens_per_block, config.kv.events
         caches = [CacheEvents(block_size, events.encoding) for _ in range(layout.dp)]
@@ -189,8 +191,7 @@ class Engine:
             pcp=layout.pcp,
             choose_exchange=settings.exchange.choose,
             exact=config.recovery.exact,
-            has_file=None if tiers is None else tiers.has,
-            has_state_file=None if states is None else states.has,
+            look_ups=look_ups,
         )
         ranks = ChannelRanks(
             self._channel,
@@ -221,7 +222,8 @@ class Engine:
                 **settings.report,
                 "began_s": began_s,
                 "pool_bytes": ranks.pool_bytes,
-                "copies_bytes": {} if tiers is None else tiers.num_bytes(),
+                "copies_bytes": {} if look_ups is None else look_ups.num_bytes(),
+                "late_look_ups": 0 if look_ups is None else look_ups.num_late,
                 "restarts_left": self._restarts.num_left(time.monotonic()),
             },
         )

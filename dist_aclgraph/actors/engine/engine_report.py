@@ -54,6 +54,7 @@ def group_metrics(
         "prefix_cache_hits": stats["cached_tokens"],
         "kv_copied_blocks": scheduler.copied_blocks(),
         "kv_copies_bytes": ranks_report.get("copies_bytes", {}),
+        "kv_late_look_ups": ranks_report.get("late_look_ups", 0),
         "spec_decode_num_drafts": stats["drafts"],
         "spec_decode_num_draft_tokens": stats["draft_tokens"],
         "spec_decode_num_accepted_tokens": stats["accepted_tokens"],

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.kv.look_ups import Answer, Files, LookUp, LookUps
 from dist_aclgraph.steps.copies import CopyJob
 from tests.unit.scheduler.fake_worker import FakeWorker
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -21,6 +25,17 @@ class _Running:
     ranks: list[int]  # ranks that have not ended the copy
     has_moved: bool = False
     num_whole: int = 0
+
+
+class _LateLookUps(LookUps):
+    def __init__(self, chance: random.Random, files: Files) -> None:
+        super().__init__(files)
+        self._chance = chance
+
+    def ask(self, look_up: LookUp[T]) -> Answer[T]:
+        turns = self._chance.choice([0, 0, 1, 3])
+        answer, late = super().ask(look_up), iter(range(turns))
+        return lambda: answer() if next(late, None) is None else None
 
 
 class FakeFiles:
@@ -37,11 +52,10 @@ class FakeFiles:
         self._tp = tp
         self._running: list[_Running] = []
 
-    def has(self, block_hash: bytes) -> bool:
-        return block_hash in self.contents
-
-    def has_state(self, block_hash: bytes) -> bool:
-        return block_hash in self.states
+    def look_ups(self, *, has_states: bool) -> LookUps:
+        """Return look-ups whose answers come at random times."""
+        has_state = self.states.__contains__ if has_states else None
+        return _LateLookUps(self._chance, Files(self.contents.__contains__, has_state))
 
     def begin(self, jobs: list[tuple[CopyJob, ...]]) -> None:
         for dp_rank, each in enumerate(jobs):

@@ -10,6 +10,7 @@ import pytest
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
+from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.request import Request
@@ -26,7 +27,7 @@ class World:
     def __init__(self, num_blocks: int = 64, ranks: Sequence[int] = (0,), **options: Any) -> None:
         self.pool = BlockPool(num_blocks, BLOCK, **options)
         self.files: set[bytes] = set()
-        self.copies = BlockCopies(self.pool, self.files.__contains__, ranks)
+        self.copies = BlockCopies(self.pool, LookUps(Files(self.files.__contains__)), ranks)
         self.request = submit("a", range(BLOCK * NUM_FULL + 1), SamplingParams())
         self.hashes = block_hashes(self.request.tokens.tobytes(), "", BLOCK)
         self.request.hashes = list(self.hashes)
@@ -46,12 +47,13 @@ def test_nothing_is_read_if_the_first_block_has_no_file() -> None:
     """Files of a prefix that the device's cache has are not used, and can be the oldest ones."""
     world = World()
     world.files.update(world.hashes[1:])
-    assert world.copies.find(world.hashes) == 0
+    assert world.copies.find(world.hashes)() == 0
     world.files.update(world.hashes[:1])
-    assert world.copies.find(world.hashes) == NUM_FULL
+    assert world.copies.find(world.hashes)() == NUM_FULL
     world.files.difference_update(world.hashes[3:])
-    assert world.copies.find(world.hashes) == 3
-    assert world.copies.find([]) == 0
+    assert world.copies.find(world.hashes)() == 3
+    assert world.copies.find(world.hashes, 2)() == 3, "two cached blocks, and a file"
+    assert world.copies.find([])() == 0
 
 
 def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
@@ -77,9 +79,8 @@ def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
 def test_a_state_that_a_rank_could_not_read_is_written_again() -> None:
     world = World(checkpoints=Checkpoints(2, 1))
     last, checkpoints = world.hashes[-1], world.pool.checkpoints
-    copies = BlockCopies(
-        world.pool, world.files.__contains__, (0, 1), has_state=world.files.__contains__
-    )
+    has = world.files.__contains__
+    copies = BlockCopies(world.pool, LookUps(Files(has, has)), (0, 1))
     world.files.update(world.hashes)
     assert checkpoints is not None and copies.load(world.request, [], world.hashes)
     (job,) = copies.take_jobs(is_idle=True)

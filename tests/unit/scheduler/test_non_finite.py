@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
@@ -172,7 +173,7 @@ def test_a_suspect_request_runs_in_clean_blocks_that_it_shares_with_nobody() -> 
 def test_files_of_blocks_that_might_contain_nan_are_not_read() -> None:
     """A block can be written to a file before the request's first logits show the NaN."""
     files: set[bytes] = set()
-    scheduler = make_scheduler(has_file=files.__contains__)
+    scheduler = make_scheduler(look_ups=LookUps(Files(files.__contains__)))
     request = make_request("first", 33, max_tokens=1)
     scheduler.add(request)
     scheduler.schedule()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from dist_aclgraph.config import SchedulerConfig
@@ -11,6 +13,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.look_ups import LIMIT_S, DiskLookUps, Files, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request
@@ -329,11 +332,32 @@ def test_cached_tokens_are_counted_where_a_request_begins(
 
 def test_a_request_that_shares_no_blocks_reads_none_from_files() -> None:
     """Its hashes are known after a preemption, because others may share its blocks."""
-    scheduler = make_scheduler(has_file=lambda block_hash: True)
+    scheduler = make_scheduler(look_ups=LookUps(Files(lambda block_hash: True)))
     request = make_request("a", 33, prompt_logprobs=0)
     request.hashes = block_hashes(request.tokens.tobytes(), "", 16)
     scheduler.add(request)
     assert scheduler.schedule() is not None and not scheduler.is_copying
+
+
+def test_steps_go_on_while_a_disk_does_not_answer() -> None:
+    answers, now_s = threading.Event(), 0.0
+
+    def hang(block_hash: bytes) -> bool:
+        return answers.wait(60.0)
+
+    look_ups = DiskLookUps(Files(lambda _: False), Files(hang), clock=lambda: now_s)
+    scheduler = make_scheduler(look_ups=look_ups)
+    scheduler.add(make_request("long", 33, max_tokens=2))
+    scheduler.add(make_request("short", 5, max_tokens=8))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.largest.num_tokens == 5
+    run(scheduler, 11)
+    assert scheduler.is_looking and scheduler.schedule() is not None
+    now_s = LIMIT_S
+    run(scheduler, 11)
+    plan = scheduler.schedule()
+    assert plan is not None and plan.largest.num_tokens == 1 + 33, "nothing was found"
+    answers.set()
 
 
 def test_ids_are_unique_and_prompts_not_empty() -> None:

@@ -232,8 +232,9 @@ class World:
             tp=shape.tp,
             choose_exchange=self.choose_exchange,
             exact=shape.exact,
-            has_file=self.files.has if shape.has_files else None,
-            has_state_file=self.files.has_state if shape.num_checkpoints is not None else None,
+            look_ups=self.files.look_ups(has_states=shape.num_checkpoints is not None)
+            if shape.has_files
+            else None,
         )
         self.subscribers = [Subscriber() for _ in range(shape.dp)]
         self.group = FakeGroup(
@@ -297,6 +298,7 @@ class World:
         """Begin and continue copies of blocks; return whether a copy ran or waits."""
         self.files.begin(self.scheduler.take_copies(is_idle=not self.results))
         was_busy = any(copies.is_busy for copies in self.scheduler.copies)
+        was_busy |= self.scheduler.is_looking
         for number, rank, num_whole in self.files.advance():
             self.scheduler.end_copy(number, rank, num_whole)
         return was_busy

@@ -1,0 +1,170 @@
+"""Look-ups of block files that wait for no disk.
+
+A file system on a network can hang: then a call that looks up a file does not return. So files on
+a disk are looked up on a thread. A look-up that takes too long counts as one that has found no file
+on the disk, and for a while only the files in memory are looked up.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
+from dist_aclgraph.logs import event
+
+LIMIT_S = 1.0  # maximum time of a look-up on the disk
+PAUSE_S = 30.0  # after a look-up was too late, the disk is not used for this time
+# The caller waits this long for an answer, because most answers come sooner than the next step.
+GRACE_S = 0.001
+
+T = TypeVar("T")
+HasFile = Callable[[BlockHash], bool]
+Answer = Callable[[], T | None]  # returns the result of a look-up; None while it is unknown
+
+logger = logging.getLogger(__name__)
+
+
+def _count_nothing() -> dict[str, int]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Files:
+    """Tells which files exist. The answers may be wrong: only the files of a data-parallel rank's
+    first worker are looked up, and files can be deleted at any time.
+
+    Attributes:
+        has: returns whether a block has a file.
+        has_state: returns whether the checkpoint after a block has a file; None without recurrent
+            state.
+        num_bytes: returns the bytes of the files in each tier, by the tier's name.
+    """
+
+    has: HasFile
+    has_state: HasFile | None = None
+    num_bytes: Callable[[], dict[str, int]] = _count_nothing
+
+
+LookUp = Callable[[Files], T]
+
+
+class LookUps:
+    """Looks up files at once: for files in memory, where no call hangs."""
+
+    num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._num_bytes: dict[str, int] = {}
+        self._counted: Answer[dict[str, int]] = _count_nothing
+
+    @property
+    def has_states(self) -> bool:
+        return self._files.has_state is not None
+
+    def ask(self, look_up: LookUp[T]) -> Answer[T]:
+        """Begin a look-up, which must not return None; return its answer."""
+        result = look_up(self._files)
+        return lambda: result
+
+    def num_bytes(self) -> dict[str, int]:
+        """Return the bytes in each tier of this node, as last known. Any thread may call this."""
+        for _ in range(2):  # an answer to the last question, and perhaps one to a new question
+            if (found := self._counted()) is None:
+                break
+            self._num_bytes, self._counted = found, self.ask(lambda files: files.num_bytes())
+        return self._num_bytes
+
+
+@dataclass(eq=False)
+class _Call:
+    run: Callable[[], Any]
+    deadline_s: float
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None  # None if the call has failed, or was not run because it is late
+    is_late: bool = False
+
+
+class DiskLookUps(LookUps):
+    """Looks up files on a thread. Any thread may call the methods.
+
+    Args:
+        files: the files in memory.
+        everywhere: the files in memory and on the disk.
+    """
+
+    def __init__(
+        self, files: Files, everywhere: Files, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(files)
+        self._everywhere = everywhere
+        self._clock = clock
+        self._late: _Call | None = None  # the call with which the disk became silent
+        self._resumes_s = 0.0
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="kv-look-ups", daemon=True).start()
+
+    def ask(self, look_up: LookUp[T]) -> Answer[T]:
+        if self._is_silent():
+            return super().ask(look_up)
+        call = _Call(partial(look_up, self._everywhere), self._clock() + LIMIT_S)
+        self._calls.put(call)
+        call.done.wait(GRACE_S)
+        return partial(self._result, call, look_up)
+
+    def _is_silent(self) -> bool:
+        """Whether the disk must not be used now."""
+        if self._late is None:
+            return False
+        if not self._late.done.is_set() or self._clock() < self._resumes_s:
+            return True
+        self._late = None
+        return False
+
+    def _result(self, call: _Call, look_up: LookUp[T]) -> T | None:
+        if not (call.done.is_set() or call.is_late):
+            if self._clock() < call.deadline_s:
+                return None
+            self._give_up(call)
+        result: T | None = call.result
+        return look_up(self._files) if result is None else result
+
+    def _give_up(self, call: _Call) -> None:
+        call.is_late = True
+        self.num_late += 1
+        self._resumes_s = self._clock() + PAUSE_S
+        if self._late is None:
+            self._late = call
+            event(logger, "kv_disk_silent", logging.WARNING, limit_s=LIMIT_S, pause_s=PAUSE_S)
+
+    def _serve(self) -> None:
+        while True:
+            call = self._calls.get()
+            if not call.is_late:
+                try:
+                    call.result = call.run()
+                except Exception:  # only files in memory are found, and the thread must go on
+                    logger.exception("looking up KV files failed")
+            call.done.set()
+
+
+def look_ups_of(tiers: KVTiers, states: KVTiers | None) -> LookUps:
+    """Return the look-ups of files of blocks and, with recurrent state, of checkpoints."""
+    has_state = None if states is None else states.has
+    everywhere = Files(tiers.has, has_state, tiers.num_bytes)
+    if DISK not in tiers.names:
+        return LookUps(everywhere)
+    memory = Files(
+        partial(tiers.has, only=HOST),
+        None if states is None else partial(states.has, only=HOST),
+        partial(tiers.num_bytes, only=HOST),
+    )
+    return DiskLookUps(memory, everywhere)

@@ -1,0 +1,120 @@
+"""A disk that hangs delays nobody, and files in memory are still found."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.kv.block_files import BlockFiles
+from dist_aclgraph.kv.look_ups import LIMIT_S, PAUSE_S, DiskLookUps, Files, look_ups_of
+from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
+
+NEAR, FAR = b"n" * 16, b"f" * 16
+WAIT_S = 60.0
+
+
+class World:
+    """A block in memory, and a block on a disk that can hang."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.works = threading.Event()
+        self.works.set()
+        memory = Files(NEAR.__eq__, num_bytes=lambda: {HOST: 1})
+        everywhere = Files(self.is_found, num_bytes=self.count)
+        self.look_ups = DiskLookUps(memory, everywhere, clock=lambda: self.now_s)
+
+    def is_found(self, block_hash: bytes) -> bool:
+        assert self.works.wait(WAIT_S)
+        return block_hash in (NEAR, FAR)
+
+    def count(self) -> dict[str, int]:
+        assert self.works.wait(WAIT_S)
+        return {HOST: 1, DISK: 2}
+
+    def ask(self, block_hash: bytes) -> Callable[[], bool | None]:
+        return self.look_ups.ask(lambda files: files.has(block_hash))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.works.set()
+
+
+def settled(answer: Callable[[], bool | None]) -> bool:
+    """Wait for an answer that the disk gives."""
+    for _ in range(int(WAIT_S / 0.01)):
+        if (found := answer()) is not None:
+            return found
+        threading.Event().wait(0.01)
+    raise AssertionError("no answer")
+
+
+def test_a_disk_that_answers_is_looked_up(world: World) -> None:
+    assert settled(world.ask(FAR)) and settled(world.ask(NEAR))
+    assert not settled(world.ask(b"?" * 16))
+    assert world.look_ups.num_late == 0
+
+
+def test_a_disk_that_hangs_is_left_alone(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.works.clear()
+    with caplog.at_level(logging.WARNING):
+        first, second = world.ask(FAR), world.ask(NEAR)
+        assert first() is None and second() is None, "the caller need not wait"
+        world.now_s += LIMIT_S
+        assert (first(), second()) == (False, True)
+        assert (world.ask(FAR)(), world.ask(NEAR)()) == (False, True), "known at once"
+        world.now_s += PAUSE_S
+        assert world.ask(FAR)() is False, "the first look-up has not returned"
+    assert world.look_ups.num_late == 2
+    assert sum("kv_disk_silent" in record.message for record in caplog.records) == 1
+
+
+def test_a_disk_that_answers_again_is_used_after_a_pause(world: World) -> None:
+    world.works.clear()
+    late = world.ask(FAR)
+    world.now_s += LIMIT_S
+    assert late() is False
+    world.works.set()
+    assert world.ask(FAR)() is False
+    world.now_s += PAUSE_S
+    # The thread may not have noticed yet that the disk answers.
+    assert any(settled(world.ask(FAR)) for _ in range(int(WAIT_S / 0.01)))
+    assert world.look_ups.num_late == 1
+
+
+def test_a_look_up_that_fails_finds_the_files_in_memory(world: World) -> None:
+    def fail(files: Files) -> bool:
+        if files.num_bytes() != {HOST: 1}:
+            raise RuntimeError("the disk is broken")
+        return True
+
+    assert settled(world.look_ups.ask(fail))
+    assert settled(world.ask(FAR)), "the thread goes on"
+
+
+def test_the_last_known_bytes_are_reported_while_the_disk_hangs(world: World) -> None:
+    assert any(world.look_ups.num_bytes() == {HOST: 1, DISK: 2} for _ in range(10_000))
+    world.works.clear()
+    for _ in range(3):
+        assert world.look_ups.num_bytes() == {HOST: 1, DISK: 2}
+    world.now_s += LIMIT_S
+    world.look_ups.num_bytes()
+    assert world.look_ups.num_late == 1
+
+
+@pytest.mark.parametrize("names", [(HOST,), (HOST, DISK), (DISK,)])
+def test_only_a_disk_needs_a_thread(tmp_path: Path, names: tuple[str, ...]) -> None:
+    files = {name: BlockFiles(tmp_path, tmp_path / name, 1 << 20) for name in names}
+    tiers = KVTiers(files)
+    files[names[-1]].write(NEAR, [memoryview(b"x")])
+    look_ups = look_ups_of(tiers, None)
+    assert isinstance(look_ups, DiskLookUps) == (DISK in names)
+    assert settled(look_ups.ask(lambda files: files.has(NEAR)))
+    assert tiers.has(NEAR, only=HOST) == (names == (HOST,))
