@@ -104,6 +104,7 @@ class BlockCopies:
         self._missed_states: dict[BlockHash, None] = {}
         self._condemned: dict[BlockHash, None] = {}  # blocks whose files are not read
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
+        self._is_late = False  # whether no job ends; see ``note_late``
         self.counts = CopyCounts()
 
     @property
@@ -147,12 +148,17 @@ class BlockCopies:
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Return whether none of these blocks waits to be written, or is being written."""
-        return self._unsaved.keys().isdisjoint(hashes)
+        """Return whether none of these blocks waits to be written, or is being written; or whether
+        copy jobs are too late.
+        """
+        return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
-    def stop_waiting(self) -> None:
-        """Let ``have_ended`` ignore the blocks that are not written yet."""
-        self._unsaved.clear()
+    def note_late(self) -> None:
+        """Let no request wait for copies until a job ends, because no job has ended for too long.
+
+        For example, a disk that does not answer holds a worker's thread for files.
+        """
+        self._is_late = True
 
     def _settle(self, hashes: Sequence[BlockHash]) -> None:
         for block_hash in hashes:
@@ -247,9 +253,11 @@ class BlockCopies:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
         checkpoint after the last block.
 
-        Returns False if no checkpoint is free for it, or if too many blocks are being read: blocks
-        that a disk never supplies must leave room for requests that compute.
+        Returns False if copies are late, if no checkpoint is free, or if too many blocks are being
+        read: blocks that a disk never supplies must leave room for requests that compute.
         """
+        if self._is_late:
+            return False
         loading = sum(len(copy.block_ids) for copy in self._running.values() if copy.request)
         if loading and loading + len(hashes) > int(self._pool.num_usable * MAX_LOADING):
             return False
@@ -322,6 +330,7 @@ class BlockCopies:
         if copy.waits_for:
             return None
         del self._running[number]
+        self._is_late = False
         count, total = copy.num_whole, len(copy.block_ids)
         if copy.request is None:
             self._settle(copy.hashes)
@@ -367,6 +376,7 @@ class BlockCopies:
             self._pool.free(copy.held)
         self._running.clear()
         self._existing = None
+        self._is_late = False
         self._pending_states.clear()
         self._pending.clear()
         self._unsaved.clear()

@@ -421,9 +421,9 @@ class Scheduler:
         return self.copies[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self) -> int:
-        """Let no request wait for copy jobs any longer; return how many waited for reads."""
+        """Let no request wait for copy jobs until a job ends; return how many waited for reads."""
         for copies in self.copies:
-            copies.stop_waiting()
+            copies.note_late()
         requests = list(self._fetching)
         self._end_fetching(requests)
         return len(requests)

@@ -104,6 +104,23 @@ def test_a_request_does_not_wait_for_workers_that_read_for_ever(world: World) ->
     assert pool.num_used == used - 3, "the copy held its blocks until it ended"
 
 
+def test_no_request_waits_for_copies_again_until_one_ends(world: World) -> None:
+    world.turn()
+    ((_, (jobs,)), *_) = world.channel.sent
+    world.now_s += TIMEOUT_S + 1
+    world.turn()
+    other = submit("b", list(range(50, 50 + 3 * BLOCK + 1)), SamplingParams(max_tokens=2))
+    world.scheduler.add(other)
+    assert world.turn() == 2 * (3 * BLOCK + 1), "both are computed"
+    assert world.scheduler.has_ended_copies(other)
+    for rank in range(WORKERS):
+        world.channel.reply(rank, (jobs[0].number, 0))
+    world.link.turn(is_idle=False)
+    world.scheduler.add(submit("c", list(range(90, 90 + 3 * BLOCK + 1)), SamplingParams()))
+    world.turn()
+    assert [job.is_load for _, (jobs,) in world.channel.sent for job in jobs] == [True, True]
+
+
 def test_replies_of_an_earlier_epoch_are_ignored(world: World) -> None:
     world.turn()
     ((_, (jobs,)),) = world.channel.sent
