@@ -26,6 +26,7 @@ from torch import Tensor
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.planning.copy_slots import NUM_SLOTS, blocks_per_slot
+from dist_aclgraph.steps.copies import JobKind
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,15 @@ class _Piece:
     block_ids: BlockIds
     files: Sequence[FileName]
     num_whole: int = 0  # number of leading blocks that were copied
+
+
+@dataclass
+class _Upkeep:
+    """A job that uses files alone."""
+
+    number: int
+    kind: JobKind
+    files: Sequence[FileName]
 
 
 @dataclass
@@ -120,8 +130,9 @@ class BlockCopier:
         self._pieces: deque[_Piece] = deque()  # wait for a slot
         self._jobs: dict[int, _Job] = {}
         self._ended: list[tuple[int, int]] = []
-        self._for_files: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
-        self._from_files: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        self._upkeep: set[int] = set()  # numbers of the jobs that use files alone
+        self._for_files: queue.SimpleQueue[_Slot | _Upkeep | None] = queue.SimpleQueue()
+        self._from_files: queue.SimpleQueue[_Slot | _Upkeep] = queue.SimpleQueue()
         threading.Thread(target=self._work_on_files, name="kv-files", daemon=True).start()
 
     def begin(
@@ -141,6 +152,11 @@ class BlockCopier:
             for n, i in enumerate(starts)
         )
 
+    def begin_upkeep(self, number: int, kind: JobKind, files: Sequence[FileName]) -> None:
+        """Begin a job that uses files alone. Blocks of earlier jobs may be written later."""
+        self._upkeep.add(number)
+        self._for_files.put(_Upkeep(number, kind, files))
+
     def advance(self) -> list[tuple[int, int]]:
         """Continue all copy jobs, without waiting for the device or for files.
 
@@ -152,7 +168,12 @@ class BlockCopier:
             RuntimeError: the device failed.
         """
         while not self._from_files.empty():
-            self._leave_files(self._from_files.get())
+            work = self._from_files.get()
+            if isinstance(work, _Slot):
+                self._leave_files(work)
+            elif work.number in self._upkeep:
+                self._upkeep.remove(work.number)
+                self._ended.append((work.number, 0))
         for slot in self._slots:
             if slot.state == "on device" and slot.done.query():
                 self._leave_device(slot)
@@ -235,17 +256,20 @@ class BlockCopier:
         self._for_files.put(slot)
 
     def _work_on_files(self) -> None:
-        while (slot := self._next_slot()) is not None:
-            piece = slot.piece
-            assert piece is not None
+        while (work := self._next_work()) is not None:
             try:
-                piece.num_whole = self._work(slot, piece)
-            except Exception:  # the piece counts as failed, and the thread must go on
+                if isinstance(work, _Upkeep):
+                    self._keep_up(work)
+                else:
+                    piece = work.piece
+                    assert piece is not None
+                    piece.num_whole = self._work(work, piece)
+            except Exception:  # the work counts as failed, and the thread must go on
                 logger.exception("copying KV blocks failed")
-            self._from_files.put(slot)
+            self._from_files.put(work)
 
-    def _next_slot(self) -> _Slot | None:
-        """Return the next slot for the thread; None at the end. While there is none, write blocks
+    def _next_work(self) -> _Slot | _Upkeep | None:
+        """Return the next work for the thread; None at the end. While there is none, write blocks
         to the second tier.
         """
         try:
@@ -254,6 +278,10 @@ class BlockCopier:
         except Exception:  # the block is in the first tier only
             logger.exception("copying a KV block to the second tier failed")
         return self._for_files.get()
+
+    def _keep_up(self, work: _Upkeep) -> None:
+        for block_hash, _ in work.files:
+            self._tiers.delete(block_hash)
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of copied leading blocks."""
@@ -275,6 +303,7 @@ class BlockCopier:
         """Drop all copy jobs, for example after an abort of the device."""
         self._pieces.clear()
         self._jobs.clear()
+        self._upkeep.clear()
         self._ended.clear()
         for slot in self._slots:
             slot.is_void = True

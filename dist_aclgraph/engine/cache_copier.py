@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dist_aclgraph.context.state_slots import StateSlots
-from dist_aclgraph.engine.block_copier import BlockCopier
+from dist_aclgraph.engine.block_copier import BlockCopier, FileName
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.steps.copies import CopyJob
@@ -55,16 +55,19 @@ class CacheCopier:
         """Begin copy jobs. Later calls of ``advance`` run them."""
         for job in jobs:
             block_ids, checkpoints = unpack_ints(job.block_ids), unpack_ints(job.checkpoints)
-            parts = {BLOCKS} if len(block_ids) else set[int]()
-            if len(checkpoints):
+            parts = {BLOCKS} if job.hashes else set[int]()
+            if job.state_hashes:
                 parts.add(STATES)
             self._jobs[job.number] = _Job(job.is_load, len(checkpoints), parts)
+            if job.is_upkeep:
+                self._begin_upkeep(job, parts)
+                continue
             if BLOCKS in parts:
                 self._begin(self._blocks, job, block_ids, job.hashes, unpack_ints(job.depths))
             if STATES in parts:
                 assert self._states is not None and self._slots is not None
                 slots = self._slots.checkpoints(checkpoints)
-                self._begin(self._states, job, slots, job.state_hashes, np.zeros_like(slots))
+                self._begin(self._states, job, slots, job.state_hashes, None)
 
     def advance(self) -> list[tuple[int, int]]:
         """Continue all copy jobs; see ``BlockCopier.advance``."""
@@ -94,8 +97,22 @@ class CacheCopier:
 
     @staticmethod
     def _begin(
-        copier: BlockCopier, job: CopyJob, places: IntArray, hashes: bytes, depths: IntArray
+        copier: BlockCopier, job: CopyJob, places: IntArray, hashes: bytes, depths: IntArray | None
     ) -> None:
-        names = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
-        files = list(zip(names, depths.tolist(), strict=True))
+        files = _files(hashes, depths)
         copier.begin(job.number, places.astype(np.int64), files, is_load=job.is_load)
+
+    def _begin_upkeep(self, job: CopyJob, parts: Collection[int]) -> None:
+        """Begin a job that uses files alone."""
+        for part, copier, hashes, depths in (
+            (BLOCKS, self._blocks, job.hashes, unpack_ints(job.depths)),
+            (STATES, self._states, job.state_hashes, None),
+        ):
+            if part in parts:
+                assert copier is not None
+                copier.begin_upkeep(job.number, job.kind, _files(hashes, depths))
+
+
+def _files(hashes: bytes, depths: IntArray | None) -> list[FileName]:
+    names = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+    return list(zip(names, [0] * len(names) if depths is None else depths.tolist(), strict=True))

@@ -122,7 +122,7 @@ class BlockFiles:
 
     def _refuse(self, path: Path, why: str) -> bool:
         logger.warning("%s is deleted: %s", path, why)
-        self.delete(path)
+        self._delete(path)
         return False
 
     def write(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
@@ -215,7 +215,11 @@ class BlockFiles:
         # With ``parents=True``, mkdir would make the parents with the default mode.
         folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
 
-    def delete(self, path: Path) -> None:
+    def delete(self, block_hash: BlockHash) -> None:
+        """Delete a block's file if it exists."""
+        self._delete(self.path_of(block_hash))
+
+    def _delete(self, path: Path) -> None:
         """Delete a file, and subtract its bytes from the count."""
         try:
             size = path.stat().st_size

@@ -69,6 +69,11 @@ class OtherLayouts:
                 return True
         return False
 
+    def delete(self, block_hash: BlockHash) -> None:
+        for division in self._divisions:
+            for _, files in division:
+                files.delete(block_hash)
+
     def _read_part(
         self,
         other: HeadPart,

@@ -127,6 +127,7 @@ class KVTiers:
     ) -> None:
         self._others = others
         self._by_name = tiers
+        self._all: list[BlockFiles | OtherLayouts] = [*tiers.values(), *others.values()]
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
         # Blocks that wait to be written to the second tier. If it is too slow, some are never
@@ -218,6 +219,13 @@ class KVTiers:
             return False
         self._second.copy_from(self._first, self._late.popleft())
         return True
+
+    def delete(self, block_hash: BlockHash) -> None:
+        """Delete a block's files in all tiers, also those of groups that divide the heads in other
+        ways.
+        """
+        for files in self._all:
+            files.delete(block_hash)
 
     def num_bytes(self, *, only: str = "") -> dict[str, int]:
         """Return the bytes in each tier of this node, by the tier's name.

@@ -23,9 +23,10 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import Answer, Files, LookUps
+from dist_aclgraph.scheduler.file_upkeep import FileUpkeep
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
-from dist_aclgraph.steps.copies import CopyJob
+from dist_aclgraph.steps.copies import CopyJob, JobKind
 
 # A batch of at least BATCH_BLOCKS blocks is written at once, because each batch costs the workers'
 # hosts some launches. A smaller batch waits until no batch has begun for MAX_TURNS decisions, or
@@ -54,15 +55,17 @@ class _Copy:
     """A copy job that runs.
 
     Attributes:
+        kind: what the job does; see ``JobKind``.
         held: the blocks that the job holds, in table order.
         block_ids: the blocks that are copied, the last blocks of ``held``.
-        request: the request that waits for the blocks; None if blocks are written.
+        request: the request that waits for the blocks; None if no blocks are read.
         waits_for: the workers that have not ended the job.
         num_whole: number of leading blocks that all workers have copied, except the workers of
             ``waits_for``.
         states: block hash and number of each checkpoint that is copied.
     """
 
+    kind: JobKind
     held: Sequence[int]
     block_ids: Sequence[int]
     hashes: Sequence[BlockHash]
@@ -102,15 +105,16 @@ class BlockCopies:
         # they are written again, though some ranks have their files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
-        self._condemned: dict[BlockHash, None] = {}  # blocks whose files are not read
+        self._upkeep = FileUpkeep()
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
         self._is_late = False  # whether no job ends; see ``note_late``
         self.counts = CopyCounts()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy job runs, or blocks wait to be written."""
-        return bool(self._running or self._pending or self._pending_states)
+        """Whether a copy job runs, blocks wait to be written, or files wait to be deleted."""
+        waits = self._pending or self._pending_states or self._upkeep.has_condemned
+        return bool(self._running or waits)
 
     @property
     def num_running(self) -> int:
@@ -198,7 +202,7 @@ class BlockCopies:
         states = self._hold_states(existing.states)
         if block_ids or states:
             self._pool.share(block_ids)
-            self._begin(block_ids, block_ids, hashes, depths, None, states)
+            self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
         """Return the waiting checkpoints that are still stored and have no file, and hold them."""
@@ -235,7 +239,8 @@ class BlockCopies:
         """
 
         def is_missing(index: int) -> bool:
-            return hashes[index] in self._condemned or not files.has(hashes[index])
+            name = hashes[index]
+            return self._upkeep.is_condemned(name) or not files.has(name)
 
         if not hashes or is_missing(0):
             return 0
@@ -246,17 +251,20 @@ class BlockCopies:
         return next(ends, 0)
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Read no files of these blocks any longer, because they might contain NaN."""
-        _add(self._condemned, hashes)
+        """Let the files of these blocks be deleted, because they might contain NaN. Until then, no
+        request reads them.
+        """
+        self._upkeep.condemn(hashes)
 
     def load(self, request: Request, shared: Sequence[int], hashes: Sequence[BlockHash]) -> bool:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
         checkpoint after the last block.
 
-        Returns False if copies are late, if no checkpoint is free, or if too many blocks are being
-        read: blocks that a disk never supplies must leave room for requests that compute.
+        Returns False if copies are late, if no checkpoint is free, if a block was condemned after
+        the look-up, or if too many blocks are being read: blocks that a disk never supplies must
+        leave room for requests that compute.
         """
-        if self._is_late:
+        if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
             return False
         loading = sum(len(copy.block_ids) for copy in self._running.values() if copy.request)
         if loading and loading + len(hashes) > int(self._pool.num_usable * MAX_LOADING):
@@ -270,10 +278,21 @@ class BlockCopies:
         self._pool.share(shared)
         block_ids = self._pool.allocate(len(hashes))
         held = [*shared, *block_ids]
-        self._begin(held, block_ids, hashes, range(len(shared), len(held)), request, states)
+        depths = range(len(shared), len(held))
+        self._begin("load", hashes, depths, held, block_ids, request, states)
         return True
 
-    # ---- both
+    # ---- files alone
+
+    def _delete_condemned(self) -> None:
+        """Begin to delete the files of condemned blocks, except blocks that are being written."""
+        saves = (copy for copy in self._running.values() if copy.kind == "save")
+        hashes = self._upkeep.take_condemned({each for copy in saves for each in copy.hashes})
+        if hashes:
+            states = hashes if self._look_ups.has_states else ()
+            self._begin("delete", hashes, [0] * len(hashes), state_hashes=states)
+
+    # ---- all jobs
 
     def take_jobs(self, *, is_idle: bool) -> tuple[CopyJob, ...]:
         """Return the copy jobs that workers must begin now.
@@ -287,31 +306,41 @@ class BlockCopies:
         is_due = is_idle or num_pending >= BATCH_BLOCKS or self._num_turns >= MAX_TURNS
         if num_pending and is_due:
             self._save()
+        if self._upkeep.has_condemned:
+            self._delete_condemned()
         jobs, self._new = tuple(self._new), []
         return jobs
 
     def _begin(
         self,
-        held: Sequence[int],
-        block_ids: Sequence[int],
+        kind: JobKind,
         hashes: Sequence[BlockHash],
         depths: Sequence[int],
-        request: Request | None,
-        states: Sequence[tuple[BlockHash, int]],
+        held: Sequence[int] = (),
+        block_ids: Sequence[int] = (),
+        request: Request | None = None,
+        states: Sequence[tuple[BlockHash, int]] = (),
+        state_hashes: Sequence[BlockHash] = (),
     ) -> None:
+        """Begin a job.
+
+        Args:
+            states: see ``_Copy``.
+            state_hashes: hashes of checkpoints whose files are used without the device.
+        """
         number = self._num_jobs
         self._num_jobs += 1
         ranks = set(self._ranks)
-        self._running[number] = _Copy(held, block_ids, hashes, request, ranks, states)
+        self._running[number] = _Copy(kind, held, block_ids, hashes, request, ranks, states)
         self._new.append(
             CopyJob(
                 number,
-                request is not None,
+                kind,
                 pack_ints(block_ids),
                 b"".join(hashes),
                 pack_ints(depths),
                 pack_ints([checkpoint for _, checkpoint in states]),
-                b"".join(block_hash for block_hash, _ in states),
+                b"".join(state_hashes or (block_hash for block_hash, _ in states)),
             )
         )
 
@@ -332,7 +361,9 @@ class BlockCopies:
         del self._running[number]
         self._is_late = False
         count, total = copy.num_whole, len(copy.block_ids)
-        if copy.request is None:
+        if copy.kind == "delete":
+            self._upkeep.end_deletion(copy.hashes, is_done=True)
+        elif copy.request is None:
             self._settle(copy.hashes)
             self.counts.saved += count
             self.counts.unsaved += total - count
@@ -372,6 +403,8 @@ class BlockCopies:
         """
         requests = [copy.request for copy in self._running.values() if copy.request is not None]
         for copy in self._running.values():
+            if copy.kind == "delete":
+                self._upkeep.end_deletion(copy.hashes, is_done=False)
             self._end_states(copy, is_whole=False)
             self._pool.free(copy.held)
         self._running.clear()

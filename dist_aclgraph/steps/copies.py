@@ -4,19 +4,37 @@ at once with the results of the jobs that have ended.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+# "save" writes blocks of a device to files, and "load" reads them. "delete" deletes files, and
+# uses no device.
+JobKind = Literal["save", "load", "delete"]
 
 
 class CopyJob(msgspec.Struct, frozen=True):
-    """A transfer of KV blocks and checkpoints from a device to files, or from files to a device."""
+    """Work on the files of KV blocks and checkpoints.
+
+    Jobs of the kind "delete" have no block ids and no checkpoints.
+    """
 
     number: int
-    is_load: bool  # whether files are read
+    kind: JobKind
     block_ids: bytes  # int32 [n]
     hashes: bytes  # [n, HASH_BYTES], names of the blocks' files
     depths: bytes  # int32 [n], number of blocks before each block in its prompt
     checkpoints: bytes = b""  # int32 [k]
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
+
+    @property
+    def is_load(self) -> bool:
+        return self.kind == "load"
+
+    @property
+    def is_upkeep(self) -> bool:
+        """Whether the job uses files alone."""
+        return self.kind == "delete"
 
 
 class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):

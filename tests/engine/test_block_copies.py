@@ -238,6 +238,16 @@ def test_an_aborted_request_leaves_its_blocks_to_the_cache(
     assert service.counts["loaded"] == len(PROMPTS[3]) // BLOCK_SIZE  # only once
 
 
+def test_files_of_condemned_blocks_are_deleted(runner: ModelRunner, tiers: KVTiers) -> None:
+    service, prompt = Service(runner, tiers), [9] * 50
+    service.answer([prompt])
+    hashes = block_hashes(pack_ints(prompt), "", BLOCK_SIZE)
+    assert all(map(tiers.has, hashes))
+    service.scheduler.copies[0].condemn(hashes[1:])
+    service.finish()
+    assert [tiers.has(each) for each in hashes] == [True] + [False] * (len(hashes) - 1)
+
+
 def test_copies_end_with_an_abort_of_the_device(
     runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
 ) -> None:

@@ -272,7 +272,7 @@ def test_law_of_files(
         if what == "w":
             assert files.write(name(number), contents(number)) and files.has(name(number))
         elif what == "d":
-            files.delete(files.path_of(name(number)))
+            files.delete(name(number))
         else:
             buffers = room()
             had = files.has(name(number))

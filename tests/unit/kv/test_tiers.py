@@ -45,6 +45,19 @@ def test_the_same_tokens_have_the_same_file_in_each_tier(tmp_path: Path) -> None
     assert tiers.read(names[3], memoryview(target), [400_000]) and target == data
 
 
+def test_a_deleted_block_is_in_no_tier(tmp_path: Path) -> None:
+    config = configure(tmp_path, disk=str(tmp_path / "disk"), disk_gib=0.001)
+    mine = CachePlace(heads=1, num_heads=2, num_kv_heads=4)
+    other = CachePlace(heads=0, num_heads=1, num_kv_heads=4)
+    tiers = KVTiers.open(config, mine)
+    for place in (mine, other):
+        opened = KVTiers.open(config, place)
+        opened.write(NAME, memoryview(b"x"))
+        opened.write_late()
+    tiers.delete(NAME)
+    assert not tiers.has(NAME) and not KVTiers.open(config, other).has(NAME)
+
+
 def test_the_disk_alone_keeps_blocks_beyond_the_service(tmp_path: Path) -> None:
     config = configure(tmp_path, host_gib=0, disk=str(tmp_path / "disk"), disk_gib=0.001)
     KVTiers.open(config, CachePlace()).write(NAME, memoryview(b"x"))

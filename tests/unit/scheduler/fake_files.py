@@ -85,9 +85,14 @@ class FakeFiles:
 
     def _move(self, copy: _Running) -> int:
         job, cache = copy.job, self._workers[copy.dp_rank].cache
+        names = [job.hashes[i : i + HASH_BYTES] for i in range(0, len(job.hashes), HASH_BYTES)]
+        if job.is_upkeep:
+            for name in names if job.kind == "delete" else ():
+                self.contents.pop(name, None)
+                self.states.pop(name, None)
+            return 0
         if not self._move_states(copy):
             return 0
-        names = [job.hashes[i : i + HASH_BYTES] for i in range(0, len(job.hashes), HASH_BYTES)]
         block_ids = unpack_ints(job.block_ids).tolist()
         for count, (block_id, name) in enumerate(zip(block_ids, names, strict=True)):
             if not job.is_load:

@@ -93,6 +93,50 @@ def test_a_state_that_a_rank_could_not_read_is_written_again() -> None:
     assert job.state_hashes == last and not job.is_load
 
 
+def test_files_that_might_contain_nan_are_deleted_when_they_are_complete() -> None:
+    world = World(ranks=(0, 1))
+    world.compute()
+    (save,) = world.begin()
+    world.files.update(world.hashes)
+    world.copies.condemn(world.hashes[1:])
+    assert world.begin() == [] and world.copies.is_busy, "two ranks are writing the files"
+    assert world.copies.find(world.hashes)() == 1
+    for rank in (0, 1):
+        world.copies.end(save.number, rank, NUM_FULL)
+    (job,) = world.begin()
+    assert job.kind == "delete" and job.hashes == b"".join(world.hashes[1:])
+    assert not job.state_hashes and world.begin() == []
+    world.copies.end(job.number, 0, 0)
+    assert world.copies.find(world.hashes)() == 1, "a rank has not deleted its files"
+    world.copies.end(job.number, 1, 0)
+    assert not world.copies.is_busy
+    assert world.copies.find(world.hashes)() == NUM_FULL, "files that were written later"
+
+
+def test_a_block_that_is_condemned_after_its_look_up_is_not_read() -> None:
+    world = World()
+    world.files.update(world.hashes)
+    assert world.copies.find(world.hashes)() == NUM_FULL
+    world.copies.condemn(world.hashes[3:])
+    assert not world.copies.load(world.request, [], world.hashes)
+    assert world.copies.load(world.request, [], world.hashes[:3])
+
+
+def test_a_deletion_that_workers_have_dropped_begins_again() -> None:
+    has = set[bytes]().__contains__
+    world = World(checkpoints=Checkpoints(2, 1))
+    copies = BlockCopies(world.pool, LookUps(Files(has, has)), (0,))
+    copies.condemn(world.hashes)
+    (job,) = copies.take_jobs(is_idle=False)
+    assert job.state_hashes == job.hashes == b"".join(world.hashes)
+    copies.forget()
+    (again,) = copies.take_jobs(is_idle=False)
+    copies.condemn(world.hashes[:1])
+    copies.end(again.number, 0, 0)
+    (last,) = copies.take_jobs(is_idle=False)
+    assert (again.hashes, last.hashes) == (job.hashes, world.hashes[0])
+
+
 @pytest.mark.parametrize(("counts_shared", "num_begun"), [(False, NUM_FULL), (True, 1)])
 def test_copies_take_no_blocks_from_requests_where_shared_blocks_count(
     num_begun: int, *, counts_shared: bool

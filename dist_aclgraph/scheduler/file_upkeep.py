@@ -1,0 +1,59 @@
+"""FileUpkeep: decides which files of KV blocks are deleted.
+
+A file is deleted if its block might contain NaN: the block may have been written before the logits
+of its request showed the NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dist_aclgraph.kv.checkpoints import BlockHash
+
+MAX_CONDEMNED = 4096  # maximum number of blocks whose files are not read
+
+
+class FileUpkeep:
+    """Owns the hashes of blocks whose files must be deleted."""
+
+    def __init__(self) -> None:
+        # The value says whether a job deletes the files already; the oldest block is first.
+        self._condemned: dict[BlockHash, bool] = {}
+
+    def condemn(self, hashes: Sequence[BlockHash]) -> None:
+        """Let the files of blocks be deleted, and not be read before they are deleted."""
+        for block_hash in hashes:
+            self._condemned.pop(block_hash, None)
+        self._condemned |= dict.fromkeys(hashes, False)
+        while len(self._condemned) > MAX_CONDEMNED:
+            del self._condemned[next(iter(self._condemned))]
+
+    def is_condemned(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._condemned
+
+    def take_condemned(self, busy: Collection[BlockHash]) -> list[BlockHash]:
+        """Return the blocks whose files must be deleted now; ``end_deletion`` comes later.
+
+        Args:
+            busy: blocks that are being written; their files are deleted later.
+        """
+        waiting = [
+            each for each, is_taken in self._condemned.items() if not is_taken and each not in busy
+        ]
+        self._condemned |= dict.fromkeys(waiting, True)
+        return waiting
+
+    @property
+    def has_condemned(self) -> bool:
+        """Whether files wait to be deleted."""
+        return not all(self._condemned.values())
+
+    def end_deletion(self, hashes: Sequence[BlockHash], *, is_done: bool) -> None:
+        """Record that a job has deleted files, or was dropped."""
+        for block_hash in hashes:
+            if not self._condemned.get(block_hash):
+                continue  # the block was condemned again meanwhile
+            if is_done:
+                del self._condemned[block_hash]
+            else:
+                self._condemned[block_hash] = False
