@@ -280,8 +280,11 @@ class BlockCopier:
         return self._for_files.get()
 
     def _keep_up(self, work: _Upkeep) -> None:
-        for block_hash, _ in work.files:
-            self._tiers.delete(block_hash)
+        for block_hash, depth in work.files:
+            if work.kind == "delete":
+                self._tiers.delete(block_hash)
+            else:
+                self._tiers.touch(block_hash, depth)
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of copied leading blocks."""

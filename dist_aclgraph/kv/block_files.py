@@ -215,6 +215,11 @@ class BlockFiles:
         # With ``parents=True``, mkdir would make the parents with the default mode.
         folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
 
+    def touch(self, block_hash: BlockHash, depth: int = 0) -> None:
+        """Let a block's file count as used now, if it exists."""
+        with suppress(OSError):  # only the order of deletion depends on it
+            _touch(self.path_of(block_hash), depth)
+
     def delete(self, block_hash: BlockHash) -> None:
         """Delete a block's file if it exists."""
         self._delete(self.path_of(block_hash))
@@ -335,7 +340,7 @@ def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> N
             left[0] = left[0][moved:]
 
 
-def _touch(file: int, depth: int) -> None:
+def _touch(file: int | Path, depth: int) -> None:
     """Mark a file as used.
 
     Later blocks of a prompt count as used earlier, so they are deleted first. A block without the

@@ -69,6 +69,11 @@ class OtherLayouts:
                 return True
         return False
 
+    def touch(self, block_hash: BlockHash, depth: int) -> None:
+        for division in self._divisions:
+            for _, files in division:
+                files.touch(block_hash, depth)
+
     def delete(self, block_hash: BlockHash) -> None:
         for division in self._divisions:
             for _, files in division:

@@ -220,6 +220,11 @@ class KVTiers:
         self._second.copy_from(self._first, self._late.popleft())
         return True
 
+    def touch(self, block_hash: BlockHash, depth: int) -> None:
+        """Let a block's files in all tiers count as used now; see ``BlockFiles.read``."""
+        for files in self._all:
+            files.touch(block_hash, depth)
+
     def delete(self, block_hash: BlockHash) -> None:
         """Delete a block's files in all tiers, also those of groups that divide the heads in other
         ways.

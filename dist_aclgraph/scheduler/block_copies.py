@@ -292,14 +292,25 @@ class BlockCopies:
             states = hashes if self._look_ups.has_states else ()
             self._begin("delete", hashes, [0] * len(hashes), state_hashes=states)
 
+    def note_used(self, hashes: Sequence[BlockHash]) -> None:
+        """Record that a request starts with these cached blocks."""
+        self._upkeep.note_used(hashes, hashes[-1] if self._look_ups.has_states else None)
+
+    def _touch_used(self) -> None:
+        """Begin to touch the files of blocks that requests have used in the device's cache."""
+        used, states = self._upkeep.take_used()
+        if used:
+            self._begin("touch", list(used), list(used.values()), state_hashes=states)
+
     # ---- all jobs
 
-    def take_jobs(self, *, is_idle: bool) -> tuple[CopyJob, ...]:
+    def take_jobs(self, *, is_idle: bool, may_touch: bool = False) -> tuple[CopyJob, ...]:
         """Return the copy jobs that workers must begin now.
 
         Args:
             is_idle: whether no step runs; then small batches are written at once, because their
                 launches delay no step.
+            may_touch: whether files of cached blocks may be touched now, which must be rare.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)
@@ -308,6 +319,8 @@ class BlockCopies:
             self._save()
         if self._upkeep.has_condemned:
             self._delete_condemned()
+        if may_touch and all(copy.kind != "touch" for copy in self._running.values()):
+            self._touch_used()
         jobs, self._new = tuple(self._new), []
         return jobs
 
@@ -363,11 +376,11 @@ class BlockCopies:
         count, total = copy.num_whole, len(copy.block_ids)
         if copy.kind == "delete":
             self._upkeep.end_deletion(copy.hashes, is_done=True)
-        elif copy.request is None:
+        elif copy.kind == "save":
             self._settle(copy.hashes)
             self.counts.saved += count
             self.counts.unsaved += total - count
-        else:
+        elif copy.request is not None:
             self.counts.loaded += count
             self.counts.missed += total - count
             _add(self._missed, copy.hashes[count:])

@@ -1,24 +1,29 @@
-"""FileUpkeep: decides which files of KV blocks are deleted.
+"""FileUpkeep: decides which files of KV blocks are deleted, and which count as used again.
 
 A file is deleted if its block might contain NaN: the block may have been written before the logits
-of its request showed the NaN.
+of its request showed the NaN. The files of a prefix that the device's cache has are not read, so
+they would count as unused, though the prefix is used often. Now and then they are touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 MAX_CONDEMNED = 4096  # maximum number of blocks whose files are not read
+MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
 
 
 class FileUpkeep:
-    """Owns the hashes of blocks whose files must be deleted."""
+    """Owns the hashes of blocks whose files must be deleted, or were not touched lately."""
 
     def __init__(self) -> None:
         # The value says whether a job deletes the files already; the oldest block is first.
         self._condemned: dict[BlockHash, bool] = {}
+        self._used: dict[BlockHash, int] = {}  # hash, and number of blocks before the block
+        self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Let the files of blocks be deleted, and not be read before they are deleted."""
@@ -57,3 +62,17 @@ class FileUpkeep:
                 del self._condemned[block_hash]
             else:
                 self._condemned[block_hash] = False
+
+    def note_used(self, hashes: Sequence[BlockHash], state: BlockHash | None) -> None:
+        """Record that a request starts with cached blocks, and with the checkpoint of ``state``."""
+        room = MAX_TOUCHED - len(self._used)
+        if room > 0:
+            self._used.update(islice(zip(hashes, range(len(hashes)), strict=True), room))
+            if state is not None:
+                self._used_states[state] = None
+
+    def take_used(self) -> tuple[dict[BlockHash, int], list[BlockHash]]:
+        """Return the used blocks with their depths, and the used checkpoints; forget them."""
+        used, self._used = self._used, {}
+        states, self._used_states = list(self._used_states), {}
+        return used, states

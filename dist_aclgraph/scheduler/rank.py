@@ -264,6 +264,8 @@ class RankScheduler:
             self._refused = (request, self.pool.num_free)
             return False
         self.pool.share(shared)
+        if self.copies is not None and shared:
+            self.copies.note_used(request.hashes[: len(shared)])
         allocated = self.pool.allocate(missing)
         if request.is_suspect:
             self.pool.clean_first(allocated)

@@ -403,9 +403,11 @@ class Scheduler:
             total.update(asdict(copies.counts))
         return dict(total)
 
-    def take_copies(self, *, is_idle: bool) -> list[tuple[CopyJob, ...]]:
-        """Return the copy jobs that the workers of each data-parallel rank must begin now."""
-        return [copies.take_jobs(is_idle=is_idle) for copies in self.copies]
+    def take_copies(self, *, is_idle: bool, may_touch: bool = False) -> list[tuple[CopyJob, ...]]:
+        """Return the jobs that the workers of each data-parallel rank must begin now; see
+        ``BlockCopies.take_jobs``.
+        """
+        return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.copies]
 
     def end_copy(self, number: int, rank: int, num_whole: int) -> None:
         """Record that a worker has ended a copy job. If it was the job's last worker, the request

@@ -9,14 +9,14 @@ from typing import Literal
 import msgspec
 
 # "save" writes blocks of a device to files, and "load" reads them. "delete" deletes files, and
-# uses no device.
-JobKind = Literal["save", "load", "delete"]
+# "touch" makes them the most recently used ones; both use no device.
+JobKind = Literal["save", "load", "delete", "touch"]
 
 
 class CopyJob(msgspec.Struct, frozen=True):
     """Work on the files of KV blocks and checkpoints.
 
-    Jobs of the kind "delete" have no block ids and no checkpoints.
+    Jobs of the kinds "delete" and "touch" have no block ids and no checkpoints.
     """
 
     number: int
@@ -34,7 +34,7 @@ class CopyJob(msgspec.Struct, frozen=True):
     @property
     def is_upkeep(self) -> bool:
         """Whether the job uses files alone."""
-        return self.kind == "delete"
+        return self.kind in ("delete", "touch")
 
 
 class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):

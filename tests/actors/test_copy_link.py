@@ -121,6 +121,25 @@ def test_no_request_waits_for_copies_again_until_one_ends(world: World) -> None:
     assert [job.is_load for _, (jobs,) in world.channel.sent for job in jobs] == [True, True]
 
 
+def test_files_of_cached_blocks_are_touched_at_most_once_in_a_while(world: World) -> None:
+    world.scheduler.abort("a")
+    copies = world.scheduler.copies[0]
+
+    def touches() -> int:
+        copies.note_used([b"x" * 16])
+        world.turn()
+        sent, world.channel.sent = world.channel.sent, []
+        for _, (jobs,) in sent:
+            for job in jobs:
+                for rank in range(WORKERS):
+                    copies.end(job.number, rank, 0)
+        return sum(job.kind == "touch" for _, (jobs,) in sent for job in jobs)
+
+    assert touches() == 0
+    world.now_s += copy_link.TOUCH_S
+    assert [touches(), touches()] == [1, 0]
+
+
 def test_replies_of_an_earlier_epoch_are_ignored(world: World) -> None:
     world.turn()
     ((_, (jobs,)),) = world.channel.sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -246,6 +247,23 @@ def test_files_of_condemned_blocks_are_deleted(runner: ModelRunner, tiers: KVTie
     service.scheduler.copies[0].condemn(hashes[1:])
     service.finish()
     assert [tiers.has(each) for each in hashes] == [True] + [False] * (len(hashes) - 1)
+
+
+def test_a_prefix_in_the_cache_touches_its_files(
+    runner: ModelRunner, tiers: KVTiers, folder: Path
+) -> None:
+    service, prompt = Service(runner, tiers), [11] * 50
+    service.answer([prompt])
+    hashes = block_hashes(pack_ints(prompt), "", BLOCK_SIZE)
+    paths = [folder / "rank" / each.hex() for each in hashes]
+    for path in paths:
+        os.utime(path, (1.0, 1.0))
+    service.answer([prompt])
+    (jobs,) = service.scheduler.take_copies(is_idle=True, may_touch=True)
+    service.runner.copy_blocks(jobs)
+    service.finish()
+    times = [path.stat().st_mtime for path in paths]
+    assert min(times) > 1.0 and times == sorted(times, reverse=True), "later blocks look older"
 
 
 def test_copies_end_with_an_abort_of_the_device(

@@ -16,6 +16,8 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+TOUCH_S = 10.0  # seconds between two jobs that touch the files of cached blocks
+
 
 class CopyLink:
     """Connects the scheduler's copy jobs with the workers.
@@ -31,7 +33,7 @@ class CopyLink:
         self._timeout_s = timeout_s
         self._number = 0
         self._waits_for: set[int] = set()  # workers that have not answered the last message
-        self._progress_s = time.monotonic()
+        self._progress_s = self._touched_s = time.monotonic()
 
     @property
     def is_busy(self) -> bool:
@@ -59,7 +61,10 @@ class CopyLink:
             for number, num_whole in answer.ended:
                 self._progress_s = now_s
                 scheduler.end_copy(number, answer.rank, num_whole)
-        jobs = scheduler.take_copies(is_idle=is_idle)
+        may_touch = now_s - self._touched_s >= TOUCH_S
+        if may_touch:
+            self._touched_s = now_s
+        jobs = scheduler.take_copies(is_idle=is_idle, may_touch=may_touch)
         if not scheduler.is_copying:
             self._progress_s = now_s
         elif now_s - self._progress_s > self._timeout_s:

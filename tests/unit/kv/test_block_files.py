@@ -114,6 +114,16 @@ def test_the_blocks_that_were_not_used_for_the_longest_time_are_deleted(files: B
     assert [number for number in range(11) if not files.has(name(number))] == [1]
 
 
+def test_a_touched_block_is_not_the_first_to_be_deleted(files: BlockFiles) -> None:
+    for number in range(10):
+        assert files.write(name(number), contents(number))
+        use_time(files, number, 1000.0 + number)
+    files.touch(name(0))
+    files.touch(name(99))
+    assert files.write(name(10), contents(10))
+    assert [number for number in range(11) if not files.has(name(number))] == [1]
+
+
 def test_later_blocks_of_a_prompt_are_deleted_first(files: BlockFiles) -> None:
     for number in range(10):
         assert files.write(name(number), contents(number), depth=number)

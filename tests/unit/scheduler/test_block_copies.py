@@ -13,6 +13,7 @@ from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.file_upkeep import MAX_TOUCHED
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.routing import block_hashes
 from dist_aclgraph.steps.copies import CopyJob
@@ -120,6 +121,32 @@ def test_a_block_that_is_condemned_after_its_look_up_is_not_read() -> None:
     world.copies.condemn(world.hashes[3:])
     assert not world.copies.load(world.request, [], world.hashes)
     assert world.copies.load(world.request, [], world.hashes[:3])
+
+
+def test_files_of_cached_blocks_are_touched_now_and_then() -> None:
+    world = World()
+    for _ in range(3):
+        world.copies.note_used(world.hashes[:3])
+    assert world.begin() == []
+    (job,) = world.copies.take_jobs(is_idle=False, may_touch=True)
+    assert job.kind == "touch" and job.hashes == b"".join(world.hashes[:3])
+    assert unpack_ints(job.depths).tolist() == [0, 1, 2] and not job.block_ids
+    world.copies.note_used(world.hashes)
+    assert not world.copies.take_jobs(is_idle=False, may_touch=True), "a job is running"
+    world.copies.end(job.number, 0, 0)
+    assert len(world.copies.take_jobs(is_idle=False, may_touch=True)) == 1
+    assert not world.copies.take_jobs(is_idle=False, may_touch=True)
+
+
+def test_one_job_touches_a_limited_number_of_files() -> None:
+    has = set[bytes]().__contains__
+    copies = BlockCopies(BlockPool(4, BLOCK), LookUps(Files(has, has)), (0,))
+    hashes = [number.to_bytes(16, "big") for number in range(2 * MAX_TOUCHED)]
+    copies.note_used(hashes[:-8])
+    copies.note_used(hashes[-8:])
+    (job,) = copies.take_jobs(is_idle=False, may_touch=True)
+    assert job.hashes == b"".join(hashes[:MAX_TOUCHED])
+    assert job.state_hashes == hashes[-9], "the checkpoint from which the request started"
 
 
 def test_a_deletion_that_workers_have_dropped_begins_again() -> None:
