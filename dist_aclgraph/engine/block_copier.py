@@ -44,7 +44,7 @@ class _Piece:
     is_load: bool
     block_ids: BlockIds
     files: Sequence[FileName]
-    num_whole: int = 0  # number of leading blocks that were copied
+    num_whole: int = 0  # number of written blocks, or of leading blocks that were read
 
 
 @dataclass
@@ -60,12 +60,15 @@ class _Upkeep:
 class _Job:
     """A copy job that runs. Its pieces may end in any order."""
 
+    is_load: bool
     sizes: Sequence[int]  # number of blocks of each piece
     whole: dict[int, int] = field(default_factory=dict)  # ``num_whole`` of each ended piece
 
     @property
     def num_whole(self) -> int:
-        """Number of leading blocks that were copied."""
+        """Number of written blocks, or of leading blocks that were read."""
+        if not self.is_load:
+            return sum(self.whole.values())
         count = 0
         for index, size in enumerate(self.sizes):
             count += self.whole[index]
@@ -146,7 +149,7 @@ class BlockCopier:
         """
         size = self._blocks_per_slot
         starts = range(0, len(block_ids), size)
-        self._jobs[number] = _Job([len(block_ids[i : i + size]) for i in starts])
+        self._jobs[number] = _Job(is_load, [len(block_ids[i : i + size]) for i in starts])
         self._pieces += (
             _Piece(number, n, is_load, block_ids[i : i + size], files[i : i + size])
             for n, i in enumerate(starts)
@@ -161,8 +164,8 @@ class BlockCopier:
         """Continue all copy jobs, without waiting for the device or for files.
 
         Returns:
-            For each job that has ended: its number, and the number of leading blocks that were
-            copied.
+            For each job that has ended: its number, and the number of written blocks, or of leading
+            blocks that were read.
 
         Raises:
             RuntimeError: the device failed.
@@ -287,18 +290,21 @@ class BlockCopier:
                 self._tiers.touch(block_hash, depth)
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
-        """Read or write the files of a piece; return the number of copied leading blocks."""
+        """Read or write the files of a piece; return the number of written blocks, or of leading
+        blocks that were read. A block that cannot be read makes the following ones useless.
+        """
+        count = 0
         for place, (block_hash, depth) in enumerate(piece.files):
             block = slot.blocks[place].data
             if slot.is_void:
-                return place
-            if piece.is_load:
-                is_whole = self._tiers.read(block_hash, block, self._sizes, depth)
+                break
+            if not piece.is_load:
+                count += self._tiers.write(block_hash, block, depth)
+            elif self._tiers.read(block_hash, block, self._sizes, depth):
+                count += 1
             else:
-                is_whole = self._tiers.write(block_hash, block, depth)
-            if not is_whole:
-                return place
-        return len(piece.files)
+                break
+        return count
 
     # ---- the end
 

@@ -60,8 +60,7 @@ class _Copy:
         block_ids: the blocks that are copied, the last blocks of ``held``.
         request: the request that waits for the blocks; None if no blocks are read.
         waits_for: the workers that have not ended the job.
-        num_whole: number of leading blocks that all workers have copied, except the workers of
-            ``waits_for``.
+        num_whole: the smallest ``num_whole`` of the workers that have ended the job.
         states: block hash and number of each checkpoint that is copied.
     """
 
@@ -362,7 +361,8 @@ class BlockCopies:
         return the request that waited for it; return None otherwise.
 
         Args:
-            num_whole: number of leading blocks that the worker has copied.
+            num_whole: number of blocks that the worker has written, or of leading blocks that it
+                has read.
         """
         copy = self._running.get(number)
         if copy is None or rank not in copy.waits_for:

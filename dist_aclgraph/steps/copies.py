@@ -46,8 +46,8 @@ class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):
 
 
 class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
-    """A worker's reply to ``BlockCopyJobs``: for each job that has ended, the job's number, and the
-    number of its leading blocks that were copied.
+    """A worker's reply to ``BlockCopyJobs``: for each job that has ended, the job's number, and how
+    many of its blocks were written, or how many of its leading blocks were read.
     """
 
     epoch: int

@@ -239,8 +239,24 @@ def test_an_aborted_request_leaves_its_blocks_to_the_cache(
     assert service.counts["loaded"] == len(PROMPTS[3]) // BLOCK_SIZE  # only once
 
 
+def test_a_block_that_cannot_be_written_delays_no_other_block(
+    runner: ModelRunner, tiers: KVTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [13] * 100
+    hashes, write = block_hashes(pack_ints(prompt), "", BLOCK_SIZE), tiers.write
+
+    def refuse_first(block_hash: bytes, block: memoryview, depth: int = 0) -> bool:
+        return block_hash != hashes[0] and write(block_hash, block, depth)
+
+    monkeypatch.setattr(tiers, "write", refuse_first)
+    service = Service(runner, tiers)
+    service.answer([prompt])
+    assert [tiers.has(each) for each in hashes] == [False, True, True]
+    assert service.counts["unsaved"] == 1
+
+
 def test_files_of_condemned_blocks_are_deleted(runner: ModelRunner, tiers: KVTiers) -> None:
-    service, prompt = Service(runner, tiers), [9] * 50
+    service, prompt = Service(runner, tiers), [9] * 100
     service.answer([prompt])
     hashes = block_hashes(pack_ints(prompt), "", BLOCK_SIZE)
     assert all(map(tiers.has, hashes))
@@ -252,7 +268,7 @@ def test_files_of_condemned_blocks_are_deleted(runner: ModelRunner, tiers: KVTie
 def test_a_prefix_in_the_cache_touches_its_files(
     runner: ModelRunner, tiers: KVTiers, folder: Path
 ) -> None:
-    service, prompt = Service(runner, tiers), [11] * 50
+    service, prompt = Service(runner, tiers), [11] * 100
     service.answer([prompt])
     hashes = block_hashes(pack_ints(prompt), "", BLOCK_SIZE)
     paths = [folder / "rank" / each.hex() for each in hashes]
