@@ -136,7 +136,8 @@ class BlockCopier:
         self._upkeep: set[int] = set()  # numbers of the jobs that use files alone
         self._for_files: queue.SimpleQueue[_Slot | _Upkeep | None] = queue.SimpleQueue()
         self._from_files: queue.SimpleQueue[_Slot | _Upkeep] = queue.SimpleQueue()
-        threading.Thread(target=self._work_on_files, name="kv-files", daemon=True).start()
+        self._thread = threading.Thread(target=self._work_on_files, name="kv-files", daemon=True)
+        self._thread.start()
 
     def begin(
         self, number: int, block_ids: BlockIds, files: Sequence[FileName], *, is_load: bool
@@ -318,6 +319,12 @@ class BlockCopier:
             slot.is_void = True
             if slot.state == "on device":
                 slot.piece, slot.state = None, "free"
+
+    def end_files(self, timeout_s: float) -> bool:
+        """Let the thread end after the pieces that it has; return whether it ended in time."""
+        self._for_files.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Drop all copy jobs and let the thread end."""

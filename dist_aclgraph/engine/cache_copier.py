@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +16,8 @@ from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 
 BLOCKS, STATES = 0, 1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -87,6 +91,13 @@ class CacheCopier:
         for copier in (self._blocks, self._states):
             if copier is not None:
                 copier.forget()
+
+    def end_files(self, timeout_s: float) -> None:
+        """Wait until no thread uses files any longer; begin no job after this call."""
+        deadline_s = time.monotonic() + timeout_s
+        for copier in (self._blocks, self._states):
+            if copier is not None and not copier.end_files(max(0, deadline_s - time.monotonic())):
+                logger.warning("files of KV blocks are still used after %g s", timeout_s)
 
     def close(self) -> None:
         """Drop all copy jobs and let the threads end."""

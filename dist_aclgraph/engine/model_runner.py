@@ -566,6 +566,11 @@ class ModelRunner:
             self._copier.begin(jobs)
             return self._copier.advance()
 
+    def end_copies(self, timeout_s: float) -> None:
+        """Wait until files with copies of KV are no longer used. No step may follow."""
+        if self._copier is not None:
+            self._copier.end_files(timeout_s)
+
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
         """Send the next step's probable lengths until ``is_wanted_elsewhere`` returns true."""
         with translated("sending lengths ahead"):

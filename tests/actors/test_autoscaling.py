@@ -150,6 +150,32 @@ def test_no_change_is_refused_while_another_waits_for_room() -> None:
     assert groups.looks == [(ROOM_S, False), (ROOM_S, False)]
 
 
+def test_copies_are_deleted_after_workers_have_stopped_to_write_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[Any] = []
+
+    def wait(refs: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        happened.append(refs)
+        return [ref for ref in refs if ref != "stop of lost"], []
+
+    def make_group(name: str) -> Any:
+        group = Mock(loops=[f"loop of {name}"])
+        group.engine.stop.remote.return_value = f"stop of {name}"
+        group.engine.leave_copies.remote.return_value = f"leave of {name}"
+        group.kill = lambda: happened.append(f"kill {name}")
+        return group
+
+    monkeypatch.setattr(serving_groups.ray, "wait", wait)
+    serving_groups.stop_groups([make_group("lost"), make_group("good"), Mock(engine=None)], 1.0)
+
+    assert happened[:2] == [
+        ["stop of lost", "stop of good", "loop of lost", "loop of good"],
+        ["leave of good"],
+    ]
+    assert happened[2:] == ["kill lost", "kill good"]
+
+
 def test_a_lost_group_is_given_back_when_so_many_are_wanted_as_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.engine.block_copier import BlockCopier
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_files import BlockFiles
@@ -253,6 +257,26 @@ def test_a_block_that_cannot_be_written_delays_no_other_block(
     service.answer([prompt])
     assert [tiers.has(each) for each in hashes] == [False, True, True]
     assert service.counts["unsaved"] == 1
+
+
+def test_no_file_is_written_after_the_end_of_files(npu: Npu, tmp_path: Path) -> None:
+    """The engine deletes the files then, and nobody would delete a later one."""
+    tiers, begun, goes_on = make_tiers(tmp_path), threading.Event(), threading.Event()
+    name, write = bytes(16), tiers.write
+
+    def wait(block_hash: bytes, block: memoryview, depth: int = 0) -> bool:
+        begun.set()
+        return goes_on.wait(WAIT_S) and write(block_hash, block, depth)
+
+    tiers.write = wait  # type: ignore[method-assign]
+    tensor = torch.zeros((4, 8), device=npu.device)
+    copier = BlockCopier(npu, lambda: [tensor], tiers)
+    copier.begin(0, np.array([1]), [(name, 0)], is_load=False)
+    while not begun.is_set():
+        copier.advance()
+    assert not copier.end_files(0.0)
+    goes_on.set()
+    assert copier.end_files(WAIT_S) and tiers.has(name)
 
 
 def test_files_of_condemned_blocks_are_deleted(runner: ModelRunner, tiers: KVTiers) -> None:

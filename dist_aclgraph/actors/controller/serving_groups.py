@@ -573,17 +573,23 @@ def check_count(count: int) -> None:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Let engines dismiss workers, let workers exit, and then kill the remaining processes."""
-    stopping = [
-        ref
-        for group in groups
-        if group.engine is not None
-        for ref in (group.engine.stop.remote(), *group.loops)
-    ]
-    if stopping:
-        ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
+    """Let engines dismiss workers, and let workers' loops end. Then let engines leave the copies
+    that workers have written, and kill the remaining processes.
+    """
+    stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
+    loops = [ref for group in stopping.values() for ref in group.loops]
+    ended = [stopping[ref] for ref in _wait([*stopping, *loops], timeout_s) if ref in stopping]
+    _wait([group.engine.leave_copies.remote() for group in ended], timeout_s)
     for group in groups:
         group.kill()
+
+
+def _wait(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Return the calls that have ended when all have ended, or after the timeout."""
+    if not refs:
+        return []
+    ended: list[Any] = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]
+    return ended
 
 
 def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:

@@ -292,6 +292,12 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
+        self._directory.remove()
+
+    def leave_copies(self) -> None:
+        """Delete the copies in memory if no other group uses them. All workers' loops have ended,
+        so no worker writes copies any longer.
+        """
         if self._copies is not None:
             self._copies.leave()
-        self._directory.remove()
+            self._copies = None

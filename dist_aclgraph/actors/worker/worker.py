@@ -439,6 +439,8 @@ class Worker:
                         if fault is None:
                             raise
                         is_stopped = True
+            # The engine deletes the files in memory after this loop has ended.
+            self._running.runner.end_copies(self._config.timeouts.stop_s / 2)
             self._recorder.end()
         except EngineDeadError as e:
             self._recorder.fail(e)
