@@ -8,7 +8,7 @@ each other only one number per group: the number of tokens of their requests tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dist_aclgraph.ints import INT_BYTES
@@ -217,6 +217,32 @@ class RequestRouter:
         """
         _, cached = _look_up([self._groups[name] for name in among], prompt, cache_salt)
         return len(prompt) // INT_BYTES - max(cached)
+
+    def for_role(
+        self,
+        prompt: bytes,
+        cache_salt: str,
+        prefill_from: Mapping[str, int],
+        *,
+        may_hand_over: bool = True,
+    ) -> tuple[bool, Collection[str]]:
+        """Return whether a prefill group computes the prompt for another group, and the groups that
+        can do the work. If all groups have the same role, they do the work of both roles.
+
+        Args:
+            prompt: int32 [num_prompt_tokens].
+            prefill_from: the groups that accept requests. The value of a prefill group is the
+                minimum number of uncached tokens of its prompts; the value of other groups is 0.
+        """
+        prefill = [name for name, minimum in prefill_from.items() if minimum]
+        others = [name for name, minimum in prefill_from.items() if not minimum]
+        if not prefill or not others:
+            return False, prefill_from.keys()
+        if not may_hand_over:
+            return False, others
+        if self.uncached(prompt, cache_salt, others) < min(prefill_from[name] for name in prefill):
+            return False, others
+        return True, prefill
 
     def begun(self, request_id: str) -> None:
         """Record that a request has its first token, which means that its prompt is computed."""

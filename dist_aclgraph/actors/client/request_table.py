@@ -257,8 +257,13 @@ class RequestTable:
         if not taking:
             return False
         request_id, tokens = request.request_id, bytes(request.tokens)
-        request.hands_over, taking = self._for_role(request, tokens, taking)
-        engine = self.engines[self.router.route(request_id, tokens, request.cache_salt, taking)]
+        request.hands_over, able = self.router.for_role(
+            tokens,
+            request.cache_salt,
+            {url: self.engines[url].prefill_from for url in taking},
+            may_hand_over=request.may_hand_over,
+        )
+        engine = self.engines[self.router.route(request_id, tokens, request.cache_salt, able)]
         number = engine.num_submitted % NUMBERS
         engine.num_submitted += 1
         engine.requests[request_id] = request
@@ -270,24 +275,6 @@ class RequestTable:
         # group list is sent before the client confirms the next version.
         self._send(engine, request.submit(number))
         return True
-
-    def _for_role(
-        self, request: OpenRequest, tokens: bytes, taking: Sequence[str]
-    ) -> tuple[bool, Sequence[str]]:
-        """Return whether a prefill group computes the prompt, and the groups that can do the work.
-
-        If all groups of ``taking`` have the same role, they do the work of both roles.
-        """
-        prefill = [url for url in taking if self.engines[url].prefill_from]
-        others = [url for url in taking if not self.engines[url].prefill_from]
-        if not prefill or not others:
-            return False, taking
-        if not request.may_hand_over:
-            return False, others
-        uncached = self.router.uncached(tokens, request.cache_salt, others)
-        if uncached < min(self.engines[url].prefill_from for url in prefill):
-            return False, others
-        return True, prefill
 
     def _resume(
         self, request: OpenRequest, engine: KnownEngine, now_s: float, *, is_proof: bool
