@@ -34,7 +34,8 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shipped import shipped
 from dist_aclgraph.simulate.load import Arrival
-from dist_aclgraph.simulate.simulation import LoadOptions, simulate
+from dist_aclgraph.simulate.load_options import LoadOptions
+from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import read_times
 from dist_aclgraph.steps.delta import RequestDelta
 

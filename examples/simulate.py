@@ -6,7 +6,8 @@
 import sys
 
 from dist_aclgraph.config import load_config
-from dist_aclgraph.simulate.simulation import LoadOptions, simulate
+from dist_aclgraph.simulate.load_options import LoadOptions
+from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import line_times
 
 path = sys.argv[1] if len(sys.argv) > 1 else "configs/tiny-qwen3.yaml"

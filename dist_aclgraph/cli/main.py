@@ -180,6 +180,12 @@ def simulate(
         float | None, typer.Option(help="and of each of its tokens, if different")
     ] = None,
     capture_ms: Annotated[float, typer.Option(help="assumed time of a capture")] = 50.0,
+    host_gbs: Annotated[
+        float, typer.Option(help="assumed GB/s between an NPU and copies of KV in memory")
+    ] = 5.0,
+    disk_gbs: Annotated[
+        float, typer.Option(help="and from the disk, for a data parallel rank")
+    ] = 2.0,
     compare: Annotated[bool, typer.Option("--compare", help="try other sets of graphs")] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="draw padding and eager steps: a .png")] = None,
@@ -193,7 +199,8 @@ def simulate(
 
         from dist_aclgraph.cli.simulate import render_simulation, simulate_with_progress
         from dist_aclgraph.device.decision import decide_device
-        from dist_aclgraph.simulate.simulation import LoadOptions
+        from dist_aclgraph.simulate.files import copy_rates
+        from dist_aclgraph.simulate.load_options import LoadOptions
         from dist_aclgraph.simulate.times import line_times, read_times
 
         if plot is not None:
@@ -215,6 +222,7 @@ def simulate(
             decide_device(load_local_model(config, overrides, weights=False), "plan"),
             options,
             assumed if times is None else read_times(times, capture_ms),
+            copy_rates(host_gbs, disk_gbs),
             compare,
         )
         if plot is not None:

@@ -14,8 +14,7 @@ from rich.table import Column, Table
 
 from dist_aclgraph.cli.plan_context import context_entry, layout_in_words, print_context
 from dist_aclgraph.config import Config
-from dist_aclgraph.kv.block_files import HEADER
-from dist_aclgraph.kv.tiers import CachePlace
+from dist_aclgraph.kv.tiers import HOST
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.planning.budget import Price, StreamOffer, total
 from dist_aclgraph.planning.choice import padding_share
@@ -99,7 +98,12 @@ def plan_report(config: Config) -> dict[str, Any]:
             "all_tokens": config.parallel.dp * (num_blocks - 1) * spec.tokens_per_block,
             "max_model_len": longest,
             "requests": _requests_that_fit(deployment, num_blocks, longest),
-            "copies": _copies_entry(deployment),
+            "copies": {
+                "memory" if name == HOST else name: {
+                    "tokens": count * deployment.planner.cache_spec.tokens_per_block
+                }
+                for name, count in deployment.copied_blocks.items()
+            },
         },
         "states": deployment.states,
         "context": context_entry(deployment, pool),
@@ -232,24 +236,6 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
         for first, last, decision in rule.stretches()
         if decision.kind is not None
     ]
-
-
-def _copies_entry(deployment: AssumedDeployment) -> dict[str, dict[str, int]]:
-    """Return how many tokens' KV each tier of a node can keep; empty if no copies are kept.
-
-    The numbers ignore the room that checkpoints of recurrent states take.
-    """
-    config, spec = deployment.planner.config, deployment.planner.cache_spec
-    place = CachePlace.of(config, deployment.facts)
-    if place is None:
-        return {}
-    sizes = {"memory": config.kv.host_gib, "disk": config.kv.disk_gib if config.kv.disk else 0.0}
-    block_bytes = place.num_heads * place.num_shards * (spec.bytes_per_block + HEADER.size)
-    return {
-        name: {"tokens": int(gib * GIB) // block_bytes * spec.tokens_per_block}
-        for name, gib in sizes.items()
-        if gib
-    }
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from dist_aclgraph.cli.plan_context import layout_in_words
 from dist_aclgraph.config import Config
-from dist_aclgraph.simulate.simulation import LoadOptions, simulate
+from dist_aclgraph.simulate.files import CopyRates
+from dist_aclgraph.simulate.load_options import LoadOptions
+from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import StepTimes
 
 SHOWN_VERSIONS = 8
@@ -18,7 +20,11 @@ MUCH_EAGER = 0.1  # fraction of tokens that run eagerly, above which a compariso
 
 
 def simulate_with_progress(
-    config: Config, options: LoadOptions, times: StepTimes, with_comparison: bool
+    config: Config,
+    options: LoadOptions,
+    times: StepTimes,
+    rates: CopyRates,
+    with_comparison: bool,
 ) -> dict[str, Any]:
     """Simulate; show the progress on stderr if stderr is a terminal."""
     console = Console(stderr=True)
@@ -31,6 +37,7 @@ def simulate_with_progress(
             config,
             options,
             times,
+            rates=rates,
             with_comparison=with_comparison,
             on_progress=lambda share: bar.update(task, completed=share),
         )
@@ -54,6 +61,9 @@ def render_simulation(report: dict[str, Any], console: Console) -> None:
     if report["routing"] is not None:
         console.print("The same requests with shared beginnings, sent to groups by each rule:")
         console.print(_routing(report["routing"]))
+    if report["copies"] is not None:
+        console.print("The same requests with copies of KV in files, and without:")
+        console.print(_copies(report["copies"]))
     if report["compare"] is not None:
         console.print("The same batches with other graphs:")
         console.print(_comparison(report["compare"]))
@@ -142,6 +152,24 @@ def _routing(rows: list[dict[str, Any]]) -> Table:
             f"{first['p50']:.3f} s",
             f"{first['p99']:.3f} s",
             f"{min(counts):,} to {max(counts):,}",
+        )
+    return table
+
+
+def _copies(rows: list[dict[str, Any]]) -> Table:
+    """Return a table; a tier's share is that of the prompt tokens which were read from it."""
+    tiers = sorted({tier for row in rows for tier in row["loaded_share"]}, reverse=True)
+    table = Table(
+        "", "prompt tokens cached", *(f"from {tier}" for tier in tiers), "first token p50", "p99"
+    )
+    for row in rows:
+        first, loaded = row["first_token_s"], row["loaded_share"]
+        table.add_row(
+            row["name"],
+            f"{row['cached_share']:.1%}",
+            *(f"{loaded.get(tier, 0.0):.1%}" for tier in tiers),
+            f"{first['p50']:.3f} s",
+            f"{first['p99']:.3f} s",
         )
     return table
 

@@ -14,6 +14,7 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 
 MAX_CONDEMNED = 4096  # maximum number of blocks whose files are not read
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
+TOUCH_S = 10.0  # seconds between the beginnings of two such jobs
 
 
 class FileUpkeep:

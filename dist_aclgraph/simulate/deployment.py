@@ -13,6 +13,8 @@ from dist_aclgraph.config.chips import CHIP_FAMILIES, family_of
 from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.environment import launch_blocking
 from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.kv.block_files import HEADER
+from dist_aclgraph.kv.tiers import DISK, GIB, HOST, CachePlace
 from dist_aclgraph.planning.budget import (
     BudgetModel,
     StreamOffer,
@@ -179,6 +181,22 @@ class AssumedDeployment:
         free_bytes = max(0, self.memory.free_bytes - self.graph_bytes(pool_bytes))
         planner = self.planner
         return planner.cache_spec.choose_num_blocks(self.config, free_bytes, planner.max_model_len)
+
+    @property
+    def files_per_block(self) -> int:
+        """Number of files of a block on all workers of a data parallel rank; 0 without copies."""
+        place = CachePlace.of(self.config, self.facts)
+        return 0 if place is None else place.num_heads * place.num_shards
+
+    @property
+    def copied_blocks(self) -> dict[str, int]:
+        """How many blocks of data parallel ranks have room in each tier of a node, by the tier's
+        name; empty if no copies are kept. Ignores the room that checkpoints of states take.
+        """
+        kv, files = self.config.kv, self.files_per_block
+        sizes = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
+        block_bytes = files * (self.planner.cache_spec.bytes_per_block + HEADER.size)
+        return {name: int(gib * GIB) // block_bytes for name, gib in sizes.items() if files and gib}
 
     @property
     def states(self) -> dict[str, int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
+from dist_aclgraph.simulate.files import CopyRates, SimulatedCopies, SimulatedNode, make_copies
 from dist_aclgraph.simulate.latencies import Latencies
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.streams import streams_held, tightest_offer
@@ -99,6 +100,8 @@ class SimulatedGroup:
             other groups are assumed to have the same traffic.
         accepted: probability that a draft is accepted after all previous drafts were accepted.
         seed: seed of the random acceptance of drafts.
+        node: the files of the group's node; None if no copies of KV are kept.
+        rates: how fast copies are.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class SimulatedGroup:
         shares_plan_with: int = 1,
         accepted: float = 0.0,
         seed: int = 0,
+        node: SimulatedNode | None = None,
+        rates: CopyRates | None = None,
     ) -> None:
         config = deployment.config
         self._deployment = deployment
@@ -158,7 +163,13 @@ class SimulatedGroup:
             pcp=deployment.layout.pcp,
             choose_exchange=deployment.exchange.choose,
             exact=config.recovery.exact,
+            look_ups=None if node is None else node.look_ups(),
         )
+        self.copies: SimulatedCopies | None = None
+        if node is not None:
+            self.copies = make_copies(self.scheduler, deployment, node, rates or CopyRates())
+        # Requests whose prompt another group waits for, until their blocks are in files.
+        self._handing_over: list[Request] = []
         self._ranks_per_batch = deployment.layout.tp * deployment.layout.pcp
         self._flying: deque[tuple[StepPlan, LastStep]] = deque()  # steps in flight, oldest first
         self._num_drafts = config.speculative.num_tokens
@@ -191,8 +202,21 @@ class SimulatedGroup:
         for _ in self.play_until(math.inf, on_progress):
             pass
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are left, or are handed over to another group."""
+        return self.scheduler.has_work or bool(self._handing_over)
+
+    def take_handed_over(self) -> list[Request]:
+        """Return the requests whose prompt's blocks are in files now, or could not be written."""
+        is_ready = self.scheduler.has_ended_copies
+        ready = [request for request in self._handing_over if is_ready(request)]
+        self._handing_over = [each for each in self._handing_over if each not in ready]
+        return ready
+
     def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
-        """Advance the clock to ``until_s``, and yield the results of each step.
+        """Advance the clock to ``until_s``, and yield the results of each step. If copies
+        change while no step runs, yield empty results.
 
         If ``until_s`` is infinite, stop when all work is done.
         """
@@ -204,34 +228,53 @@ class SimulatedGroup:
             plan = None if is_due and flying else scheduler.schedule()
             if plan is not None:
                 flying.append((plan, self.dispatcher.last))
-                if len(flying) < scheduler.config.steps_in_flight:
-                    continue
+            has_changed = False
+            if self.copies is not None:
+                has_changed = self.copies.advance(self.clock_s, is_idle=not flying)
+            if plan is not None and len(flying) < scheduler.config.steps_in_flight:
+                continue
             if flying:
                 yield self._run(*flying.popleft(), on_progress)
+            elif has_changed:
+                yield StepOutputs()
+            elif self.copies is not None and self.copies.next_end_s < until_s:
+                self.clock_s = max(self.clock_s, self.copies.next_end_s)
             elif until_s == math.inf:
                 assert not scheduler.has_work, "requests wait, and none can ever run"
                 return
             else:
                 self._wait(until_s, is_changed)
 
-    def submit(self, name: str, arrival: Arrival) -> bool:
+    def submit(
+        self,
+        name: str,
+        arrival: Arrival,
+        *,
+        hands_over: bool = False,
+        output: Sequence[int] = (),
+    ) -> bool:
         """Submit a request; return whether the scheduler accepted it.
 
         Args:
             name: request id, a number as text.
+            hands_over: whether the group computes only the prompt and the first token.
+            output: the tokens that another group has generated.
         """
+        prompt = arrival.token_ids(int(name))
         request = Request(
             name,
-            arrival.token_ids(int(name)),
-            RowSampling(),
-            max_tokens=arrival.output_tokens,
+            [*prompt, *output],
+            RowSampling(num_prompt_tokens=len(prompt)),
+            max_tokens=1 if hands_over else arrival.output_tokens - len(output),
+            hands_over=hands_over,
         )
         try:
             self.scheduler.add(request)
         except DistAclGraphError as e:
             self.counts.refused[type(e).__name__] += 1
             return False
-        self.latencies.note_arrival(name, arrival.arrival_s)
+        if not output:
+            self.latencies.note_arrival(name, arrival.arrival_s)
         self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
         return True
 
@@ -253,7 +296,9 @@ class SimulatedGroup:
         outputs = self.scheduler.update(results)
         self.latencies.note_outputs(self.clock_s, outputs)
         self.counts.generated_tokens += outputs.num_tokens
-        self.counts.finished += len(outputs.finish_reasons)
+        ended = [outputs.requests[index] for index in outputs.finish_reasons]
+        self.counts.finished += len(ended)
+        self._handing_over += (request for request in ended if request.hands_over)
         return outputs
 
     def _num_tokens_of(self, num_logits: IntArray) -> IntArray:

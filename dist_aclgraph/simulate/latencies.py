@@ -39,10 +39,10 @@ class Latencies:
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:
             request = outputs.requests[index]
-            took_s = now_s - self._begun_s.pop(request.request_id)
+            begun_s = self._begun_s.pop(request.request_id, None)
             num_further = len(request.tokens) - request.num_prompt_tokens - 1
-            if num_further:
-                self.per_token_s.append(took_s / num_further)
+            if num_further and begun_s is not None:  # else another group has begun the request
+                self.per_token_s.append((now_s - begun_s) / num_further)
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

@@ -1,13 +1,15 @@
-"""A load that several groups share. Two rules for sending requests to groups are compared: the rule
-of the ingress, and a simpler rule.
+"""A load that several groups share. Compared are two rules for sending requests to groups, and the
+deployment with and without copies of KV.
 
-All groups run at the same time, each with its own clock. When a request is sent, all groups have
-been simulated up to its arrival.
+All groups run at the same time, each with its own clock. The group whose clock is behind runs the
+next step. When a request is sent, all groups have been simulated up to its arrival.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dist_aclgraph.ints import pack_ints
@@ -19,6 +21,7 @@ from dist_aclgraph.simulate.load import Arrival
 
 BY_CACHE = "by what is cached and waits"
 BY_COUNT = "fewest outstanding"
+WITH_COPIES, WITHOUT_COPIES = "with copies", "without copies"
 
 
 class Routing(Protocol):
@@ -52,32 +55,75 @@ class FewestOutstanding:
 
 
 class RoutedLoad:
-    """Plays a load on several groups."""
+    """Plays a load on several groups.
 
-    def __init__(self, routing: Routing, groups: Sequence[SimulatedGroup]) -> None:
+    Args:
+        roles: chooses between groups of two roles; None if all groups do all work.
+    """
+
+    def __init__(
+        self, routing: Routing, groups: Sequence[SimulatedGroup], roles: Roles | None = None
+    ) -> None:
         self._routing = routing
         self._groups = {str(index): group for index, group in enumerate(groups)}
+        self._roles = roles
+        self._arrivals: dict[str, Arrival] = {}  # requests that a prefill group has
 
     def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
         """Serve all requests; return the results as plain values."""
         sent = dict.fromkeys(self._groups, 0)
         for number, coming in enumerate(arrivals):
             self._pass_time(coming.arrival_s)
-            name = str(number)
-            prompt = pack_ints(coming.token_ids(number))
-            chosen = self._routing.route(name, prompt, "", list(self._groups))
-            if self._groups[chosen].submit(name, coming):
+            chosen = self._send(str(number), coming)
+            if chosen is not None:
                 sent[chosen] += 1
-            else:
-                self._routing.ended(name)
             on_arrival()
         self._pass_time(float("inf"))
         return self._report(sent)
 
+    def _send(self, name: str, coming: Arrival, output: Sequence[int] = ()) -> str | None:
+        """Send a request to a group; return the group, or None if it has refused the request.
+
+        Args:
+            output: the tokens that a prefill group has generated.
+        """
+        prompt = pack_ints([*coming.token_ids(int(name)), *output])
+        hands_over, among = False, list(self._groups)
+        if self._roles is not None:
+            may_hand_over = not output and coming.output_tokens > 1
+            hands_over, able = self._roles.choose(prompt, may_hand_over=may_hand_over)
+            among = list(able)
+        chosen = self._routing.route(name, prompt, "", among)
+        group = self._groups[chosen]
+        if not group.submit(name, coming, hands_over=hands_over, output=output):
+            self._routing.ended(name)
+            return None
+        if hands_over:
+            self._arrivals[name] = coming
+        return chosen
+
     def _pass_time(self, until_s: float) -> None:
-        for group in self._groups.values():
+        groups = list(self._groups.values())
+        while busy := [each for each in groups if each.is_busy and each.clock_s < until_s]:
+            group = min(busy, key=lambda each: each.clock_s)
+            outputs = next(group.play_until(until_s, lambda: None), None)
+            if outputs is not None:
+                self._take(outputs)
+            self._hand_over(group)
+        for group in groups:
             for outputs in group.play_until(until_s, lambda: None):
                 self._take(outputs)
+
+    def _hand_over(self, group: SimulatedGroup) -> None:
+        """Send the requests on whose prompts a prefill group has computed."""
+        for request in group.take_handed_over():
+            name = request.request_id
+            coming = self._arrivals.pop(name)
+            for other in self._groups.values():
+                if not other.is_busy:  # its clock has not advanced since it was last busy
+                    for _ in other.play_until(group.clock_s, lambda: None):
+                        pass
+            self._send(name, coming, request.tokens[request.num_prompt_tokens :].tolist())
 
     def _take(self, outputs: StepOutputs) -> None:
         for index in outputs.firsts.tolist():
@@ -93,6 +139,9 @@ class RoutedLoad:
         return {
             "cached_share": cached / admitted if admitted else 0.0,
             "first_token_s": quantiles(waited_s),
+            "loaded_share": {
+                tier: count / max(1, admitted) for tier, count in self._loaded_tokens().items()
+            },
             "seconds": max(group.clock_s for group in self._groups.values()),
             "groups": [
                 {
@@ -102,6 +151,66 @@ class RoutedLoad:
                 for name, found in schedulers.items()
             ],
         }
+
+    def _loaded_tokens(self) -> Counter[str]:
+        """Return how many tokens were read from each tier of files."""
+        found: Counter[str] = Counter()
+        for group in self._groups.values():
+            if group.copies is not None:
+                size = group.scheduler.ranks[0].pool.block_size
+                found.update({n: c * size for n, c in group.copies.num_loaded.items()})
+        return found
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Chooses between groups of two roles, by the rule of the ingress.
+
+    Attributes:
+        prefill_from: see ``RequestRouter.for_role``.
+    """
+
+    router: RequestRouter
+    prefill_from: Mapping[str, int]
+
+    def choose(self, prompt: bytes, *, may_hand_over: bool) -> tuple[bool, Collection[str]]:
+        """See ``RequestRouter.for_role``."""
+        return self.router.for_role(prompt, "", self.prefill_from, may_hand_over=may_hand_over)
+
+
+def make_router(groups: Sequence[SimulatedGroup]) -> RequestRouter:
+    """Return a router that knows the groups by their indices."""
+    router = RequestRouter()
+    for index, group in enumerate(groups):
+        pools = [rank.pool for rank in group.scheduler.ranks]
+        router.add(str(index), sum(pool.num_usable for pool in pools), pools[0].block_size)
+    return router
+
+
+def compare_copies(
+    make_groups: Callable[[bool], Sequence[SimulatedGroup]],
+    make_arrivals: Callable[[], Iterable[Arrival]],
+    *,
+    num_prefill: int,
+    prefill_from: int,
+) -> list[dict[str, Any]]:
+    """Play one load with copies of KV and without them; return the results with copies first.
+
+    Args:
+        make_groups: returns new groups; the argument says whether copies are kept.
+        num_prefill: number of prefill groups, if copies are kept.
+        prefill_from: minimum number of uncached tokens of their prompts.
+    """
+    rows = []
+    for name, has_copies in ((WITH_COPIES, True), (WITHOUT_COPIES, False)):
+        groups = make_groups(has_copies)
+        router, roles = make_router(groups), None
+        if has_copies and num_prefill:
+            limits = {str(i): prefill_from if i < num_prefill else 0 for i in range(len(groups))}
+            roles = Roles(router, limits)
+        load = RoutedLoad(router, groups, roles)
+        rows.append({"name": name, **load.play(make_arrivals(), lambda: None)})
+    return rows
 
 
 def compare_routing(
@@ -115,10 +224,6 @@ def compare_routing(
         groups = make_groups()
         routing: Routing = FewestOutstanding()
         if name == BY_CACHE:
-            pools = [[rank.pool for rank in group.scheduler.ranks] for group in groups]
-            routing = router = RequestRouter()
-            for index, found in enumerate(pools):
-                num_blocks = sum(pool.num_usable for pool in found)
-                router.add(str(index), num_blocks, found[0].block_size)
+            routing = make_router(groups)
         rows.append({"name": name, **RoutedLoad(routing, groups).play(make_arrivals(), on_arrival)})
     return rows

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.ledger import pool_bytes
 from dist_aclgraph.planning.planner import NegotiatedPlan, content_of
@@ -24,72 +22,19 @@ from dist_aclgraph.simulate.deployment import (
     AssumedDeployment,
     distinct,
 )
+from dist_aclgraph.simulate.files import CopyRates, SimulatedNode
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.latencies import latency_report
-from dist_aclgraph.simulate.load import Arrival, Batch, Beginnings, Load, Poisson, Trace
-from dist_aclgraph.simulate.routing import compare_routing
+from dist_aclgraph.simulate.load import Arrival, Batch, Load, Trace
+from dist_aclgraph.simulate.load_options import DEFAULT_REQUESTS, LoadOptions, draw_load, until
+from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-DEFAULT_REQUESTS = 1000
 MAX_GROUPS = 8  # maximum number of simulated groups; largest kinds come first
 
 # Argument: the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The load to play: a trace, or ``poisson`` requests per second.
-
-    ``requests`` and ``seconds`` limit the load of the whole deployment. ``beginnings`` is the
-    number of prefixes that drawn prompts share; if there are several groups, the result then also
-    compares routing rules. ``accepted`` is the probability that a draft is accepted after all
-    previous drafts were accepted.
-    """
-
-    trace: Path | None = None
-    poisson: float | None = None
-    requests: int | None = None
-    seconds: float | None = None
-    prompt_tokens: float = 512.0
-    output_tokens: float = 128.0
-    beginnings: int = 0
-    beginning_tokens: int = 1024
-    accepted: float | None = None
-    seed: int = 0
-
-    def check_options(self) -> None:
-        """Check that the options are valid and fit together.
-
-        Raises:
-            ConfigError: the options are invalid; the message has the reason.
-        """
-        if (self.trace is None) == (self.poisson is None):
-            raise ConfigError("a simulation needs a load: either --trace FILE or --poisson RATE")
-        if self.requests is not None and self.seconds is not None:
-            raise ConfigError("--requests and --seconds both say where to end; give one of them")
-        for name in ("poisson", "requests", "seconds", "prompt_tokens", "output_tokens"):
-            value = getattr(self, name)
-            least = 1 if name.endswith("_tokens") else 0
-            if value is not None and not (least <= value < math.inf and value > 0):
-                option = name.replace("_", "-")
-                raise ConfigError(f"--{option} is {value:g}; it must be positive and finite"
-                                  + (", at least 1" if least else ""))  # fmt: skip
-        if self.beginnings < 0 or self.beginning_tokens < 1:
-            raise ConfigError(
-                f"--beginnings is {self.beginnings}, --beginning-tokens {self.beginning_tokens}; "
-                "there are 0 beginnings or more, of at least 1 token"
-            )
-        if self.beginnings and self.poisson is None:
-            raise ConfigError(
-                "--beginnings needs requests that are drawn: --poisson RATE; a trace has the "
-                "columns shared and shared_tokens"
-            )
-        if self.accepted is not None and not 0 <= self.accepted <= 1:
-            raise ConfigError(f"--accepted is {self.accepted:g}; it is a share, from 0 to 1")
-        if self.seed < 0:
-            raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -111,6 +56,7 @@ def simulate(
     options: LoadOptions,
     times: StepTimes,
     *,
+    rates: CopyRates | None = None,
     with_comparison: bool = False,
     on_progress: OnProgress = lambda share: None,
 ) -> dict[str, Any]:
@@ -123,6 +69,7 @@ def simulate(
         StreamBudgetError: a rank has too few streams for a single bucket.
     """
     options.check_options()
+    rates = rates or CopyRates()
     deployment = AssumedDeployment.from_config(config)
     trace = None
     if options.trace is not None:
@@ -183,10 +130,16 @@ def simulate(
             f"every capture succeeds and takes {times.capture_s * 1e3:g} ms, in which no step runs",
             *_drafts_in_words(options, num_drafts if has_requests else 0),
             *_groups_in_words(kinds, num_groups, trace),
+            *_copies_in_words(deployment, rates),
         ],
         "overall": overall.report(),
         "groups": [group_report(group, kind) for group, kind in zip(groups, played, strict=True)],
         "routing": _routing(deployment, kinds[0], options, times, num_blocks),
+        "copies": (
+            _copies(deployment, kinds[0], options, trace, times, num_blocks, rates)
+            if has_requests and deployment.copied_blocks
+            else None
+        ),
         "compare": (
             compare(deployment, groups[0], played[0].negotiated) if with_comparison else None
         ),
@@ -289,10 +242,12 @@ def _play(
     if trace is not None:
         requests: Load[Arrival] = trace.requests()
         dealt = islice(requests.begin(), kind.first, options.requests, num_groups)
-        arrivals = _until(dealt, max_seconds)
+        arrivals = until(dealt, max_seconds)
         group.play_requests(arrivals, lambda: on_progress(requests.progress()))
         return
-    drawn = _draw(deployment, options, num_blocks, share=Fraction(1, num_groups), first=kind.first)
+    drawn = draw_load(
+        deployment, options, num_blocks, share=Fraction(1, num_groups), first=kind.first
+    )
     wanted = math.ceil((options.requests or DEFAULT_REQUESTS) / num_groups)
 
     def done() -> float:
@@ -301,49 +256,6 @@ def _play(
         return group.counts.finished / wanted
 
     group.play_requests(drawn, lambda: on_progress(done()))
-
-
-def _draw(
-    deployment: AssumedDeployment,
-    options: LoadOptions,
-    num_blocks: int,
-    *,
-    share: Fraction,
-    first: int = 0,
-) -> Iterator[Arrival]:
-    """Draw a fraction of the load, with the shared prefixes of its prompts.
-
-    Args:
-        share: fraction of the deployment's load that is drawn.
-        first: index of the group that gets these requests; of the first group, if several groups
-            get them.
-
-    Raises:
-        ConfigError: the prefixes are too long.
-    """
-    assert options.poisson is not None
-    max_total_tokens = _max_total_tokens(deployment, num_blocks)
-    own_tokens = max_total_tokens - (options.beginning_tokens if options.beginnings else 0)
-    if own_tokens < 2:
-        raise ConfigError(
-            f"--beginning-tokens is {options.beginning_tokens}; a request has at most "
-            f"{max_total_tokens} tokens in all"
-        )
-    ends_by_time = options.seconds is not None
-    wanted = math.ceil((options.requests or DEFAULT_REQUESTS) * share)
-    drawn = Poisson(
-        rate=float(options.poisson * share),
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        max_total_tokens=own_tokens,
-        max_requests=math.inf if ends_by_time else wanted,
-        max_seconds=math.inf if options.seconds is None else options.seconds,
-        seed=(options.seed, first),
-    )
-    if not options.beginnings:
-        return iter(drawn)
-    beginnings = Beginnings(options.beginnings, options.beginning_tokens)
-    return beginnings.given_to(iter(drawn), (options.seed, first + 1))
 
 
 def _routing(
@@ -370,21 +282,55 @@ def _routing(
             )
             for _ in range(num_groups)
         ],
-        lambda: _draw(deployment, options, num_blocks, share=share),
+        lambda: draw_load(deployment, options, num_blocks, share=share),
     )
 
 
-def _max_total_tokens(deployment: AssumedDeployment, num_blocks: int) -> int:
-    """Return the maximum length of a request, which the context or the cache limits."""
-    tokens_per_block = Shards.from_config(deployment.config).tokens_per_block
-    return min(deployment.planner.max_model_len, (num_blocks - 1) * tokens_per_block + 1)
+def _copies(
+    deployment: AssumedDeployment,
+    kind: GroupKind,
+    options: LoadOptions,
+    trace: Trace | None,
+    times: StepTimes,
+    num_blocks: int,
+    rates: CopyRates,
+) -> list[dict[str, Any]]:
+    """Play the load on several groups, with copies of KV and without."""
+    parallel, all_groups = deployment.config.parallel, deployment.layout.lockstep_groups
+    num_groups = min(len(all_groups), MAX_GROUPS)
+    share = Fraction(num_groups, len(all_groups))
+    per_node = max(1, deployment.config.device.npus_of_node // len(all_groups[0]))
 
+    def make_groups(has_copies: bool) -> list[SimulatedGroup]:
+        nodes = [SimulatedNode.of(deployment) for _ in range(-(-num_groups // per_node))]
+        return [
+            SimulatedGroup(
+                deployment,
+                kind.negotiated,
+                num_blocks,
+                times,
+                accepted=options.accepted or 0.0,
+                seed=options.seed,
+                node=nodes[index // per_node] if has_copies else None,
+                rates=rates,
+            )
+            for index in range(num_groups)
+        ]
 
-def _until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]:
-    for arrival in arrivals:
-        if arrival.arrival_s > max_seconds:
-            return
-        yield arrival
+    def make_arrivals() -> Iterator[Arrival]:
+        if trace is None:
+            return draw_load(deployment, options, num_blocks, share=share)
+        requests = islice(trace.requests().begin(), options.requests)
+        kept = (each for n, each in enumerate(requests) if n % len(all_groups) < num_groups)
+        return until(kept, math.inf if options.seconds is None else options.seconds)
+
+    num_prefill = min(num_groups - 1, math.ceil(parallel.prefill_groups * share))
+    return compare_copies(
+        make_groups,
+        make_arrivals,
+        num_prefill=num_prefill,
+        prefill_from=parallel.prefill_from_tokens,
+    )
 
 
 def _num_blocks(deployment: AssumedDeployment, found: Sequence[NegotiatedPlan]) -> int:
@@ -419,6 +365,15 @@ def _drafts_in_words(options: LoadOptions, num_drafts: int) -> list[str]:
     if not num_drafts:
         return []
     return [f"a draft is accepted with probability {options.accepted:g} if all before it were"]
+
+
+def _copies_in_words(deployment: AssumedDeployment, rates: CopyRates) -> list[str]:
+    if not deployment.copied_blocks:
+        return []
+    return [
+        "the counts of groups are those of a deployment without copies of KV and prefill groups",
+        rates.in_words,
+    ]
 
 
 def _groups_in_words(kinds: Sequence[GroupKind], num_groups: int, trace: Trace | None) -> list[str]:

@@ -14,6 +14,7 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.file_upkeep import TOUCH_S
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.copies import CopiedBlocks, CopyJob
 from tests.plans import make_plan
@@ -136,7 +137,7 @@ def test_files_of_cached_blocks_are_touched_at_most_once_in_a_while(world: World
         return sum(job.kind == "touch" for _, (jobs,) in sent for job in jobs)
 
     assert touches() == 0
-    world.now_s += copy_link.TOUCH_S
+    world.now_s += TOUCH_S
     assert [touches(), touches()] == [1, 0]
 
 

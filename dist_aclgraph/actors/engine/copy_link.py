@@ -12,11 +12,10 @@ import time
 
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.logs import event
+from dist_aclgraph.scheduler.file_upkeep import TOUCH_S
 from dist_aclgraph.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-TOUCH_S = 10.0  # seconds between two jobs that touch the files of cached blocks
 
 
 class CopyLink:

@@ -10,8 +10,9 @@ import pytest
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.simulate.load_options import LoadOptions
 from dist_aclgraph.simulate.routing import BY_CACHE, BY_COUNT
-from dist_aclgraph.simulate.simulation import LoadOptions, simulate
+from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import StepTimes
 from tests.unit.simulate.deployments import make
 

@@ -23,7 +23,8 @@ from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy
 from dist_aclgraph.planning.negotiation import keep_room, negotiate
 from dist_aclgraph.simulate.compare import AS_SIMULATED, powers_of_two
 from dist_aclgraph.simulate.deployment import AssumedDeployment
-from dist_aclgraph.simulate.simulation import LoadOptions, group_kinds, simulate
+from dist_aclgraph.simulate.load_options import LoadOptions
+from dist_aclgraph.simulate.simulation import group_kinds, simulate
 from dist_aclgraph.simulate.times import StepTimes, line_times, read_times
 from tests.unit.simulate.deployments import SHAPE, make
 

@@ -1,0 +1,292 @@
+"""Files of KV blocks in a simulation: the files of a node, and the time that copy jobs take.
+
+The scheduler decides which blocks are copied. The files are deleted by the rule of
+``kv/block_files.py``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.kv.block_files import BLOCK_AGE_S
+from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.look_ups import Files, LookUps
+from dist_aclgraph.kv.tiers import DISK, HOST
+from dist_aclgraph.scheduler.file_upkeep import TOUCH_S
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.simulate.deployment import AssumedDeployment
+from dist_aclgraph.steps.copies import CopyJob
+
+HOST_GB_S, DISK_GB_S = 5.0, 2.0
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Bytes that are copied in a second.
+
+    Attributes:
+        host: between an NPU and files in memory, for each NPU.
+        disk: from the disk, for all NPUs of a data-parallel rank together.
+    """
+
+    host: float = HOST_GB_S * 1e9
+    disk: float = DISK_GB_S * 1e9
+
+    @property
+    def in_words(self) -> str:
+        return (
+            f"copies of KV move {self.host / 1e9:g} GB/s between each NPU and memory, and "
+            f"{self.disk / 1e9:g} GB/s from the disk for each data parallel rank; files of states "
+            "take no room, and writes to the disk take no time"
+        )
+
+
+def copy_rates(host_gbs: float, disk_gbs: float) -> CopyRates:
+    """Return rates that are given in GB/s.
+
+    Raises:
+        ConfigError: a rate is not positive and finite.
+    """
+    for option, rate in (("--host-gbs", host_gbs), ("--disk-gbs", disk_gbs)):
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"{option} is {rate:g}; it must be positive and finite")
+    return CopyRates(host_gbs * 1e9, disk_gbs * 1e9)
+
+
+class SimulatedTier:
+    """The files of one tier. If a file does not fit, the least recently used ones are deleted.
+
+    Args:
+        capacity: maximum number of blocks.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._used_s: dict[BlockHash, float] = {}
+        self._oldest: deque[tuple[float, BlockHash]] = deque()  # files to delete next
+
+    def __len__(self) -> int:
+        return len(self._used_s)
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._used_s
+
+    def use(self, block_hash: BlockHash, used_s: float) -> None:
+        if block_hash in self._used_s:
+            self._used_s[block_hash] = used_s
+
+    def add(self, block_hash: BlockHash, used_s: float) -> bool:
+        """Add a file if it does not exist; return whether it exists then."""
+        if block_hash in self._used_s:
+            return True
+        if not self.capacity:
+            return False
+        while len(self._used_s) >= self.capacity:
+            if not self._oldest:
+                found = sorted((at_s, each) for each, at_s in self._used_s.items())
+                self._oldest.extend(found[: self.capacity // 10 + 1])
+            at_s, oldest = self._oldest.popleft()
+            if self._used_s.get(oldest) == at_s:
+                del self._used_s[oldest]
+        self._used_s[block_hash] = used_s
+        return True
+
+    def delete(self, block_hash: BlockHash) -> None:
+        self._used_s.pop(block_hash, None)
+
+
+@dataclass
+class SimulatedNode:
+    """The files that all groups of a node share.
+
+    Attributes:
+        tiers: the tiers by name; blocks are written to the first tier.
+    """
+
+    tiers: Mapping[str, SimulatedTier]
+    has_states: bool = False
+    _states: set[BlockHash] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, deployment: AssumedDeployment) -> SimulatedNode:
+        """Return an empty node with the tiers of the configuration."""
+        sizes = deployment.copied_blocks
+        tiers = {name: SimulatedTier(count) for name, count in sizes.items()}
+        return cls(tiers, deployment.facts.linear is not None)
+
+    def look_ups(self) -> LookUps:
+        return LookUps(Files(self._has, self._states.__contains__ if self.has_states else None))
+
+    def _has(self, block_hash: BlockHash) -> bool:
+        return self.tier_of(block_hash) is not None
+
+    def tier_of(self, block_hash: BlockHash) -> str | None:
+        """Return the first tier that has a block; None if no tier has it."""
+        return next((name for name, tier in self.tiers.items() if tier.has(block_hash)), None)
+
+    def write(self, block_hash: BlockHash, used_s: float) -> bool:
+        """Write a block to all tiers; return whether the first tier has it then."""
+        first, *others = self.tiers.values()
+        for tier in others:
+            tier.add(block_hash, used_s)
+        return first.add(block_hash, used_s)
+
+    def read(self, block_hash: BlockHash, used_s: float) -> str | None:
+        """Read a block; return the tier that had it. The block is in the first tier then."""
+        found = self.tier_of(block_hash)
+        if found is not None:
+            self.tiers[found].use(block_hash, used_s)
+            next(iter(self.tiers.values())).add(block_hash, used_s)
+        return found
+
+    def use(self, block_hash: BlockHash, used_s: float) -> None:
+        for tier in self.tiers.values():
+            tier.use(block_hash, used_s)
+
+    def delete(self, block_hash: BlockHash) -> None:
+        for tier in self.tiers.values():
+            tier.delete(block_hash)
+        self._states.discard(block_hash)
+
+    def write_state(self, block_hash: BlockHash) -> None:
+        self._states.add(block_hash)
+
+    def has_state(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._states
+
+
+@dataclass(order=True)
+class _Running:
+    end_s: float
+    order: int
+    dp_rank: int = field(compare=False)
+    job: CopyJob = field(compare=False)
+    num_whole: int = field(compare=False)
+
+
+class SimulatedCopies:
+    """Runs the copy jobs of one group. The workers of a data-parallel rank take the same time.
+
+    Args:
+        block_bytes: bytes of a block on each NPU.
+        num_files: number of files of a block, for all workers of a data-parallel rank.
+
+    Attributes:
+        num_loaded: number of blocks that were read from each tier.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        node: SimulatedNode,
+        rates: CopyRates,
+        *,
+        block_bytes: int,
+        num_files: int,
+        ranks_per_batch: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._node = node
+        self._block_s = {
+            HOST: block_bytes / rates.host,
+            DISK: block_bytes * num_files / rates.disk + block_bytes / rates.host,
+        }
+        self._ranks_per_batch = ranks_per_batch
+        self._running: list[_Running] = []  # a heap
+        self._num_begun = 0
+        # The time at which the workers of a data-parallel rank have ended their jobs.
+        self._free_s: dict[int, float] = {}
+        self._touched_s = 0.0
+        self.num_loaded: Counter[str] = Counter()
+
+    @property
+    def next_end_s(self) -> float:
+        """The time at which the next job ends; infinite if no job runs."""
+        return self._running[0].end_s if self._running else math.inf
+
+    def advance(self, now_s: float, *, is_idle: bool) -> bool:
+        """End the jobs that are over, and begin the jobs that the scheduler decides now; return
+        whether a job has ended, or whether blocks wait though no job runs.
+
+        Args:
+            is_idle: whether no step is in flight.
+        """
+        has_changed = self.next_end_s <= now_s
+        while self.next_end_s <= now_s:
+            self._end(heapq.heappop(self._running))
+        may_touch = now_s - self._touched_s >= TOUCH_S
+        if may_touch:
+            self._touched_s = now_s
+        taken = self._scheduler.take_copies(is_idle=is_idle, may_touch=may_touch)
+        for dp_rank, jobs in enumerate(taken):
+            for job in jobs:
+                self._begin(dp_rank, job, now_s)
+        waits = any(copies.is_busy for copies in self._scheduler.copies)
+        return has_changed or (waits and not self._running)
+
+    def _begin(self, dp_rank: int, job: CopyJob, now_s: float) -> None:
+        node, num_whole, took_s = self._node, 0, 0.0
+        for block_hash, depth in _files_of(job):
+            used_s = now_s - depth * BLOCK_AGE_S
+            if job.kind == "load":
+                tier = node.read(block_hash, used_s)
+                if tier is None:
+                    break
+                self.num_loaded[tier] += 1
+                took_s += self._block_s[tier]
+                num_whole += 1
+            elif job.kind == "save":
+                took_s += self._block_s[HOST]
+                num_whole += 1
+            elif job.kind == "touch":
+                node.use(block_hash, used_s)
+            else:
+                node.delete(block_hash)
+        if job.is_load and not all(map(node.has_state, _split(job.state_hashes))):
+            num_whole = 0
+        end_s = self._free_s[dp_rank] = max(self._free_s.get(dp_rank, 0.0), now_s) + took_s
+        running = _Running(end_s, self._num_begun, dp_rank, job, num_whole)
+        self._num_begun += 1
+        heapq.heappush(self._running, running)
+
+    def _end(self, running: _Running) -> None:
+        job = running.job
+        if job.kind == "save":
+            running.num_whole = sum(
+                self._node.write(block_hash, running.end_s - depth * BLOCK_AGE_S)
+                for block_hash, depth in _files_of(job)
+            )
+            for block_hash in _split(job.state_hashes):
+                self._node.write_state(block_hash)
+        first = running.dp_rank * self._ranks_per_batch
+        for rank in range(first, first + self._ranks_per_batch):
+            self._scheduler.end_copy(job.number, rank, running.num_whole)
+
+
+def make_copies(
+    scheduler: Scheduler, deployment: AssumedDeployment, node: SimulatedNode, rates: CopyRates
+) -> SimulatedCopies:
+    """Return the copies of a group with this deployment's blocks."""
+    return SimulatedCopies(
+        scheduler,
+        node,
+        rates,
+        block_bytes=deployment.planner.cache_spec.bytes_per_block,
+        num_files=deployment.files_per_block,
+        ranks_per_batch=deployment.layout.tp * deployment.layout.pcp,
+    )
+
+
+def _files_of(job: CopyJob) -> Iterator[tuple[BlockHash, int]]:
+    return zip(_split(job.hashes), unpack_ints(job.depths).tolist(), strict=True)
+
+
+def _split(hashes: bytes) -> list[BlockHash]:
+    return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
