@@ -314,7 +314,8 @@ def keys() -> None:
 @cli.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="with --cluster: YAML file whose cluster.ports are tried")
+        Path | None,
+        typer.Argument(help="YAML file: its kv folders, and with --cluster its ports, are checked"),
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[
@@ -336,12 +337,12 @@ def doctor(
 
             loaded = None if config is None else load_model(config, overrides)
             findings = examine_cluster(loaded, ray)
-        elif config is not None or ray is not None:
-            raise ConfigError("a configuration and --ray need --cluster")
+        elif ray is not None:
+            raise ConfigError("--ray needs --cluster")
         else:
             from dist_aclgraph.cli.doctor.examine import examine
 
-            findings = examine()
+            findings = examine(None if config is None else load_model(config, overrides))
         show_findings(findings, as_json=as_json)
     raise typer.Exit(0 if all(finding.is_ok for finding in findings) else 1)
 

@@ -338,17 +338,25 @@ def _files_of(
     return BlockFiles(root, root / identity / other.folder, max_bytes)
 
 
+def foreign_problem(root: Path) -> tuple[str, str] | None:
+    """Return why a folder is not safe from other users, and a remedy; None if it is safe."""
+    status = root.stat()
+    # In /dev/shm, another user can make a link to a folder of this user.
+    is_foreign = root.lstat().st_uid not in (0, os.getuid())
+    if is_foreign or status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
+        return (
+            f"other users can write to {root}, and could change answers",
+            "let the service's user own it (`chown`), and run `chmod go-w` on it",
+        )
+    return None
+
+
 def _open(root: Path, folder: Path, gib: float, key: str) -> BlockFiles:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status, space = root.stat(), os.statvfs(root)
-        # In /dev/shm, another user can make a link to a folder of this user.
-        is_foreign = root.lstat().st_uid not in (0, os.getuid())
-        if is_foreign or status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
-            raise ConfigError(
-                f"other users can write to {root}, and could change answers: let the service's "
-                "user own it (`chown`), and run `chmod go-w` on it"
-            )
+        space = os.statvfs(root)
+        if problem := foreign_problem(root):
+            raise ConfigError(": ".join(problem))
         files = BlockFiles(root, root / folder, int(gib * GIB))
     except OSError as e:
         raise ConfigError(f"{root} cannot keep copies of KV blocks: {e.strerror}") from e

@@ -18,9 +18,11 @@ from dist_aclgraph.cli.doctor.ascend_versions import (
     read_driver_version,
 )
 from dist_aclgraph.cli.doctor.finding import Finding
+from dist_aclgraph.cli.doctor.kv_folders import kv_findings
 from dist_aclgraph.cli.doctor.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.cli.doctor.npu_host import npu_host_findings
 from dist_aclgraph.cli.last_start import last_start
+from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.cann import load_problem, load_remedy
 from dist_aclgraph.device.kind import npus_here
@@ -32,9 +34,14 @@ PYTHONS = ((3, 11), (3, 12), (3, 13))
 RAY = "2.60.0"
 
 
-def examine() -> list[Finding]:
-    """Return all findings. Imports neither torch nor Ray, and starts no process."""
-    return [*machine_findings(), _port(8000), *_graphs()]
+def examine(config: Config | None = None) -> list[Finding]:
+    """Return all findings. Imports neither torch nor Ray, and starts no process.
+
+    Args:
+        config: a configuration whose folders for copies of KV are checked.
+    """
+    folders = [] if config is None else kv_findings(config)
+    return [*machine_findings(), *folders, _port(8000), *_graphs()]
 
 
 def machine_findings() -> list[Finding]:
