@@ -139,6 +139,11 @@ class BlockCopier:
         self._thread = threading.Thread(target=self._work_on_files, name="kv-files", daemon=True)
         self._thread.start()
 
+    @property
+    def num_read(self) -> dict[str, int]:
+        """Number of blocks that were read from each tier, by the tier's name."""
+        return dict(self._tiers.num_read)
+
     def begin(
         self, number: int, block_ids: BlockIds, files: Sequence[FileName], *, is_load: bool
     ) -> None:

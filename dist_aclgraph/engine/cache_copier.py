@@ -55,6 +55,11 @@ class CacheCopier:
         self._slots = slots
         self._jobs: dict[int, _Job] = {}
 
+    @property
+    def num_read(self) -> dict[str, int]:
+        """See ``BlockCopier.num_read``; states are not counted."""
+        return self._blocks.num_read
+
     def begin(self, jobs: Sequence[CopyJob]) -> None:
         """Begin copy jobs. Later calls of ``advance`` run them."""
         for job in jobs:

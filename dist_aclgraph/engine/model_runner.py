@@ -566,6 +566,10 @@ class ModelRunner:
             self._copier.begin(jobs)
             return self._copier.advance()
 
+    def num_read(self) -> dict[str, int]:
+        """Return how many KV blocks were read from files of each tier."""
+        return {} if self._copier is None else self._copier.num_read
+
     def end_copies(self, timeout_s: float) -> None:
         """Wait until files with copies of KV are no longer used. No step may follow."""
         if self._copier is not None:

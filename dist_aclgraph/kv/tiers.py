@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -128,6 +128,8 @@ class KVTiers:
         self._others = others
         self._by_name = tiers
         self._all: list[BlockFiles | OtherLayouts] = [*tiers.values(), *others.values()]
+        # Number of blocks that were read from each tier; only one thread counts.
+        self.num_read: Counter[str] = Counter()
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
         # Blocks that wait to be written to the second tier. If it is too slow, some are never
@@ -194,14 +196,19 @@ class KVTiers:
             sizes: bytes of the block in each tensor.
             depth: number of blocks before this block in its prompt.
         """
-        if self._first.read(block_hash, [block], depth):
-            return True
-        if self._second is not None and self._second.read(block_hash, [block], depth):
-            self._first.write(block_hash, [block], depth)
-            return True
+        for name, files in self._by_name.items():
+            if files.read(block_hash, [block], depth):
+                if files is not self._first:
+                    self._first.write(block_hash, [block], depth)
+                self.num_read[name] += 1
+                return True
         starts = accumulate(sizes, initial=0)
         parts = [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        return any(other.read(block_hash, parts, depth) for other in self._others.values())
+        for name, others in self._others.items():
+            if others.read(block_hash, parts, depth):
+                self.num_read[name] += 1
+                return True
+        return False
 
     def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``. The block then waits for

@@ -155,6 +155,11 @@ class Scheduler:
     def running(self) -> list[Request]:
         return [request for rank in self.ranks for request in rank.running]
 
+    @property
+    def owners(self) -> range:
+        """The first worker of each data-parallel rank."""
+        return range(0, len(self.ranks) * self._ranks_per_batch, self._ranks_per_batch)
+
     def _workers_of(self, dp_rank: int) -> range:
         """Return the workers of a data-parallel rank."""
         return range(dp_rank * self._ranks_per_batch, (dp_rank + 1) * self._ranks_per_batch)

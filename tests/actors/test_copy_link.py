@@ -40,8 +40,10 @@ class FakeChannel:
         replies, self.replies = self.replies, []
         return replies
 
-    def reply(self, rank: int, *ended: tuple[int, int], epoch: int = EPOCH) -> None:
-        self.replies.append(CopiedBlocks(epoch, self.sent[-1][0], rank, ended))
+    def reply(
+        self, rank: int, *ended: tuple[int, int], epoch: int = EPOCH, **num_read: int
+    ) -> None:
+        self.replies.append(CopiedBlocks(epoch, self.sent[-1][0], rank, ended, num_read))
 
 
 class World:
@@ -139,6 +141,15 @@ def test_files_of_cached_blocks_are_touched_at_most_once_in_a_while(world: World
     assert touches() == 0
     world.now_s += TOUCH_S
     assert [touches(), touches()] == [1, 0]
+
+
+def test_blocks_that_were_read_are_counted_once_for_all_workers(world: World) -> None:
+    world.turn()
+    assert world.link.num_read() == {}
+    world.channel.reply(0, host=2, disk=1)
+    world.channel.reply(1, host=3)
+    world.turn()
+    assert world.link.num_read() == {"host": 2, "disk": 1}
 
 
 def test_replies_of_an_earlier_epoch_are_ignored(world: World) -> None:

@@ -50,6 +50,7 @@ METRICS: dict[str, Any] = {
     "prefix_cache_queries": 10,
     "prefix_cache_hits": 4,
     "kv_copied_blocks": {"saved": 5, "unsaved": 0, "loaded": 3, "missed": 1},
+    "kv_read_blocks": {"host": 2, "disk": 1},
     "kv_copies_bytes": {"host": 4096},
     "kv_late_look_ups": 0,
     "spec_decode_num_drafts": 40,

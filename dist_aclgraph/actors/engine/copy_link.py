@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.logs import event
@@ -31,6 +32,7 @@ class CopyLink:
         self._channel = channel
         self._timeout_s = timeout_s
         self._number = 0
+        self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
         self._waits_for: set[int] = set()  # workers that have not answered the last message
         self._progress_s = self._touched_s = time.monotonic()
 
@@ -38,6 +40,15 @@ class CopyLink:
     def is_busy(self) -> bool:
         """Whether a copy job runs, or files are looked up."""
         return self._scheduler.is_copying or self._scheduler.is_looking
+
+    def num_read(self) -> dict[str, int]:
+        """Return how many blocks were read from each tier, by the tier's name. Of the workers that
+        keep parts of the same blocks, only the first one counts. Any thread may call this.
+        """
+        found: Counter[str] = Counter()
+        for rank in self._scheduler.owners:
+            found.update(self._num_read.get(rank, {}))
+        return dict(found)
 
     def turn(self, *, is_idle: bool) -> None:
         """Apply the workers' answers, and send the workers the next message if one is due.
@@ -53,6 +64,7 @@ class CopyLink:
             self._channel.poll_copied(scheduler.epoch)
         now_s = time.monotonic()
         for answer in self._channel.take_copied():
+            self._num_read[answer.rank] = answer.num_read
             if answer.epoch != scheduler.epoch:
                 continue
             if answer.number == self._number:

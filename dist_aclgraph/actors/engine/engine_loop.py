@@ -451,7 +451,10 @@ class EngineLoop:
         """Return the counters and gauges of this group, for /metrics."""
         tokens = self._num_tokens
         resumptions = dict(self._resumption.counts)
-        counts = LoopCounts(tokens["prompt"], tokens["generation"], self._num_steps, resumptions)
+        num_read = {} if self._copies is None else self._copies.num_read()
+        counts = LoopCounts(
+            tokens["prompt"], tokens["generation"], self._num_steps, resumptions, num_read
+        )
         return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
 
     def report(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class LoopCounts:
     generation_tokens: int
     steps: int
     resumptions: Mapping[DeviceFault, int]  # the keys are the faults that had stopped a device
+    num_read: Mapping[str, int]  # number of KV blocks that were read from each tier
 
 
 def group_metrics(
@@ -53,6 +54,7 @@ def group_metrics(
         "prefix_cache_queries": stats["admitted_tokens"],
         "prefix_cache_hits": stats["cached_tokens"],
         "kv_copied_blocks": scheduler.copied_blocks(),
+        "kv_read_blocks": counts.num_read,
         "kv_copies_bytes": ranks_report.get("copies_bytes", {}),
         "kv_late_look_ups": ranks_report.get("late_look_ups", 0),
         "spec_decode_num_drafts": stats["drafts"],

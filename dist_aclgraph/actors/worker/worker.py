@@ -454,7 +454,8 @@ class Worker:
         with joined.npu.launching():
             if isinstance(plan, BlockCopyJobs):
                 ended = tuple(runner.copy_blocks(plan.jobs))
-                channel.send(CopiedBlocks(plan.epoch, plan.number, joined.group_rank, ended))
+                rank, num_read = joined.group_rank, runner.num_read()
+                channel.send(CopiedBlocks(plan.epoch, plan.number, rank, ended, num_read))
             elif isinstance(plan, Pause):
                 channel.send(runner.finish())
             else:

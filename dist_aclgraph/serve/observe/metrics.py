@@ -63,6 +63,7 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
         "outcome",
         "KV blocks saved to files or not (unsaved), and loaded from files or not (missed).",
     ),
+    "kv_read_blocks": ("counter", "tier", "KV blocks that an engine has read from files, by tier."),
     "kv_late_look_ups": ("counter", "", "Look-ups of KV files that kv.disk answered too late."),
     "kv_copies_bytes": ("gauge", "tier", "Bytes of KV files on the engine's node, by tier."),
     "spec_decode_num_drafts": ("counter", "", "Times that a request's drafts were verified."),

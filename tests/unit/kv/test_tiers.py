@@ -43,6 +43,7 @@ def test_the_same_tokens_have_the_same_file_in_each_tier(tmp_path: Path) -> None
     assert all(size > 0 for size in tiers.num_bytes().values())
     target = bytearray(400_000)
     assert tiers.read(names[3], memoryview(target), [400_000]) and target == data
+    assert tiers.num_read == {"host": 1}
 
 
 def test_a_deleted_block_is_in_no_tier(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_block_on_disk_returns_to_memory_when_it_is_read(tmp_path: Path) -> No
     memory = KVTiers.open(configure(tmp_path), CachePlace())
     assert not memory.has(NAME)
     assert tiers.read(NAME, memoryview(bytearray(1)), [1])
-    assert memory.has(NAME)
+    assert memory.has(NAME) and tiers.num_read == {"disk": 1}
 
 
 def test_a_block_that_cannot_be_copied_to_the_disk_delays_no_other_block(
