@@ -20,6 +20,8 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
+from dist_aclgraph.kv.look_ups import LookUps, look_ups_of
+from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.exchange import ExchangeRule
@@ -73,6 +75,12 @@ class Lockstep:
     def __init__(self, planner: Planner, group: LockstepGroup, ranks: RankProcesses) -> None:
         self.ranks = ranks
         self._planner, self._group = planner, group
+        self._look_ups: LookUps | None = None
+        place = CachePlace.of(planner.config, planner.facts)
+        if place is not None:
+            config = planner.config
+            states = KVTiers.open_states(config, place)
+            self._look_ups = look_ups_of(KVTiers.open(config, place), states)
         self.restart()
 
     @property
@@ -117,6 +125,7 @@ class Lockstep:
             pcp=config.parallel.pcp,
             choose_exchange=rule.choose,
             exact=config.recovery.exact,
+            look_ups=self._look_ups,
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
@@ -157,10 +166,19 @@ class Lockstep:
             self._in_flight -= 1
             for delta in self.scheduler.update(results):
                 self._answers[delta.request_id].take(delta)
+        if self._look_ups is not None:
+            self._copy()
+
+    def _copy(self) -> None:
+        """Begin and continue copies of KV blocks, like an engine."""
+        jobs = self.scheduler.take_copies(is_idle=not self._in_flight)
+        for rank, ended in enumerate(self.ranks.copy(jobs)):
+            for number, num_whole in ended:
+                self.scheduler.end_copy(number, rank, num_whole)
 
     def finish(self) -> None:
-        """Run steps until no request is left."""
-        while self.scheduler.has_work:
+        """Run steps until no request is left, and no block is copied."""
+        while self.scheduler.has_work or any(copies.is_busy for copies in self.scheduler.copies):
             self.turn()
 
     def generate(

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -23,6 +23,7 @@ from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
+from dist_aclgraph.steps.copies import BlockCopyJobs, CopyJob
 from dist_aclgraph.steps.step import (
     RankPlan,
     StepPlan,
@@ -117,6 +118,21 @@ class RankProcesses(WorkerGroup):
     def pause(self) -> list[StepResult]:
         """Let all ranks finish the step in flight; return its results."""
         return self._results("pause", lambda _: ())
+
+    def copy(self, jobs: Sequence[tuple[CopyJob, ...]]) -> list[tuple[tuple[int, int], ...]]:
+        """Let all ranks begin their copy jobs, and continue earlier jobs; return the jobs that have
+        ended on each rank.
+
+        Args:
+            jobs: the jobs of each data-parallel rank.
+        """
+        ranks_per_batch = len(self.workers) // len(jobs)
+        return self.call(
+            "copy",
+            "SERVING",
+            ANSWER_S,
+            lambda index: (encoder.encode(BlockCopyJobs(0, 0, jobs[index // ranks_per_batch])),),
+        )
 
     def _parts(self, plan: StepPlan) -> Callable[[int], tuple[bytes]]:
         """Return a function from the index of a rank to the message for this rank."""
@@ -219,6 +235,12 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
     def pause() -> list[bytes]:
         return [encoder.encode(worker._running.runner.finish())]
 
+    def copy(message: bytes) -> tuple[tuple[int, int], ...]:
+        jobs = to_worker_decoder.decode(message)
+        assert isinstance(jobs, BlockCopyJobs)
+        with worker._running.joined.npu.launching():
+            return tuple(worker._running.runner.copy_blocks(jobs.jobs))
+
     def kv_bytes() -> int:
         """Return the number of bytes of the decoder's caches."""
         caches = [vars(cache).values() for cache in worker._running.runner._caches]
@@ -234,6 +256,7 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         "step": step,
         "launch": launch,
         "pause": pause,
+        "copy": copy,
         "kv_bytes": kv_bytes,
         "counters": emulator.counters,
         "serve": serve,
