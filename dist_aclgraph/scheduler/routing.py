@@ -208,6 +208,15 @@ class RequestRouter:
         counts.routed_cached_tokens += cached[index]
         return name
 
+    def block_names(self, prompt: bytes, cache_salt: str) -> list[str]:
+        """Return the names of the files with the blocks of a prompt that a prefix cache can supply.
+
+        Args:
+            prompt: int32 [num_prompt_tokens].
+        """
+        sizes = {group.tokens_per_block for group in self._groups.values()}
+        return [each.hex() for size in sizes for each in block_hashes(prompt, cache_salt, size)]
+
     def uncached(self, prompt: bytes, cache_salt: str, among: Collection[str]) -> int:
         """Return how many tokens of a prompt are cached in none of the groups.
 

@@ -47,6 +47,14 @@ def copied(service: Serving) -> dict[str, int]:
     return blocks
 
 
+def check_that_a_router_waits_for_files(service: Serving) -> None:
+    """Check that a request ends when its prompt is in files, if a router asks for this."""
+    before, answer = copied(service)["saved"], Answer()
+    service.client.submit("routed", [7] * 90, greedy_params(1), [], answer.take, role="prefill")
+    assert len(tokens_of(ANSWER_S, [answer])[0]) == 1
+    assert copied(service)["saved"] == before + 90 // BLOCK
+
+
 @pytest.mark.timeout(900)
 def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Path) -> None:
     """When it is killed, the other group does everything."""
@@ -86,6 +94,7 @@ def test_blocks_outlive_a_killed_worker_and_then_the_service(
     with serving(config) as service:
         wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))
         wait_until(lambda: copied(service).get("saved", 0) >= NUM_FULL, "nothing is saved")
+        check_that_a_router_waits_for_files(service)
         before = worker_pids(service)
         answers = submit_all(service, "struck")
         wait_until(lambda: all(len(answer.tokens) > 2 for answer in answers), "none runs")

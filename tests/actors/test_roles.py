@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from dist_aclgraph.actors.client.request_table import RequestTable
-from dist_aclgraph.actors.client.token_log import OpenRequest
+from dist_aclgraph.actors.client.token_log import OpenRequest, TransferRole
 from dist_aclgraph.actors.controller import serving_groups
 from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.serving_groups import ServingGroups
@@ -54,11 +54,19 @@ class World:
             self.table.add(name, name, FakeLink, 0.0, cache_blocks=64, tokens_per_block=16)
         self.table.engines[PREFILL].prefill_from = FROM
 
-    def place(self, name: str, length: int, count: int = 8, salt: str = "", **options: Any) -> None:
+    def place(
+        self,
+        name: str,
+        length: int,
+        count: int = 8,
+        salt: str = "",
+        role: TransferRole = "",
+        **options: Any,
+    ) -> None:
         params = SamplingParams(max_tokens=count, temperature=0.0, **options)
         sampling = row_sampling(params, seed=0, num_prompt_tokens=length, end_ids=[])
         prompt = bytearray(pack_ints(range(length)))
-        request = OpenRequest(name, prompt, sampling, count, (), salt, self.told.append)
+        request = OpenRequest(name, prompt, sampling, count, (), salt, self.told.append, role=role)
         assert self.table.place(request, 0.0)
 
     def answer(self, *tokens: int, reason: str | None = None, index: int = -1) -> None:
@@ -127,6 +135,19 @@ def test_other_requests_are_computed_where_they_continue(
     world.place("a", length, **options)
     (_, message) = world.sent[0]
     assert world.groups[0] != PREFILL and not message.hands_over
+
+
+@pytest.mark.parametrize(("role", "keeps"), [("prefill", True), ("decode", False)])
+def test_a_request_for_which_a_router_has_chosen_stays_in_one_group(
+    role: TransferRole, *, keeps: bool
+) -> None:
+    world = World()
+    world.place("a", 40, role=role)
+    (_, message) = world.sent[0]
+    assert world.groups[0] != PREFILL and message.hands_over == keeps
+    world.answer(7)
+    world.answer(reason="length")
+    assert len(world.sent) == 1 and world.told[-1].finish_reason == "length"
 
 
 def test_a_prompt_that_another_group_has_cached_is_continued_there() -> None:

@@ -32,7 +32,7 @@ import zmq
 from dist_aclgraph.actors.client.known_engine import Capacity, KnownEngine, SeenGroupState
 from dist_aclgraph.actors.client.outage import Recovery
 from dist_aclgraph.actors.client.request_table import STOPPING, RequestTable
-from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest
+from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest, TransferRole
 from dist_aclgraph.actors.host.liveness import beat_s
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.engine_link import (
@@ -136,6 +136,7 @@ class EngineClient:
         seed: int = 0,
         cache_salt: str = "",
         output: bytes = b"",
+        role: TransferRole = "",
     ) -> None:
         """Send a request to the engine that the router chooses.
 
@@ -146,6 +147,7 @@ class EngineClient:
             seed: used if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
             output: tokens that the request already has, int32; the engine continues after them.
+            role: what a router outside the deployment has chosen.
 
         Raises:
             EngineDeadError: no engine is alive, and no engine will be started.
@@ -164,6 +166,7 @@ class EngineClient:
             tuple(stop_ids),
             cache_salt,
             on_delta,
+            role=role,
         )
         request.append(output)
         with self._lock:
@@ -172,6 +175,11 @@ class EngineClient:
             if self._closing.is_set() or not self._table.place(request, time.monotonic()):
                 raise EngineDeadError(self._table.why_dead())
         self._wakeup.wake()
+
+    def block_names(self, prompt_ids: Sequence[int], cache_salt: str) -> list[str]:
+        """Return the names of the files with the KV of a prompt."""
+        with self._lock:
+            return self._table.router.block_names(pack_ints(prompt_ids), cache_salt)
 
     def abort(self, request_id: str) -> None:
         """Abort a request whose deltas nobody reads; ignore unknown ids."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -21,6 +22,9 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
 OnDelta = Callable[[RequestDelta], None]
+# What a router outside the deployment has chosen for a request: "prefill" ends it when the prompt's
+# KV is in files, and "decode" continues a prompt whose KV another service has written.
+TransferRole = Literal["", "prefill", "decode"]
 
 
 @dataclass
@@ -37,6 +41,8 @@ class OpenRequest:
         is_cause: whether the request counts as the cause of the deaths; then it is not resumed.
         is_resumed: whether the request has lost an engine, or the link to an engine.
         hands_over: whether the present engine only computes the prompt and the first token.
+        role: what a router has chosen; see ``TransferRole``. If the engine of a "prefill" is lost
+            after the last token, another engine generates one token too many.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
 
@@ -54,6 +60,7 @@ class OpenRequest:
     is_resumed: bool = False
     hands_over: bool = False
     is_probe: bool = False
+    role: TransferRole = ""
     _num_prompt_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +92,8 @@ class OpenRequest:
     def may_hand_over(self) -> bool:
         """Whether one group may compute the prompt, and another group the output.
 
-        Requests for log-probabilities of the prompt or for embeddings stay in one group.
+        Requests for log-probabilities of the prompt or for embeddings stay in one group, and so do
+        requests for which a router has chosen.
         """
         sampling = self.sampling
         return (
@@ -94,6 +102,7 @@ class OpenRequest:
             and sampling.prompt_logprobs < 0
             and not sampling.embeds
             and not self.is_probe
+            and not self.role
         )
 
     def see_death(self, now_s: float, *, is_proof: bool) -> None:
@@ -142,8 +151,8 @@ class OpenRequest:
             number,
             bytes(self.tokens),
             sampling,
-            1 if self.hands_over else self.max_tokens - self.num_output_tokens,
+            1 if self.hands_over else max(1, self.max_tokens - self.num_output_tokens),
             self.stop_ids,
             self.cache_salt,
-            self.hands_over,
+            self.hands_over or self.role == "prefill",
         )

@@ -70,8 +70,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # only requests with the same salt share cached blocks
-    # Whether another group continues the request after its first token. Then the engine sends the
-    # request's end when the KV of the prompt is in files.
+    # Whether another group or service continues the request. Then the engine sends the request's
+    # end when the KV of the prompt is in files.
     hands_over: bool = False
 
 

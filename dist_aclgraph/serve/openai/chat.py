@@ -12,6 +12,7 @@ from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.chat_deltas import delta_of, message_of
 from dist_aclgraph.serve.openai.conversation import Conversation, open_conversation
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
+from dist_aclgraph.serve.openai.kv_transfer import transfer_of
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, joined, reply
 from dist_aclgraph.serve.openai.state import ApiState
@@ -89,7 +90,7 @@ class _ChatReply(Reply):
             )
             if self._body.return_token_ids:
                 choices[-1]["token_ids"] = piece.token_ids
-        reply = self.body(choices, generation.usage.as_json())
+        reply = self.body(choices, generation.usage.as_json()) | transfer_of(generation, choices)
         if self._body.prompt_logprobs is not None:
             parts = joined(pieces[0]).prompt_logprobs
             reply["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, parts)

@@ -14,6 +14,7 @@ from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.body import note_ignored, read_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
+from dist_aclgraph.serve.openai.kv_transfer import check_role, transfer_of
 from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs, rows_of
 from dist_aclgraph.serve.openai.reply import Reply, joined, reply
 from dist_aclgraph.serve.openai.sampling_fields import ends_without_effect
@@ -51,6 +52,8 @@ async def completions(state: ApiState, request: Request) -> Response:
     state.check_prompt_logprobs(
         body.asked_prompt_logprobs, prompts, body.num_choices, body.name_of_prompt_logprobs
     )
+    role = body.role(len(prompts))
+    check_role(state, role)
     # The engine generates at least one token. If ``max_tokens`` is 0, the answer omits this token.
     max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
     usual = None if body.is_unlimited else DEFAULT_MAX_TOKENS
@@ -77,6 +80,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         body.cache_salt or "",
         journal,
         account=request.scope.get(ACCOUNT),
+        role=role,
     )
     shape = _CompletionReply(state, body, given, prompts, journal.chance)
     return await reply(request, generation, shape, stream=bool(body.stream))
@@ -177,7 +181,7 @@ class _CompletionReply(Reply):
 
     def whole(self, generation: Generation, pieces: list[list[ChoicePiece]]) -> dict[str, Any]:
         choices = [self._choice(piece, 0, is_first=True) for piece in map(joined, pieces)]
-        return self.body(choices, generation.usage.as_json())
+        return self.body(choices, generation.usage.as_json()) | transfer_of(generation, choices)
 
     def _choice(self, piece: ChoicePiece, offset: int, *, is_first: bool) -> dict[str, Any]:
         """Return a choice object.

@@ -10,12 +10,14 @@ from typing import Any
 
 from starlette.types import Scope
 
+from dist_aclgraph.actors.client.token_log import TransferRole
 from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.body import note_ignored
 from dist_aclgraph.serve.openai.generation import Generation
+from dist_aclgraph.serve.openai.kv_transfer import check_role
 from dist_aclgraph.serve.openai.sampling_fields import ends_without_effect
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.tools import ToolUse
@@ -69,6 +71,7 @@ class Conversation:
     off_param: str = ""
     most_prompt_tokens: int | None = None
     truncated: Callable[[list[int]], list[int]] = _all_of
+    role: TransferRole = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         InvalidParameterError: the request is wrong.
         RequestTooLongError: the prompt and the answer together exceed the context.
     """
+    check_role(state, asked.role)
     tools, answers = asked.tools, state.answers
     if tools is not None and answers.name is None:
         raise InvalidParameterError(
@@ -141,6 +145,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         make_reader=_make_readers(state, tools, thinking),
         max_calls=None if tools is None else tools.max_calls,
         account=scope.get(ACCOUNT),
+        role=asked.role,
     )
     return OpenConversation(prompt_ids, generation, journal.chance)
 

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from starlette.types import Receive
 
+from dist_aclgraph.actors.client.token_log import TransferRole
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.formats.events import Event
@@ -126,6 +127,7 @@ class Generation:
     Attributes:
         make_reader: returns a new reader for a choice's answer; None if answers are only text.
         max_calls: an answer ends with this number of calls; None if there is no limit.
+        role: what a router outside the deployment has chosen; see ``OpenRequest.role``.
         account: the request's account; None without an access log and traces.
     """
 
@@ -138,6 +140,7 @@ class Generation:
     make_reader: Callable[[], Reader | None] = _no_reader
     max_calls: int | None = None
     account: RequestAccount | None = None
+    role: TransferRole = ""
     _choices: list[_Choice] = field(default_factory=list)
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
@@ -237,6 +240,7 @@ class Generation:
             partial(inbox.put, partial(self._take, sink, choice)),
             cache_salt=self.cache_salt,
             output=bytes(choice.tokens_before),
+            role=self.role,
         )
 
     def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:

@@ -42,6 +42,15 @@ CONTENT = _or_null(
 )
 DOCUMENTS = _or_null({"type": "array", "items": {"type": "object"}})
 IGNORED = _field(description="accepted, and without effect")
+KV_TRANSFER = _or_null(
+    {
+        "type": "object",
+        "properties": {
+            "do_remote_decode": {"type": ["boolean", "null"]},
+            "do_remote_prefill": {"type": ["boolean", "null"]},
+        },
+    }
+)
 LOGIT_BIAS = _or_null(
     {
         "type": "object",

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
+from dist_aclgraph.actors.client.token_log import TransferRole
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import (
     MAX_ALLOWED_IDS,
@@ -39,6 +40,7 @@ from dist_aclgraph.serve.openai.counted import (
     decode_prompts,
     decode_strings,
 )
+from dist_aclgraph.serve.openai.kv_transfer import read_role
 from dist_aclgraph.serve.openai.sampling_fields import (
     BUDGETS,
     first_given,
@@ -127,8 +129,10 @@ class GenerateRequest(Body, kw_only=True):
     thinking_tokens: int | None = None
     thinking_token_budget: int | None = None
     thinking_budget: int | None = None
+    kv_transfer_params: Annotated[Raw, schemas.KV_TRANSFER] = ABSENT
 
     def check_fields(self) -> None:
+        self.role()
         if len(self.cache_salt or "") > MAX_CACHE_SALT_CHARS:
             raise InvalidParameterError(
                 f"cache_salt has {len(self.cache_salt or '')} characters; at most "
@@ -142,6 +146,11 @@ class GenerateRequest(Body, kw_only=True):
                 "stream_options.include_obfuscation is not offered", "stream_options"
             )
         check_truncation(self.truncate_prompt_tokens)
+
+    def role(self, num_prompts: int = 1) -> TransferRole:
+        """Return what a router has chosen for this request; see ``read_role``."""
+        is_whole = not self.stream and num_prompts * self.num_choices == 1
+        return read_role(self.kv_transfer_params, is_whole=is_whole)
 
     @property
     def num_choices(self) -> int:
@@ -314,6 +323,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
             off_param="reasoning_effort" if self.reasoning_effort == "none" else "",
             most_prompt_tokens=self.most_prompt_tokens(context_len),
             truncated=partial(self.truncated, context_len=context_len),
+            role=self.role(),
         )
 
     def chat_options(self) -> ChatOptions:
