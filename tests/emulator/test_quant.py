@@ -53,6 +53,116 @@ def test_dynamic_quant_refuses():
     refused(name, "smooth_scales", lambda: torch_npu.npu_dynamic_quant(x, smooth_scales=half))
 
 
+def steps(rows):
+    """The values and scales of rows in int8, by the formulas of the fused operators' documents."""
+    scale = rows.abs().amax(-1) / 127
+    return torch.where(scale[:, None] > 0, rows / scale[:, None], 0.0).round(), scale
+
+
+def assert_int8(values, scale, want):
+    want_values, want_scale = steps(want)
+    assert values.dtype == torch.int8 and scale.dtype == torch.float32
+    assert torch.allclose(scale.cpu(), want_scale, rtol=1e-5)
+    difference = (values.cpu() - want_values).abs()
+    assert difference.max() <= 1 and difference.mean() < 0.01  # values between two steps
+
+
+def rms_norm(x, gamma):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * gamma.float()
+
+
+def quantised_norm(x, residual, gamma, **options):
+    options = {"epsilon": 1e-6, "output_mask": [True, False], **options}
+    values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+        x.npu(), residual.npu(), gamma.npu(), **options
+    )
+    return values, scale, total
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("mask", [None, [True, False]])
+def test_a_quantised_norm_is_that_of_the_sum_before_it_is_rounded(dtype, mask):
+    x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
+    x[2] = residual[2] = 0
+    gamma = torch.rand(64).to(dtype)
+
+    values, scale, total = quantised_norm(x, residual, gamma, output_mask=mask)
+
+    assert_close(total, x.float() + residual.float())
+    assert_int8(values, scale, rms_norm(x.float() + residual.float(), gamma))
+    assert not values[2].any() and scale[2] == 0
+
+
+def test_a_quantised_norm_is_within_a_step_of_norm_and_quantisation():
+    # Norm and quantisation round twice to bfloat16, each time by 1 / 512 at most, of the element
+    # and of the largest element: 127 * 4 / 512 is less than a step.
+    x, residual, gamma = (torch.randn(*s).bfloat16() for s in ((64, 256), (64, 256), (256,)))
+
+    values, scale, total = quantised_norm(x, residual, gamma)
+    normed, _, want_total = torch_npu.npu_add_rms_norm(x.npu(), residual.npu(), gamma.npu(), 1e-6)
+    want, want_scale = torch_npu.npu_dynamic_quant(normed)
+
+    assert torch.equal(total.cpu(), want_total.cpu())
+    assert (values.cpu().int() - want.cpu().int()).abs().max() <= 1
+    assert torch.allclose(scale.cpu(), want_scale.cpu(), rtol=2 / 256)
+
+
+def test_quantised_norms_refuse():
+    x, gamma, name = torch.zeros(2, 64).half(), torch.zeros(64).half(), "RmsNormDynamicQuantV2"
+
+    def call(x=x, residual=x, gamma=gamma, **options):
+        return lambda: quantised_norm(x, residual, gamma, **options)
+
+    refused(name, "x1 must be float16 or bfloat16", call(x.float(), x.float(), gamma.float()))
+    refused(name, "x2 must be", call(residual=x.bfloat16()))
+    refused(name, "gamma must be", call(gamma=gamma.bfloat16()))
+    refused(name, "gamma of shape", call(gamma=gamma[:32]))
+    refused(name, "must not be empty", call(x[:0], x[:0]))
+    refused(name, "epsilon must be above 0", call(epsilon=0.0))
+    refused(name, "beta are not emulated", call(beta=gamma.npu()))
+
+
+def quantised_swiglu(x, **options):
+    options = {"activate_left": True, "quant_mode": 1, **options}
+    return torch_npu.npu_dequant_swiglu_quant(x.npu(), **options)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_quantised_swiglu(left):
+    x = torch.randn(5, 128).bfloat16()
+    x[3] = 0
+    gate, up = x.float().chunk(2, -1) if left else x.float().chunk(2, -1)[::-1]
+
+    values, scale = quantised_swiglu(x, activate_left=left)
+
+    assert_int8(values, scale, torch.nn.functional.silu(gate) * up)
+    assert not values[3].any() and scale[3] == 0
+
+
+def test_a_quantised_swiglu_is_within_a_step_of_swiglu_and_quantisation():
+    # Only the result of SwiGLU is rounded between the two operators.
+    x = torch.randn(64, 512).bfloat16()
+
+    values, scale = quantised_swiglu(x)
+    want, want_scale = torch_npu.npu_dynamic_quant(torch_npu.npu_swiglu(x.npu()))
+
+    assert (values.cpu().int() - want.cpu().int()).abs().max() <= 1
+    assert torch.allclose(scale.cpu(), want_scale.cpu(), rtol=1 / 256)
+
+
+def test_quantised_swiglus_refuse():
+    x, name = torch.zeros(2, 128).bfloat16(), "aclnnDequantSwigluQuantV2"
+    groups = torch.tensor([2]).npu()
+
+    refused(name, "x must be bfloat16", lambda: quantised_swiglu(x.half()))
+    refused(name, "two dimensions", lambda: quantised_swiglu(x[None]))
+    refused(name, "no multiple of 64", lambda: quantised_swiglu(x[:, :96].contiguous()))
+    refused(name, "x of Int is not emulated", lambda: quantised_swiglu(x.int()))
+    refused(name, "quant_mode static", lambda: quantised_swiglu(x, quant_mode=0))
+    refused(name, "not emulated", lambda: quantised_swiglu(x, group_index=groups))
+    refused(name, "swiglu_mode 1", lambda: quantised_swiglu(x, swiglu_mode=1))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("per_column", [True, False])
 @pytest.mark.parametrize("bias", [None, torch.int32, torch.float32])

@@ -1,4 +1,6 @@
-// int8: quantisation of activations token by token, and products of quantised matrices.
+// int8: quantisation of activations token by token, alone and after a norm or SwiGLU, and products
+// of quantised matrices.
+#include "ops/bind.h"
 #include "ops/int4.h"
 
 using namespace emu;
@@ -48,6 +50,105 @@ OP(aclnnDynamicQuantV2,
        scale.copy_(step.view(scale.sizes()));
      });
    })
+
+// ---- fused with the operator before: the result of that operator is quantised in float32, and not
+// rounded to the type of the input first
+
+// The largest element of each row, [rows, 1].
+static Tensor largest_of(const Tensor &rows) { return at::amax(at::abs(rows), {-1}, true); }
+
+// Multiplies rows by their factors and rounds. A row of zeros has an infinite factor, so its
+// products are NaN. We assume that the cast makes 0 of NaN; the value has no effect, because the
+// row's scale is 0.
+static void write_int8(const Tensor &rows, const Tensor &factors, const Tensor &out) {
+  out.copy_(at::nan_to_num(at::round(rows * factors), 0., 127., -128.).view(out.sizes()));
+}
+
+// Rules: op-plugin document npu_add_rms_norm_dynamic_quant; document aclnnAddRmsNormDynamicQuantV2
+// and its tiling. x1 and x2 are float16 or bfloat16 and have 2 to 8 dimensions; gamma has their
+// type and one dimension; epsilon is above 0. The kernel normalises the sum before it rounds the
+// sum to x_out.
+OP(aclnnAddRmsNormDynamicQuantV2,
+   [](Tensor x, Tensor residual, Tensor gamma, OptTensor smooth, OptTensor smooth_2, OptTensor beta,
+      double epsilon, aclBoolArray *mask, Tensor out, Tensor, Tensor sum, Tensor scale,
+      Tensor) -> Task {
+     refuse_unless(is_half(x), "x1 must be float16 or bfloat16, got ", x.scalar_type());
+     require_same_type("x2", residual, x);
+     require_same_type("gamma", gamma, x);
+     refuse_unless(x.dim() >= 2 && x.dim() <= 8, "x1 must have 2 to 8 dimensions, got ", x.dim());
+     refuse_unless(residual.sizes() == x.sizes(), "x2 of shape ", residual.sizes(),
+                   " differs from x1 ", x.sizes());
+     refuse_unless(gamma.dim() == 1 && gamma.size(0) == x.size(-1), "gamma of shape ",
+                   gamma.sizes(), " for rows of ", x.size(-1));
+     demand(x.numel() > 0, "x1 must not be empty");
+     refuse_unless(epsilon > 0, "epsilon must be above 0, got ", epsilon);
+     refuse_unless(!mask || mask->values.size() == 2, "output_mask must have two elements");
+     refuse_unless(!mask || (mask->values[0] && !mask->values[1]),
+                   "only the first result is emulated");
+     refuse_unless(!smooth && !smooth_2 && !beta, "smooth_scale and beta are not emulated");
+     refuse_unless(out.scalar_type() == at::kChar && out.sizes() == x.sizes(),
+                   "y_dtype other than int8 is not emulated");
+     return arithmetic([=] {
+       AtenScope scope;
+       Tensor total = x.to(at::kFloat) + residual.to(at::kFloat);
+       Tensor squares = at::mean(total * total, {-1}, true);
+       Tensor normed = total * at::rsqrt(squares + epsilon) * gamma.to(at::kFloat);
+       Tensor factors = 127. / largest_of(normed);
+       write_int8(normed, factors, out);
+       scale.copy_((1. / factors).view(scale.sizes()));
+       sum.copy_(total);
+     });
+   })
+
+// Rules: op-plugin document npu_dequant_swiglu_quant; for A2 and A3, document
+// aclnnDequantSwigluQuantV2: x has two dimensions and is int32 or bfloat16, and 64 divides the
+// width of its rows. That document also requires group_index on these products. op-plugin's
+// document, the document of aclnnDequantSwigluQuant, the tiling and the kernel do not require it.
+static Task swiglu_quant(const Tensor &x, std::initializer_list<const OptTensor *> others,
+                         bool activate_left, const std::string &mode, const Tensor &out,
+                         const Tensor &scale) {
+  refuse_unless(mode == "dynamic", "quant_mode ", mode, " is not emulated, only dynamic");
+  for (const OptTensor *other : others)
+    refuse_unless(!*other || !(*other)->defined(), "scales, bias, offset and group_index are not "
+                                                   "emulated");
+  refuse_unless(is_half(x), "x of ", x.scalar_type(), " is not emulated, only bfloat16");
+  demand(x.scalar_type() == at::kBFloat16, "x must be bfloat16 on this product, got ",
+         x.scalar_type());
+  demand(x.dim() == 2, "x must have two dimensions on this product, got ", x.dim());
+  demand(x.size(-1) % 64 == 0, "rows of ", x.size(-1), " elements are no multiple of 64");
+  refuse_unless(x.size(-1) % 2 == 0, "rows of ", x.size(-1), " elements have no halves");
+  require_contiguous("x", x);
+  return arithmetic([=] {
+    AtenScope scope;
+    auto halves = x.to(at::kFloat).chunk(2, -1);
+    Tensor gate = halves[activate_left ? 0 : 1], up = halves[activate_left ? 1 : 0];
+    Tensor values = at::silu(gate) * up, steps = largest_of(values) / 127.;
+    write_int8(values, 1. / steps, out);
+    scale.copy_(steps.view(scale.sizes()));
+  });
+}
+
+OP(aclnnDequantSwigluQuant,
+   [](Tensor x, OptTensor weight_scale, OptTensor row_scale, OptTensor bias, OptTensor smooth,
+      OptTensor offset, OptTensor groups, bool activate_left, std::string mode, Tensor out,
+      Tensor scale) -> Task {
+     return swiglu_quant(x, {&weight_scale, &row_scale, &bias, &smooth, &offset, &groups},
+                         activate_left, mode, out, scale);
+   })
+OP(aclnnDequantSwigluQuantV2,
+   [](Tensor x, OptTensor weight_scale, OptTensor row_scale, OptTensor bias, OptTensor smooth,
+      OptTensor offset, OptTensor groups, bool activate_left, std::string mode, int64_t type,
+      std::string rounding, int64_t dim, int64_t variant, double, double, double, Tensor out,
+      Tensor scale) -> Task {
+     refuse_unless(type == ACL_INT8, "dst_type other than int8 is not emulated");
+     demand(rounding.empty() || rounding == "rint", "round_mode must be rint, got ", rounding);
+     demand(dim == -1, "activate_dim must be -1 on this product, got ", dim);
+     refuse_unless(variant == 0, "swiglu_mode ", variant, " is not emulated, only 0");
+     return swiglu_quant(x, {&weight_scale, &row_scale, &bias, &smooth, &offset, &groups},
+                         activate_left, mode, out, scale);
+   })
+
+// ---- products
 
 // Rules: op-plugin document npu_quant_matmul, table 2, int8 with results in bfloat16 (scale float32
 // or bfloat16), float16 (scale and pertoken_scale float32) and int32. The other rows (int8 results,
