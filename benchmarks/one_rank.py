@@ -19,13 +19,16 @@ from torch.utils._pytree import tree_leaves
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu, open_npu, runtime
+from dist_aclgraph.device.versions import installed_name
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
 from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.planning.buckets import candidate_families
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2
@@ -73,7 +76,9 @@ class OneRank:
         self._model = Decoder(
             read_model_spec(config.model),
             RankGroups(tp=group, ep=ALONE),
-            DummyCheckpoint(TORCH_DTYPES[config.dtype], device=self.npu.device, quantises=False)
+            DummyCheckpoint(
+                TORCH_DTYPES[config.dtype], device=self.npu.device, quantises=config.makes_int8
+            )
             if config.weights == "dummy"
             else Checkpoint(
                 config.model,
@@ -83,6 +88,7 @@ class OneRank:
             device=self.npu.device,
             max_len=self._max_len,
             drafts=config.speculative.num_tokens > 0,
+            fusions=Fusions.decide(config, Chip(self.npu.name, self.npu.cann), installed_name()),
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:

@@ -37,6 +37,9 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     console.print(f"{config.name} is served on {count} x {device}", highlight=False)
     for reason in report.get("mode_reasons", ()):
         console.print(reason)
+    if fusions := report.get("fusions"):
+        each = "; ".join(f"{name} {where}" for name, where in fusions.items())
+        console.print(f"Fused operators: {each}", highlight=False)
     plan = report.get("plan")
     if plan:
         reasons = "; ".join(plan.get("reasons", ()))

@@ -6,7 +6,13 @@ Each module contains the keys of one section; ``tree`` joins the sections, ``loa
 from __future__ import annotations
 
 from dist_aclgraph.config.cluster import ClusterConfig
-from dist_aclgraph.config.device import DeviceConfig, EmulatorConfig, FaultConfig, HcclExpansion
+from dist_aclgraph.config.device import (
+    DeviceConfig,
+    EmulatorConfig,
+    FaultConfig,
+    FusionName,
+    HcclExpansion,
+)
 from dist_aclgraph.config.kv import KVConfig
 from dist_aclgraph.config.kv_events import KVEventsConfig
 from dist_aclgraph.config.loading import (
@@ -42,6 +48,7 @@ __all__ = [
     "EmulatorConfig",
     "ExchangeSetting",
     "FaultConfig",
+    "FusionName",
     "GraphConfig",
     "GraphMode",
     "HcclExpansion",

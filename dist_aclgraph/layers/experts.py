@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 
 from dist_aclgraph.comm.groups import RankGroups
 from dist_aclgraph.context.shards import PADDING_SLOT
+from dist_aclgraph.layers.int8_rows import Rows, in_floats
 from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
@@ -71,13 +73,15 @@ class ExpertLayer:
         exchanges: the possible exchanges with other ranks; empty without expert parallelism.
     """
 
+    quantises_rows: ClassVar[bool] = False  # the router uses floats
+
     router: Router
     local: LocalExperts
     groups: RankGroups
     exchanges: Mapping[ExchangeKind, Exchange]
     shared: SharedExperts | None = None
 
-    def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
+    def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
         """[n, hidden] -> [n, hidden], on all ranks of the tensor parallel group.
 
         Args:
@@ -86,6 +90,7 @@ class ExpertLayer:
             slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding tokens, which
                 come last. No expert runs padding tokens, and their results are meaningless.
         """
+        x = in_floats(x)
         if self._is_together(step):
             with self._running_shared(x) as shared:
                 routed = self.local(x, *self.router(x, slots), step.tally)

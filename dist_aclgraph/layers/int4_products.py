@@ -10,10 +10,12 @@ which 8 was subtracted, so they need sums of the weights to correct the results.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dist_aclgraph.layers.int8_rows import Rows, in_floats, quantised
 from dist_aclgraph.layers.local_experts import multiply_groups
 from dist_aclgraph.shapes.int4_formats import INT8_GROUP
 
@@ -28,15 +30,17 @@ class W4A16Linear:
         bias: [out] or None; float32 if rows are bfloat16, float16 if they are float16.
     """
 
+    quantises_rows: ClassVar[bool] = False
+
     weight: Tensor
     scale: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         """[n, in] -> [n, out]. ``out``, if given, receives the result."""
         groups = self.scale.shape[0]
         y: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
-            x,
+            in_floats(x),
             self.weight,
             self.scale,
             bias=self.bias,
@@ -57,14 +61,16 @@ class W4A16GroupedProduct:
             weights of four bits. All layers can share one tensor.
     """
 
+    quantises_rows: ClassVar[bool] = False
+
     weight: Tensor
     scale: Tensor
     zeros: Tensor
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
         """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
         return multiply_groups(
-            rows,
+            in_floats(rows),
             self.weight,
             counts,
             antiquant_scale=[self.scale],
@@ -83,22 +89,23 @@ class W4A8Linear:
         bias: [out] or None; added after the operator, which accepts no bias.
     """
 
+    quantises_rows: ClassVar[bool] = True
+
     weight: Tensor
     scale: Tensor
     sums: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         """[n, in] -> [n, out]. ``out``, if given, receives the result."""
-        npu = torch.ops.npu
-        rows, row_scale = npu.npu_dynamic_quant(x)
-        y: Tensor = npu.npu_quant_matmul(
-            rows,
+        rows = quantised(x)
+        y: Tensor = torch.ops.npu.npu_quant_matmul(
+            rows.values,
             self.weight,
             self.scale,
             offset=self.sums,
-            pertoken_scale=row_scale[:, None],
-            output_dtype=x.dtype,
+            pertoken_scale=rows.scales[:, None],
+            output_dtype=rows.dtype,
             group_sizes=[0, 0, INT8_GROUP],
         )
         if self.bias is not None:
@@ -116,21 +123,23 @@ class W4A8GroupedProduct:
         sums: [num_local, out] float32: 8 times the sum of each output's weights.
     """
 
+    quantises_rows: ClassVar[bool] = True
+
     weight: Tensor
     scale: Tensor
     sums: Tensor
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
         """Multiply as ``GroupedProduct`` does. Each row, even a row without an expert, is quantised
         with a separate scale.
         """
-        quantised, row_scale = torch.ops.npu.npu_dynamic_quant(rows)
+        rows = quantised(rows)
         return multiply_groups(
-            quantised,
+            rows.values,
             self.weight,
             counts,
             bias=[self.sums],
             scale=[self.scale],
-            per_token_scale=[row_scale],
+            per_token_scale=[rows.scales],
             output_dtype=rows.dtype,
         )

@@ -1,18 +1,20 @@
 """Products in int8. A weight has one scale per output; an input row gets one scale when it is
 quantised.
 
-Operators: ``npu_dynamic_quant`` converts rows to int8, so that the largest element of each row
-becomes 127. Then ``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts, sums integers and
-multiplies the sums by the scales of row and output.
+Operators: ``npu_dynamic_quant``, or a fused operator before the product, converts rows to int8
+(``int8_rows.py``). Then ``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts, sums integers
+and multiplies the sums by the scales of row and output.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dist_aclgraph.layers.int8_rows import Rows, quantised
 from dist_aclgraph.layers.local_experts import multiply_groups
 
 
@@ -26,21 +28,22 @@ class Int8Linear:
         bias: [out] or None; added after the scales are applied.
     """
 
+    quantises_rows: ClassVar[bool] = True
+
     weight: Tensor
     scale: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         """[n, in] -> [n, out]. ``out``, if given, receives the result."""
-        npu = torch.ops.npu
-        rows, row_scale = npu.npu_dynamic_quant(x)
-        y: Tensor = npu.npu_quant_matmul(
-            rows,
+        rows = quantised(x)
+        y: Tensor = torch.ops.npu.npu_quant_matmul(
+            rows.values,
             self.weight,
             self.scale,
-            pertoken_scale=row_scale,
+            pertoken_scale=rows.scales,
             bias=self.bias,
-            output_dtype=x.dtype,
+            output_dtype=rows.dtype,
         )
         return y if out is None else out.copy_(y)
 
@@ -55,19 +58,21 @@ class Int8GroupedProduct:
             rows are float16.
     """
 
+    quantises_rows: ClassVar[bool] = True
+
     weight: Tensor
     scale: Tensor
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
         """Multiply as ``GroupedProduct`` does. Each row, even a row without an expert, is quantised
         with a separate scale.
         """
-        quantised, row_scale = torch.ops.npu.npu_dynamic_quant(rows)
+        rows = quantised(rows)
         return multiply_groups(
-            quantised,
+            rows.values,
             self.weight,
             counts,
             scale=[self.scale],
-            per_token_scale=[row_scale],
+            per_token_scale=[rows.scales],
             output_dtype=rows.dtype,
         )

@@ -7,22 +7,30 @@ replayed steps use the same tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.layers.int8_rows import Rows, in_floats
 
 
 class Product(Protocol):
-    """A product with a weight of any type: float in this file, int8 in ``int8_products.py``."""
+    """A product with a weight of any type: float in this file, int8 in ``int8_products.py``.
+
+    Attributes:
+        quantises_rows: whether the product multiplies rows in int8; only such a product accepts
+            ``Int8Rows``.
+    """
+
+    quantises_rows: ClassVar[bool]
 
     @property
     def weight(self) -> Tensor:
         """[in, out]."""
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         """[n, in] -> [n, out]. ``out``, if given, receives the result."""
 
 
@@ -35,11 +43,14 @@ class Linear:
         bias: [out] or None.
     """
 
+    quantises_rows: ClassVar[bool] = False
+
     weight: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         """[n, in] -> [n, out]. ``out``, if given, receives the result."""
+        x = in_floats(x)
         if self.bias is None:
             return torch.mm(x, self.weight, out=out)
         return torch.addmm(self.bias, x, self.weight, out=out)
@@ -58,7 +69,7 @@ class RowParallelLinear:
     bias: Tensor | None
     group: CommGroup
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         """[n, in / size] -> [n, out]."""
         y = self.group.all_reduce(self.product(x))
         return y if self.bias is None else y + self.bias

@@ -10,24 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from dist_aclgraph.layers.int8_rows import Rows, in_floats
 
 # The meaning of an entry of a group list: with CUMULATIVE, the index after an expert's last row;
 # with COUNTS, the expert's number of rows.
 CUMULATIVE, COUNTS = 0, 1
 
 
+# Computes the input of a product from the result of the product of gate and up.
+Activation = Callable[[Tensor], Rows]
+
+
 class ExpertProduct(Protocol):
-    """One product per expert, with weights of any type: float in this file, int8 elsewhere."""
+    """One product per expert, with weights of any type: float in this file, int8 elsewhere.
+
+    Attributes:
+        quantises_rows: see ``Product``.
+    """
+
+    quantises_rows: ClassVar[bool]
 
     @property
     def weight(self) -> Tensor:
         """[num_local, in, out]."""
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
         """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
 
 
@@ -40,11 +52,14 @@ class GroupedProduct:
         bias: [num_local, out] or None; float32 if the weight is bfloat16, else of its type.
     """
 
+    quantises_rows: ClassVar[bool] = False
+
     weight: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
         """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
+        rows = in_floats(rows)
         if self.bias is None:
             return multiply_groups(rows, self.weight, counts)
         return multiply_groups(rows, self.weight, counts, bias=[self.bias])
@@ -109,7 +124,7 @@ class LocalExperts:
     down: ExpertProduct
     first: int
     num_experts: int
-    activate: Callable[[Tensor], Tensor] = swiglu
+    activate: Activation = swiglu
 
     @property
     def num_local(self) -> int:

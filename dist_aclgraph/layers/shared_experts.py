@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import runtime
 from dist_aclgraph.layers.linear import Product
+from dist_aclgraph.layers.local_experts import Activation, swiglu
 
 
 class SideStream:
@@ -53,12 +54,14 @@ class SharedExperts:
             experts before routed experts.
         gate: [hidden, 1]; the result of a token is multiplied by ``sigmoid(token @ gate)``. None
             without a gate.
+        activate: maps the result of ``gate_up`` to the input of ``down``.
     """
 
     gate_up: Product
     down: Product
     side: SideStream | None = None
     gate: Tensor | None = None
+    activate: Activation = swiglu
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
@@ -74,6 +77,6 @@ class SharedExperts:
             yield out
 
     def _compute(self, x: Tensor, out: Tensor) -> None:
-        self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)), out)
+        self.down(self.activate(self.gate_up(x)), out)
         if self.gate is not None:
             out.mul_(torch.mm(x, self.gate).sigmoid())

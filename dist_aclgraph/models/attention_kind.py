@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.int8_rows import Rows
 from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
@@ -39,7 +40,11 @@ class LayerAttention(Protocol):
     part.
     """
 
-    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+    @property
+    def quantises_rows(self) -> bool:
+        """Whether only products in int8 use the input of ``project``."""
+
+    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
         """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for the result of
         ``attend``.
         """

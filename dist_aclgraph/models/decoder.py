@@ -17,6 +17,7 @@ from dist_aclgraph.models.attention_kinds import AttentionKinds
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
+from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
@@ -37,6 +38,7 @@ class Decoder:
         drafts: bool = False,
         note: NotePlaced = note_nothing,
         experts: ExpertSetup | None = None,
+        fusions: Fusions | None = None,
     ) -> None:
         """Load this rank's slices.
 
@@ -44,6 +46,7 @@ class Decoder:
             drafts: whether the next-token module is also loaded.
             note: called with the number of bytes of each weight after the weight is on the device.
             experts: None means the defaults of ``ExpertSetup``.
+            fusions: the fused operators that layers may use; None means none.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
@@ -52,7 +55,14 @@ class Decoder:
             UnsupportedModelError: the checkpoint has a bias that the model does not have.
         """
         self.spec = spec
-        slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)
+        slices = WeightSlices(
+            checkpoint,
+            groups.tp,
+            device,
+            experts or ExpertSetup(groups),
+            note,
+            fusions=fusions or Fusions.none(),
+        )
         self._embedding = _load_embedding(slices, spec)
         norm = load_norm(slices, spec, "model.norm.weight")
         self._kinds = AttentionKinds(

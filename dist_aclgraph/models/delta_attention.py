@@ -48,9 +48,9 @@ class DeltaAttention:
         if metadata.states is not None:
             self.delta(qkv, g, beta, out, cache, metadata.states)
 
-    def room_for_results(self, h: Tensor) -> Tensor:
-        """Return a tensor for the results, [n, heads, value_dim]."""
-        return h.new_empty(h.shape[0], self.delta.num_value_heads, self.delta.value_dim)
+    def room_for_results(self, x: Tensor) -> Tensor:
+        """Return a tensor for the results, [n, heads, value_dim], of the type of ``x``."""
+        return x.new_empty(x.shape[0], self.delta.num_value_heads, self.delta.value_dim)
 
     def normed(self, out: Tensor) -> Tensor:
         """Return the normalised results, [n, heads * value_dim]."""

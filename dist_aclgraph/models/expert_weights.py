@@ -12,12 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from dist_aclgraph.layers.experts import ExpertLayer
-from dist_aclgraph.layers.local_experts import (
-    ClippedSwiglu,
-    ExpertProduct,
-    LocalExperts,
-    swiglu,
-)
+from dist_aclgraph.layers.local_experts import ClippedSwiglu, ExpertProduct, LocalExperts
 from dist_aclgraph.layers.router import ExpertCopies, Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
 from dist_aclgraph.layers.token_exchange import make_exchanges
@@ -54,7 +49,7 @@ def load_experts(
         *products,
         ep.rank * placement.per_rank,
         placement.num_slots,
-        swiglu if clip is None else ClippedSwiglu(clip.alpha, clip.limit),
+        slices.activation(products[1]) if clip is None else ClippedSwiglu(clip.alpha, clip.limit),
     )
     return ExpertLayer(
         _load_router(slices, experts, hidden, f"{prefix}.gate", placement),
@@ -126,7 +121,9 @@ def _load_shared(
     gate = None
     if experts.gates_shared:
         gate = slices.place(slices.columns(f"{prefix}.shared_expert_gate.weight", 1, hidden, 0, 1))
-    return SharedExperts(slices.product(gate_up), slices.product(down), slices.experts.side, gate)
+    products = slices.product(gate_up), slices.product(down)
+    side, activation = slices.experts.side, slices.activation(products[1])
+    return SharedExperts(*products, side, gate, activation)
 
 
 def _gate_up(

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from dist_aclgraph.layers.int8_rows import Rows, quantised
 from dist_aclgraph.layers.linear import Product
+from dist_aclgraph.layers.local_experts import Activation
 from dist_aclgraph.models.attention_kind import Rope
 from dist_aclgraph.models.delta_attention import DeltaAttention, DeltaKind
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices, part_by_part
@@ -26,28 +28,36 @@ class GatedDeltaAttention(DeltaAttention):
         gates: hidden -> b and a, one number for each value head.
         decay: [num_value_heads] float32, ``-exp(A_log)``.
         dt_bias: [num_value_heads] float32.
+        activate: maps the gates z and the normalised results to the input of ``output_product``.
     """
 
     qkvz: Product
     gates: Product
     decay: Tensor
     dt_bias: Tensor
+    activate: Activation
 
-    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+    @property
+    def quantises_rows(self) -> bool:
+        return self.qkvz.quantises_rows and self.gates.quantises_rows
+
+    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
         """Return the inputs of the convolution, g, beta, z [n, heads * value_dim], and a tensor for
         the results [n, heads, value_dim].
         """
         delta = self.delta
+        if self.quantises_rows:
+            h = quantised(h)  # once for both products
         width = delta.num_value_heads * delta.value_dim
         qkv, z = torch.split(self.qkvz(h), [delta.num_channels, width], dim=-1)
         b, a = self.gates(h).chunk(2, -1)
         g = softplus(a.float() + self.dt_bias) * self.decay
-        return qkv, g, b.sigmoid(), z, self.room_for_results(h)
+        return qkv, g, b.sigmoid(), z, self.room_for_results(qkv)
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
         *_, z, out = inputs
         # silu(z) * normed, computed in float32
-        return self.output_product(torch.ops.npu.npu_swiglu(torch.cat([z, self.normed(out)], -1)))
+        return self.output_product(self.activate(torch.cat([z, self.normed(out)], -1)))
 
 
 class GatedDeltaKind(DeltaKind):
@@ -61,6 +71,7 @@ class GatedDeltaKind(DeltaKind):
         mine = slice(values.start, values.stop)
         grouped = linear.has_grouped_weights
         qkvz, gates = (self._grouped if grouped else self._separate)(slices, prefix)
+        output = self._output(slices, f"{prefix}.out_proj")
         return GatedDeltaAttention(
             qkvz=slices.product(qkvz),
             # This product is separate, because quantised checkpoints can store its matrices in
@@ -70,7 +81,8 @@ class GatedDeltaKind(DeltaKind):
             dt_bias=slices.place(read(f"{prefix}.dt_bias", shape)[mine]),
             delta=self._delta(slices, self._convolution(slices, prefix)),
             norm=slices.whole(f"{prefix}.norm.weight", (linear.value_dim,)),
-            output_product=self._output(slices, f"{prefix}.out_proj"),
+            output_product=output,
+            activate=slices.activation(output.product),
             eps=self._eps,
         )
 

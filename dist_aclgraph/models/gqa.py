@@ -11,6 +11,7 @@ from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
+from dist_aclgraph.layers.int8_rows import Rows
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.rotary import RotaryTables, pairs_across_head
@@ -70,17 +71,21 @@ class GroupedQueryAttention:
     output_product: RowParallelLinear
     has_gate: bool = False
 
-    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+    @property
+    def quantises_rows(self) -> bool:
+        return self.qkv.quantises_rows
+
+    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
         """Return q, k and v, [num_tokens, heads, head_dim] each, the gate [num_tokens, heads *
         head_dim] if there is one, and a tensor for the result.
 
         q and k are rotated.
         """
         npu, a = torch.ops.npu, self.paged
-        n = h.shape[0]
         num_q, num_kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         widths = [num_q, *[num_q] * self.has_gate, num_kv, num_kv]
         q, *gate, k, v = torch.split(self.qkv(h), widths, dim=-1)
+        n = q.shape[0]
         q = q.reshape(1, n, a.num_heads, a.head_dim)
         k = k.reshape(1, n, a.num_kv_heads, a.head_dim)
         if self.norms is not None:

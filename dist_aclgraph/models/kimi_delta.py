@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from dist_aclgraph.layers.int8_rows import Rows, quantised
 from dist_aclgraph.layers.linear import Product
 from dist_aclgraph.models.attention_kind import Rope
 from dist_aclgraph.models.delta_attention import DeltaAttention, DeltaKind
@@ -36,18 +37,25 @@ class KimiDeltaAttention(DeltaAttention):
     decay: Tensor
     dt_bias: Tensor
 
-    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+    @property
+    def quantises_rows(self) -> bool:
+        return self.qkv.quantises_rows and self.inner.quantises_rows
+
+    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
         """Return the inputs of the convolution, g, beta, the gates [n, heads * value_dim], and a
         tensor for the results [n, heads, value_dim].
         """
         delta = self.delta
+        if self.quantises_rows:
+            h = quantised(h)  # once for both products
         widths = [delta.key_dim, delta.value_dim, delta.num_value_heads]
         decays, gates, b = (x.contiguous() for x in torch.split(self.inner(h), widths, dim=-1))
         steps = softplus(self.decays(decays).float() + self.dt_bias)
-        g = steps.view(len(h), delta.num_value_heads, delta.key_dim) * self.decay
+        g = steps.view(len(steps), delta.num_value_heads, delta.key_dim) * self.decay
         # The composed rule computes in float32, so beta need not be rounded.
         beta = b.float().sigmoid()
-        return self.qkv(h), g, beta, self.gates(gates), self.room_for_results(h)
+        qkv = self.qkv(h)
+        return qkv, g, beta, self.gates(gates), self.room_for_results(qkv)
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
         *_, gates, out = inputs

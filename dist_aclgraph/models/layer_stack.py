@@ -13,14 +13,15 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from dist_aclgraph.collective_place import AFTER, BEFORE, HEAD, INSIDE
 from dist_aclgraph.comm.marks import CollectiveMarks
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
+from dist_aclgraph.layers.int8_rows import Int8Norm, Rows
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
+from dist_aclgraph.layers.local_experts import Activation, swiglu
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.segments import RunSegment, Segment, run_directly
 from dist_aclgraph.models.attention_kind import AttentionKind, Cache, LayerAttention, Rope
@@ -36,20 +37,33 @@ Embed = Callable[..., Tensor]
 class FeedForward(Protocol):
     """The part of a layer after attention."""
 
-    def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
+    @property
+    def quantises_rows(self) -> bool:
+        """Whether only products in int8 use the input."""
+
+    def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
         """[n, hidden] -> [n, hidden], summed over the ranks."""
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """The feed-forward part of a layer without experts, split over the group by inner width."""
+    """The feed-forward part of a layer without experts, split over the group by inner width.
+
+    Attributes:
+        activate: maps the result of ``gate_up`` to the input of ``down``.
+    """
 
     gate_up: Product
     down: RowParallelLinear
+    activate: Activation = swiglu
 
-    def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
+    @property
+    def quantises_rows(self) -> bool:
+        return self.gate_up.quantises_rows
+
+    def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
         """[n, hidden] -> [n, hidden]; only layers of experts use the other arguments."""
-        return self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)))
+        return self.down(self.activate(self.gate_up(x)))
 
 
 @dataclass(frozen=True)
@@ -61,9 +75,9 @@ class DecoderLayer:
         marks: marks the collectives of this rank.
     """
 
-    input_norm: RmsNorm
+    input_norm: RmsNorm | Int8Norm
     attention: LayerAttention
-    post_attention_norm: RmsNorm
+    post_attention_norm: RmsNorm | Int8Norm
     feed_forward: FeedForward
     index: int
     marks: CollectiveMarks
@@ -73,7 +87,9 @@ class DecoderLayer:
     ) -> tuple[Tensor, ...]:
         """Return the residual stream, followed by the inputs of attention."""
         self.marks.enter(self.index, BEFORE)
+        h: Rows
         if residual is None:
+            assert isinstance(self.input_norm, RmsNorm), "the first norm of a stack has no sum"
             h, residual = self.input_norm(x), x
         else:
             h, residual = self.input_norm.after_sum(x, residual)
@@ -99,11 +115,16 @@ def load_layer(
     allowed.
     """
     prefix = f"model.layers.{index}"
+    input_norm = load_norm(slices, spec, f"{prefix}.input_layernorm.weight")
+    attention = kind.load(slices, index)
+    norm = load_norm(slices, spec, f"{prefix}.post_attention_layernorm.weight")
+    feed_forward = _load_feed_forward(slices, spec, index, f"{prefix}.mlp")
+    is_first = index in (0, spec.num_layers)  # in the decoder, or in the next-token module
     return DecoderLayer(
-        load_norm(slices, spec, f"{prefix}.input_layernorm.weight"),
-        kind.load(slices, index),
-        load_norm(slices, spec, f"{prefix}.post_attention_layernorm.weight"),
-        _load_feed_forward(slices, spec, index, f"{prefix}.mlp"),
+        slices.norm_before(input_norm, attention.quantises_rows and not is_first),
+        attention,
+        slices.norm_before(norm, feed_forward.quantises_rows),
+        feed_forward,
         index,
         slices.group.marks,
     )
@@ -124,7 +145,7 @@ def _load_feed_forward(
     share = slices.share(width)
     parts = [(f"{prefix}.{name}", width, *share) for name in ("gate_proj", "up_proj")]
     down = slices.row_parallel(f"{prefix}.down_proj", (hidden, width), *share, has_bias)
-    return Mlp(slices.fused(parts, hidden, has_bias), down)
+    return Mlp(slices.fused(parts, hidden, has_bias), down, slices.activation(down.product))
 
 
 @dataclass(frozen=True)

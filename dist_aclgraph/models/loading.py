@@ -11,12 +11,15 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
+from dist_aclgraph.layers.int8_rows import Int8Norm, swiglu_to_int8
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
-from dist_aclgraph.layers.local_experts import ExpertProduct, GroupedProduct
+from dist_aclgraph.layers.local_experts import Activation, ExpertProduct, GroupedProduct, swiglu
+from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.models.int4_products import Int4Weights, SharedZeros
 from dist_aclgraph.models.int8_weights import Matrix
+from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.int4_formats import Int4Format
 
 WeightSource = Checkpoint | DummyCheckpoint
@@ -72,6 +75,7 @@ class WeightSlices:
         experts: how experts are divided among ranks, and how they run.
         note: called with the number of bytes of each weight after the weight is on the device.
         zeros: one tensor of zeros for all products of experts that need offsets.
+        fusions: the fused operators that layers may use.
     """
 
     checkpoint: WeightSource
@@ -80,6 +84,7 @@ class WeightSlices:
     experts: ExpertSetup
     note: NotePlaced = note_nothing
     zeros: SharedZeros = field(default_factory=SharedZeros)
+    fusions: Fusions = field(default_factory=Fusions.none)
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor of this name."""
@@ -169,6 +174,20 @@ class WeightSlices:
         wanted = self.checkpoint.dtype
         scale = torch.cat(scales, 1).to(wanted if wanted == torch.bfloat16 else torch.float32)
         return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
+
+    def norm_before(self, norm: RmsNorm, quantises_rows: bool) -> RmsNorm | Int8Norm:
+        """Return a norm in the form for the layers that use its results.
+
+        Args:
+            quantises_rows: whether only products in int8 use them.
+        """
+        fits = quantises_rows and not norm.adds_one
+        return Int8Norm(norm) if fits and self.fusions.use("norm_quant", len(norm.weight)) else norm
+
+    def activation(self, down: Product | ExpertProduct) -> Activation:
+        """Return SwiGLU in the form for the product that uses its results."""
+        fuses = down.quantises_rows and self.fusions.use("swiglu_quant", down.weight.shape[-2])
+        return swiglu_to_int8 if fuses else swiglu
 
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
         """Return the form in which one operator gets its matrices.

@@ -12,6 +12,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.context_parallel import ContextParallel
+from dist_aclgraph.layers.int8_rows import Rows
 from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentAttention, LatentCache
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables, score_factor
@@ -49,12 +50,17 @@ class MultiHeadLatentAttention:
     output_product: RowParallelLinear
     sizes: LatentSpec
 
-    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+    @property
+    def quantises_rows(self) -> bool:
+        return self.down.quantises_rows
+
+    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
         """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
         tensor for the result.
         """
-        npu, sizes, n = torch.ops.npu, self.sizes, h.shape[0]
+        npu, sizes = torch.ops.npu, self.sizes
         x = self.down(h)
+        n = x.shape[0]
         width = sizes.kv_rank + sizes.rope_dim
         q, kv = torch.split(x, [x.shape[1] - width, width], dim=-1)
         if self.q_norm is not None and self.q_up is not None:
@@ -63,7 +69,7 @@ class MultiHeadLatentAttention:
         q, q_rope = torch.split(q, [sizes.plain_dim, sizes.rope_dim], dim=-1)
         q_rope = npu.npu_interleave_rope(q_rope.unsqueeze(2).contiguous(), *rope).squeeze(2)
         shape = (n, self.latent.num_heads, sizes.value_dim)
-        out = torch.empty(shape, dtype=h.dtype, device=h.device)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
         return q.contiguous(), q_rope, kv.contiguous(), out
 
     def attend(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.int8_rows import Rows, in_floats
 from dist_aclgraph.layers.latent_attention import NORM_EPS
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
 from dist_aclgraph.layers.sparse_attention import (
@@ -87,13 +88,19 @@ class MultiHeadSparseAttention:
     output_product: RowParallelLinear
     sizes: LatentSpec
 
-    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+    @property
+    def quantises_rows(self) -> bool:
+        # The indexer multiplies the rows by the weights of its heads in floats.
+        return self.indexer is None and self.down.quantises_rows
+
+    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
         """Return q [n, heads, plain dim], the rotated part of q [n, heads, 64], kv [n, 576], the
         rows of the indexer if there is one, and an empty tensor for the result.
         """
-        npu, sizes, n, heads = torch.ops.npu, self.sizes, h.shape[0], self.sparse.num_heads
+        npu, sizes, heads = torch.ops.npu, self.sizes, self.sparse.num_heads
         q_rank, kv_width = self.q_norm.shape[0], sizes.kv_rank + sizes.rope_dim
         x = self.down(h)
+        n = x.shape[0]
         latent, kv, index_keys = torch.split(
             x, [q_rank, kv_width, x.shape[1] - q_rank - kv_width], dim=-1
         )
@@ -104,9 +111,9 @@ class MultiHeadSparseAttention:
         q_rope = npu.npu_interleave_rope(q_rope.unsqueeze(2).contiguous(), *rope).squeeze(2)
         index: tuple[Tensor, ...] = ()
         if self.indexer is not None:
-            rows = self.indexer.project(h, index_queries, index_keys, rope)
+            rows = self.indexer.project(in_floats(h), index_queries, index_keys, rope)
             index = rows.queries, rows.keys, rows.weights
-        out = torch.empty((n, heads, sizes.value_dim), dtype=h.dtype, device=h.device)
+        out = torch.empty((n, heads, sizes.value_dim), dtype=x.dtype, device=x.device)
         return q.contiguous(), q_rope, kv.contiguous(), *index, out
 
     def attend(

@@ -18,7 +18,7 @@ from typing import Any
 
 from dist_aclgraph.actors.controller.startup import EPOCH
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress
-from dist_aclgraph.actors.worker.rank_stages import JoinedDevice, WorkerInfo
+from dist_aclgraph.actors.worker.rank_facts import JoinedDevice, WorkerInfo
 from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import Config

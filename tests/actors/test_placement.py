@@ -20,7 +20,7 @@ from dist_aclgraph.actors.cluster.placement import (
     plan_bundles,
     rank_order,
 )
-from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
+from dist_aclgraph.actors.worker.rank_facts import WorkerInfo
 from dist_aclgraph.actors.worker.worker_group import check_builds, check_devices, check_nodes
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import PlacementError

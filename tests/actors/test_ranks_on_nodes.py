@@ -13,7 +13,8 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.controller.state import State
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
-from dist_aclgraph.actors.worker.rank_stages import JoinedDevice, JoinedRank, WorkerInfo
+from dist_aclgraph.actors.worker.rank_facts import JoinedDevice, WorkerInfo
+from dist_aclgraph.actors.worker.rank_stages import JoinedRank
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import PlacementError

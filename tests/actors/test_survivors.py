@@ -19,7 +19,7 @@ from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.survivors import gather_survivors
 from dist_aclgraph.actors.host.processes import end_process
-from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
+from dist_aclgraph.actors.worker.rank_facts import WorkerInfo
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.planning.planner import Planner

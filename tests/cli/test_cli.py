@@ -200,8 +200,9 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys, task, path):
         "plan": {"version": 1, "hash": "abcdef0123456789", "reasons": ["fits"]},
         "pool_bytes": 1234567,
         "buckets": [{"graph": "full decode 8", "streams": 3, "bytes": 4096}],
+        "fusions": {"norm_quant": "in 7 places", "swiglu_quant": "off (not in device.fusions)"},
     }
-    console = Console(width=100)
+    console = Console(width=120)
 
     announce(load_config(CONFIG, {"task": task}), report, console)
 
@@ -209,6 +210,7 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys, task, path):
     assert "2 x emulated NPU on this CPU" in printed
     assert "1,234,567 in all" in printed
     assert "4,096" in printed
+    assert "norm_quant in 7 places; swiglu_quant off (not in device.fusions)" in printed
     assert f"curl -s http://127.0.0.1:8000{path} " in printed
 
 

@@ -9,11 +9,14 @@ from typing import Any
 from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.device.versions import installed_name
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.shapes.families import read_model_spec
@@ -42,6 +45,7 @@ def make_runner(
     graphs: Sequence[BatchDescriptor] = (),
     num_drafts: int = 0,
     settings: Mapping[str, Any] = FLOAT32,
+    fusions: Fusions | None = None,
     **options: Any,
 ) -> ModelRunner:
     config = make_config(
@@ -67,6 +71,7 @@ def make_runner(
         device=npu.device,
         max_len=MAX_LEN,
         drafts=num_drafts > 0,
+        fusions=fusions or Fusions.decide(config, Chip(npu.name, npu.cann), installed_name()),
     )
     return ModelRunner(
         config,

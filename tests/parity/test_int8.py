@@ -32,6 +32,7 @@ def generate(
             for i, prompt in enumerate(make_prompts([5, 150]))
         ]
         report = group.report()
+    assert quantization is None or report["fusions"]["norm_quant"].startswith("in ")
     if mode != "NONE":
         assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
     return [answer.tokens for answer in answers]

@@ -13,7 +13,7 @@ from dist_aclgraph.actors.capture.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.controller.group_state import GROUP_TRANSITIONS, GroupState
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.messages import GroupEntry
-from dist_aclgraph.actors.worker.rank_stages import JoinedDevice
+from dist_aclgraph.actors.worker.rank_facts import JoinedDevice
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.ledger import Ledger
@@ -37,6 +37,8 @@ class LockstepGroup:
     # The devices of all ranks that have joined.
     devices: list[JoinedDevice] = field(default_factory=list)
     weight_bytes: int = 0
+    # The fused operators of rank 0, see ``Fusions.report``.
+    fusions: dict[str, str] = field(default_factory=dict)
     num_blocks: int = 0
     offers: list[StreamOffer] = field(default_factory=list)
     ledgers: list[Ledger] = field(default_factory=list)
@@ -158,6 +160,7 @@ def group_report(group: LockstepGroup) -> dict[str, Any]:
         "rollbacks": [] if record is None else record.rollbacks,
         "pool_bytes": group.pool_bytes,
         "weight_bytes": group.weight_bytes,
+        "fusions": group.fusions,
         "num_blocks": group.num_blocks,
         "ranks": [_rank_report(group, index) for index in range(len(group.ledgers))],
     }

@@ -26,7 +26,7 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.state import State
 from dist_aclgraph.actors.engine.engine import Engine
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
-from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
+from dist_aclgraph.actors.worker.rank_facts import WorkerInfo
 from dist_aclgraph.actors.worker.worker_group import (
     WorkerGroup,
     bundles_of_groups,
@@ -253,7 +253,8 @@ class Startup:
 
     def _load(self, group: LockstepGroup) -> None:
         loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
-        group.weight_bytes = max(loaded)
+        group.weight_bytes = max(weights.num_bytes for weights in loaded)
+        group.fusions = loaded[0].fusions
 
     def _neighbour(self, worker: WorkerInfo) -> Neighbour:
         """Return the worker's index among the workers that load weights on the same node."""

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dist_aclgraph.actors.worker.rank_facts import JoinedDevice, LoadedWeights
 from dist_aclgraph.actors.worker.stream_ledger import StreamLedger
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.bad_memory import MemoryRange, lies_in
 from dist_aclgraph.device.host_cores import bind_this_process, format_cores
 from dist_aclgraph.device.kind import DeviceKind, resolve_kind
+from dist_aclgraph.device.versions import installed_name
 from dist_aclgraph.environment import is_soft_partition, launch_blocking, visible_devices
 from dist_aclgraph.errors import DeviceError, DeviceFault, NotBoundError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
@@ -30,6 +32,7 @@ from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
@@ -52,35 +55,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Number of bytes of weights loaded so far, and of all weights.
 NoteProgress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """The process, node and device of a worker."""
-
-    node_id: str
-    node_ip: str
-    host: str
-    pid: int
-    npu_ids: tuple[int, ...]
-    kind: DeviceKind = "emulated"
-    # Whether the worker still has the weights that it loaded for a previous group.
-    has_weights: bool = False
-    build: str = ""
-
-
-@dataclass(frozen=True)
-class JoinedDevice:
-    """The device of a rank that has joined its group.
-
-    Attributes:
-        description: the device and its cores, in words for users.
-        ranks_of_node: necessary number of ranks on each node with the chip and the CANN of this
-            rank; None if any number is possible.
-    """
-
-    description: str
-    ranks_of_node: int | None = None
 
 
 def join_rank(
@@ -291,6 +265,8 @@ class JoinedRank:
                 int4=int4,
             )
             self._log_ignored(checkpoint.count_ignored())
+        chip = Chip(self.npu.name, self.npu.cann)
+        fusions = Fusions.decide(config, chip, installed_name())
         with _host_threads(1 if self.cores else num_neighbours):
             model = Decoder(
                 spec,
@@ -301,12 +277,14 @@ class JoinedRank:
                 drafts=config.speculative.num_tokens > 0,
                 note=note,
                 experts=self._make_expert_setup(),
+                fusions=fusions,
             )
         self.npu.synchronize()
         self.npu.give_back()  # frees the temporary memory that loading used
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
-        return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
+        weights = LoadedWeights(taken_bytes, fusions.report())
+        return LoadedRank(self, model, weights, memory.eager_bytes)
 
     def _log_ignored(self, num_tensors: int) -> None:
         if num_tensors and self.rank == 0:
@@ -353,7 +331,7 @@ class LoadedRank:
 
     joined: JoinedRank
     model: Decoder
-    weight_bytes: int
+    weights: LoadedWeights
     eager_bytes: int  # estimate of the temporary memory of the largest eager step
 
     def join_again(self, rendezvous: str, meeting: socket.socket | None) -> LoadedRank:

@@ -20,14 +20,8 @@ from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_ray
 from dist_aclgraph.actors.host.processes import end_process
 from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
-from dist_aclgraph.actors.worker.rank_stages import (
-    JoinedDevice,
-    JoinedRank,
-    LoadedRank,
-    RunningRank,
-    WorkerInfo,
-    join_rank,
-)
+from dist_aclgraph.actors.worker.rank_facts import JoinedDevice, LoadedWeights, WorkerInfo
+from dist_aclgraph.actors.worker.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.worker.step_recorder import StepRecorder, open_recorder
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -230,17 +224,17 @@ class Worker:
         self._stage = join_rank(self._config, rank, group_rank, rendezvous, meeting)
         return self._stage.device
 
-    def load(self) -> int:
-        """Load this rank's weights if none are loaded; return their size in bytes.
+    def load(self) -> LoadedWeights:
+        """Load this rank's weights if none are loaded.
 
         Raises the same errors as ``JoinedRank.load``.
         """
         self._phase = "LOADING"
         if isinstance(self._stage, LoadedRank):
-            return self._stage.weight_bytes
+            return self._stage.weights
         assert isinstance(self._stage, JoinedRank)
         self._stage = self._stage.load(self._note_progress, self._neighbour.count)
-        return self._stage.weight_bytes
+        return self._stage.weights
 
     def leave(self, epoch: int) -> None:
         """Leave the lost lockstep group; keep the device and the weights for the next group.

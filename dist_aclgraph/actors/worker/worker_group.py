@@ -18,7 +18,7 @@ from dist_aclgraph.actors.cluster.placement import BundleRequest
 from dist_aclgraph.actors.cluster.ray_errors import of_worker
 from dist_aclgraph.actors.wire.blame import RankStatuses, judge
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress
-from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
+from dist_aclgraph.actors.worker.rank_facts import WorkerInfo
 from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment

@@ -50,6 +50,26 @@ def _add_rms_norm(bench: Bench) -> Answer:
     return bench.compare(got, _normed(total.cpu(), gamma), BFLOAT16)
 
 
+def _quantised_norm(bench: Bench) -> Answer:
+    x, residual, gamma = (_random(bench, *s) for s in ((16, HIDDEN), (16, HIDDEN), (HIDDEN,)))
+    got, _, total, scale, _ = bench.ops.npu_add_rms_norm_dynamic_quant(
+        x.npu(), residual.npu(), gamma.npu(), epsilon=1e-6, output_mask=[True, False]
+    )
+    summed = bench.compare(total, x.float() + residual.float(), BFLOAT16)
+    if summed.found != EQUAL:
+        return summed
+    return _compare_int8(bench, got, scale, _normed(x.float() + residual.float(), gamma))
+
+
+def _compare_int8(bench: Bench, got: Any, scale: Any, want: Any) -> Answer:
+    """Compare rows of int8 and their scales with the rows before quantisation."""
+    step = want.abs().amax(-1) / 127
+    back = got.cpu().float() * scale.cpu()[:, None]
+    if bool(((back - want).abs() > step[:, None] * 0.51).any()):
+        return Answer(DIFFERENT, "a value is more than half a step off")
+    return bench.compare(scale, step, FLOAT32)
+
+
 def _gemma_rms_norm(bench: Bench) -> Answer:
     x, gamma = _random(bench, 16, HIDDEN), _random(bench, HIDDEN)
     got = bench.ops.npu_gemma_rms_norm(x.npu(), gamma.npu(), 1e-6)[0]
@@ -60,6 +80,13 @@ def _swiglu(bench: Bench) -> Answer:
     x = _random(bench, 16, 2 * HIDDEN)
     gate, up = x.float().chunk(2, -1)
     return bench.compare(bench.ops.npu_swiglu(x.npu()), gate * gate.sigmoid() * up, BFLOAT16)
+
+
+def _quantised_swiglu(bench: Bench) -> Answer:
+    x = _random(bench, 16, 2 * HIDDEN)
+    gate, up = x.float().chunk(2, -1)
+    got, scale = bench.ops.npu_dequant_swiglu_quant(x.npu(), activate_left=True, quant_mode=1)
+    return _compare_int8(bench, got, scale, gate * gate.sigmoid() * up)
 
 
 def _clipped_swiglu(bench: Bench) -> Answer:
@@ -106,11 +133,7 @@ def _row_write(bench: Bench) -> Answer:
 def _dynamic_quant(bench: Bench) -> Answer:
     x = _random(bench, 16, HIDDEN)
     got, scale = bench.ops.npu_dynamic_quant(x.npu())
-    step = x.float().abs().amax(-1) / 127
-    back = got.cpu().float() * scale.cpu()[:, None]
-    if bool(((back - x.float()).abs() > step[:, None] * 0.51).any()):
-        return Answer(DIFFERENT, "a value is more than half a step off")
-    return bench.compare(scale, step, FLOAT32)
+    return _compare_int8(bench, got, scale, x.float())
 
 
 def _quant_matmul(bench: Bench) -> Answer:
@@ -361,6 +384,18 @@ PROBES = (
     _equal("rms_norm", "npu_rms_norm", _rms_norm, "aclnnRmsNorm"),
     _equal("add_rms_norm", "npu_add_rms_norm", _add_rms_norm, "aclnnAddRmsNorm"),
     _equal("gemma_rms_norm", "npu_gemma_rms_norm", _gemma_rms_norm, "aclnnGemmaRmsNorm"),
+    _equal(
+        "add_rms_norm_dynamic_quant",
+        "npu_add_rms_norm_dynamic_quant",
+        _quantised_norm,
+        "aclnnAddRmsNormDynamicQuantV2",
+    ),
+    _equal(
+        "dequant_swiglu_quant",
+        "npu_dequant_swiglu_quant, without group_index,",
+        _quantised_swiglu,
+        "aclnnDequantSwigluQuantV2",
+    ),
     _equal("swiglu", "npu_swiglu", _swiglu, "aclnnSwiGlu"),
     _equal("clipped_swiglu", "npu_clipped_swiglu (gpt-oss)", _clipped_swiglu, "aclnnClippedSwiglu"),
     _equal("rotary_mul", "npu_rotary_mul", _rotary_mul, "aclnnRotaryPositionEmbedding"),

@@ -1,0 +1,48 @@
+"""The facts about a rank that its worker sends to the controller: process, device and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dist_aclgraph.device.kind import DeviceKind
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """The process, node and device of a worker."""
+
+    node_id: str
+    node_ip: str
+    host: str
+    pid: int
+    npu_ids: tuple[int, ...]
+    kind: DeviceKind = "emulated"
+    # Whether the worker still has the weights that it loaded for a previous group.
+    has_weights: bool = False
+    build: str = ""
+
+
+@dataclass(frozen=True)
+class JoinedDevice:
+    """The device of a rank that has joined its group.
+
+    Attributes:
+        description: the device and its cores, in words for users.
+        ranks_of_node: necessary number of ranks on each node with the chip and the CANN of this
+            rank; None if any number is possible.
+    """
+
+    description: str
+    ranks_of_node: int | None = None
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The weights of a rank.
+
+    Attributes:
+        fusions: see ``Fusions.report``.
+    """
+
+    num_bytes: int
+    fusions: dict[str, str]

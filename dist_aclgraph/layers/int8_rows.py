@@ -1,0 +1,71 @@
+"""Rows in int8 with one scale each, and the operators that compute them.
+
+``npu_dynamic_quant`` converts rows to int8, so that the largest element of each row becomes 127.
+The fused operators do the same with the result of a norm or of SwiGLU. They quantise float32
+results, and so save one rounding (``planning/fusions.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.layers.norm import RmsNorm
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """Rows that only int8 products use.
+
+    Attributes:
+        values: [n, width] int8.
+        scales: [n] float32.
+        dtype: type that the rows would have without quantisation; products return this type.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+
+Rows = Tensor | Int8Rows
+
+
+def quantised(rows: Rows) -> Int8Rows:
+    """Return rows in int8; rows that are in int8 already do not change."""
+    if isinstance(rows, Int8Rows):
+        return rows
+    values, scales = torch.ops.npu.npu_dynamic_quant(rows)
+    return Int8Rows(values, scales, rows.dtype)
+
+
+def in_floats(rows: Rows) -> Tensor:
+    """Return rows that are not quantised. Layers get int8 rows only if they take them."""
+    assert not isinstance(rows, Int8Rows)
+    return rows
+
+
+@dataclass(frozen=True)
+class Int8Norm:
+    """A norm after a sum, whose results only int8 products use. torch_npu has no such operator
+    without the sum.
+    """
+
+    norm: RmsNorm
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Int8Rows, Tensor]:
+        """Return the norm of ``x + residual``, and the sum itself."""
+        values, _, residual, scales, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
+            x, residual, self.norm.weight, epsilon=self.norm.eps, output_mask=[True, False]
+        )
+        return Int8Rows(values, scales, x.dtype), residual
+
+
+def swiglu_to_int8(gate_up: Tensor) -> Int8Rows:
+    """Return ``silu(gate) * up``: [n, 2 * width] -> [n, width]; the gate comes first."""
+    values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
+        gate_up, activate_left=True, quant_mode=1
+    )
+    return Int8Rows(values, scales, gate_up.dtype)

@@ -1,0 +1,129 @@
+"""The fused operators: each replaces two operators of a layer with int8 products, and has limits.
+
+The limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
+(op-plugin); none was tested on an NPU. Roundings differ: a fused operator quantises float32, while
+separate operators round to the type of activations in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dist_aclgraph.config import Config, FusionName
+from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.config.device import UNKNOWN_CANN
+from dist_aclgraph.planning.chip import Chip
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A fused operator.
+
+    Attributes:
+        operator: its name in torch_npu.
+        generations: chips with the operator.
+        cann: oldest CANN with the operator that this project supports.
+        lines: release series of torch_npu with the operator.
+        dtypes: possible types of activations.
+        multiple: a number that divides the width of the quantised rows.
+    """
+
+    name: FusionName
+    operator: str
+    dtypes: tuple[str, ...]
+    multiple: int = 1
+    generations: tuple[str, ...] = ("A2", "A3")
+    cann: tuple[int, ...] = (8, 5)
+    lines: tuple[str, ...] = ("2.10", "2.12", "2.13")
+
+    def obstacle(self, config: Config, chip: Chip, line: str) -> str | None:
+        """Return why no layer can use the operator; None if layers of suitable width can use it.
+
+        Args:
+            line: release series of torch_npu, e.g. 2.13.
+        """
+        chosen = config.device.fusions
+        if chosen == "none" or (chosen != "auto" and self.name not in chosen):
+            return "not in device.fusions"
+        if generation_of(chip.name) not in self.generations:
+            return f"known on {' and '.join(self.generations)}, not on {chip.name}"
+        if chip.is_cann_before(*self.cann):
+            oldest = ".".join(map(str, self.cann))
+            return f"CANN is {chip.cann or UNKNOWN_CANN}; needs {oldest}"
+        if line not in self.lines:
+            return f"torch_npu is {line}; known in {', '.join(self.lines)}"
+        if config.dtype not in self.dtypes:
+            return f"dtype is {config.dtype}; takes {' and '.join(self.dtypes)}"
+        return None
+
+
+FUSIONS = (
+    Fusion(
+        "norm_quant",
+        "npu_add_rms_norm_dynamic_quant",  # npu_add_rms_norm, npu_dynamic_quant
+        dtypes=("bfloat16", "float16"),
+    ),
+    Fusion(
+        "swiglu_quant",
+        "npu_dequant_swiglu_quant",  # npu_swiglu, npu_dynamic_quant
+        dtypes=("bfloat16",),
+        multiple=32,  # 64 divides the width of gate and up together
+    ),
+)
+
+
+class Fusions:
+    """The fused operators of one rank, decided before its weights are loaded.
+
+    While layers are loaded, each place where an operator fits asks once, and this object counts
+    these places for the report.
+    """
+
+    def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
+        """Args:
+        obstacles: for each operator, why no place uses it, or None.
+        """
+        self._obstacles = obstacles
+        self._fusions = {fusion.name: fusion for fusion in FUSIONS}
+        self._places: Counter[FusionName] = Counter()
+        self._misfits: Counter[tuple[FusionName, int]] = Counter()
+
+    @classmethod
+    def decide(cls, config: Config, chip: Chip, line: str) -> Fusions:
+        """Return the operators for a chip with its CANN, and for a release series of torch_npu."""
+        return cls({fusion.name: fusion.obstacle(config, chip, line) for fusion in FUSIONS})
+
+    @classmethod
+    def none(cls) -> Fusions:
+        """Return a decision that uses no fused operator."""
+        return cls({fusion.name: "not in device.fusions" for fusion in FUSIONS})
+
+    def use(self, name: FusionName, width: int) -> bool:
+        """Decide for one place of the model, whose int8 rows have ``width`` elements."""
+        if self._obstacles[name] is not None:
+            return False
+        if width % self._fusions[name].multiple:
+            self._misfits[name, width] += 1
+            return False
+        self._places[name] += 1
+        return True
+
+    def report(self) -> dict[str, str]:
+        """Return for each operator where it is used, or why it is not used."""
+        return {name: self._describe(name) for name in self._fusions}
+
+    def _describe(self, name: FusionName) -> str:
+        if (obstacle := self._obstacles[name]) is not None:
+            return f"off ({obstacle})"
+        multiple, places = self._fusions[name].multiple, self._places[name]
+        misfits = ", ".join(
+            f"{count} with rows of {width}, which is no multiple of {multiple}"
+            for (other, width), count in sorted(self._misfits.items())
+            if other == name
+        )
+        if places:
+            found = f"in {places} place{'s' if places > 1 else ''}"
+            return found + (f", not in {misfits}" if misfits else "")
+        return f"off ({misfits or 'the model has no place for it'})"

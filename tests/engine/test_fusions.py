@@ -1,0 +1,149 @@
+"""Models with fused operators are compared with their twins, which use separate operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.one_rank import LaunchCount
+from dist_aclgraph.comm.groups import ONE_RANK
+from dist_aclgraph.config import make_config
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.device.versions import installed_name
+from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
+from dist_aclgraph.layers.int8_rows import Int8Norm, quantised, swiglu_to_int8
+from dist_aclgraph.layers.local_experts import swiglu
+from dist_aclgraph.layers.norm import RmsNorm
+from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.planning.chip import Chip
+from dist_aclgraph.planning.fusions import Fusions
+from dist_aclgraph.shapes.families import read_model_spec
+from tests.checkpoints import make_prompts, make_reference
+from tests.engine.runners import MAX_LEN, make_runner
+from tests.engine.test_w8a8_models import W8A8, logits_of
+from tests.plans import decode_graph
+
+HALF_A_STEP_OF_BFLOAT16 = 2.0**-9
+
+
+@pytest.fixture
+def rows(npu: Any) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(16, 256, dtype=torch.bfloat16).to(npu.device)
+
+
+def dequantised(product_rows: Any) -> Tensor:
+    found = quantised(product_rows)
+    values: Tensor = found.values.cpu().float() * found.scales.cpu()[:, None]
+    return values
+
+
+def test_a_norm_in_int8_and_its_twin_differ_by_a_step(npu: Any, rows: Tensor) -> None:
+    norm = RmsNorm(torch.rand(256, dtype=torch.bfloat16).to(npu.device), 1e-6)
+    residual = rows.flip(0)
+
+    fused, fused_sum = Int8Norm(norm).after_sum(rows, residual)
+    separate, sum_ = norm.after_sum(rows, residual)
+
+    assert torch.equal(fused_sum.cpu(), sum_.cpu())
+    step = fused.scales.cpu()[:, None]
+    largest = dequantised(separate).abs().amax(-1, keepdim=True)
+    bound = step + 4 * HALF_A_STEP_OF_BFLOAT16 * largest
+    assert ((dequantised(fused) - dequantised(separate)).abs() <= bound).all()
+
+
+def test_swiglu_in_int8_and_its_twin_differ_by_a_step(npu: Any, rows: Tensor) -> None:
+    fused, separate = swiglu_to_int8(rows), swiglu(rows)
+
+    step = fused.scales.cpu()[:, None]
+    largest = dequantised(separate).abs().amax(-1, keepdim=True)
+    bound = step + 2 * HALF_A_STEP_OF_BFLOAT16 * largest
+    assert ((dequantised(fused) - dequantised(separate)).abs() <= bound).all()
+
+
+def test_products_multiply_int8_rows_as_rows_that_they_quantise(npu: Any, rows: Tensor) -> None:
+    device = npu.device
+    weight = torch.randint(-127, 128, (256, 32), dtype=torch.int8).to(device)
+    linear = Int8Linear(weight, torch.rand(32).to(device))
+    scales = torch.rand(2, 32, dtype=torch.bfloat16).to(device)
+    grouped = Int8GroupedProduct(torch.stack([weight, weight]), scales)
+    counts = torch.tensor([9, 7]).to(device)
+
+    assert torch.equal(linear(quantised(rows)).cpu(), linear(rows).cpu())
+    assert torch.equal(grouped(quantised(rows), counts).cpu(), grouped(rows, counts).cpu())
+
+
+WIDE = {"intermediate_size": 192}  # a width that the operator after SwiGLU accepts
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3ForCausalLM", WIDE),
+    ("Qwen3ForCausalLM", {}),  # its SwiGLUs do not fit
+    ("Qwen3MoeForCausalLM", WIDE),
+    ("DeepseekV3ForCausalLM", WIDE),
+    ("GlmMoeDsaForCausalLM", WIDE),
+    ("Qwen3NextForCausalLM", WIDE),
+    ("KimiLinearForCausalLM", WIDE),
+]
+
+
+def decide(npu: Npu, chosen: str) -> Fusions:
+    config = make_config({"model": "m", "device": {"fusions": chosen}})
+    return Fusions.decide(config, Chip(npu.name, npu.cann), installed_name())
+
+
+def num_places(fusions: Fusions) -> int:
+    used = [text.split()[1] for text in fusions.report().values() if text.startswith("in ")]
+    return sum(map(int, used))
+
+
+@pytest.mark.parametrize(("architecture", "changes"), MODELS)
+def test_each_place_in_the_report_saves_a_launch(
+    npu: Any, tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    make_reference(architecture, tmp_path, **changes)
+    counts, graph = {}, decode_graph(4)
+
+    for chosen in ("none", "auto"):
+        fusions = decide(npu, chosen)
+        runner = make_runner(npu, tmp_path, 4, [graph], settings=W8A8, fusions=fusions)
+        runner.warm_up(graph)
+        launches = LaunchCount()
+        with launches:
+            runner.capture(graph)
+        counts[chosen] = launches.count
+        runner.close()
+
+    assert counts["none"] - counts["auto"] == num_places(fusions) > 2, fusions.report()
+
+
+@pytest.mark.parametrize(("architecture", "changes"), MODELS[:4])
+def test_logits_stay_near_those_of_separate_operators(
+    npu: Any, tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    make_reference(architecture, tmp_path, **changes)
+    spec, (prompt,) = read_model_spec(tmp_path), make_prompts([40])
+    checkpoint = Checkpoint(tmp_path, torch.bfloat16, quantises=True, names=spec.names)
+
+    twin, fused = (
+        logits_of(
+            npu,
+            Decoder(
+                spec,
+                ONE_RANK,
+                checkpoint,
+                device=npu.device,
+                max_len=MAX_LEN,
+                fusions=decide(npu, chosen),
+            ),
+            prompt,
+            torch.bfloat16,
+        )
+        for chosen in ("none", "auto")
+    )
+
+    # Other roundings to int8 add errors of the size of those that int8 adds to floats.
+    assert 0 < (fused - twin).norm() < 0.12 * twin.norm()

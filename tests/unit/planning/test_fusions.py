@@ -1,0 +1,70 @@
+"""Tests of the decision which fused operators a rank uses, and of its report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import make_config
+from dist_aclgraph.device.versions import DEFAULT, LINES
+from dist_aclgraph.planning.chip import Chip
+from dist_aclgraph.planning.fusions import FUSIONS, Fusions
+
+A2 = Chip("Ascend910B1", "9.1.0")
+
+
+def decide(
+    chosen: Any = "auto", chip: Chip = A2, line: str = DEFAULT, dtype: str = "bfloat16"
+) -> Fusions:
+    config = make_config({"model": "m", "dtype": dtype, "device": {"fusions": chosen}})
+    return Fusions.decide(config, chip, line)
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("chip", [A2, Chip("Ascend910_9391", "8.5.0")])
+def test_auto_uses_each_operator_on_supported_chips_and_versions(chip: Chip, line: str) -> None:
+    fusions = decide(chip=chip, line=line)
+
+    assert all(fusions.use(fusion.name, 1024) for fusion in FUSIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "off"),
+    [
+        ({"chosen": "none"}, ["not in device.fusions", "not in device.fusions"]),
+        ({"chosen": ["norm_quant"]}, [None, "not in device.fusions"]),
+        ({"chosen": []}, ["not in device.fusions", "not in device.fusions"]),
+        ({"chip": Chip("Ascend310P3", "9.1.0")}, ["known on A2 and A3, not on Ascend310P3"] * 2),
+        ({"chip": Chip("Ascend910B1", "8.3.0")}, ["CANN is 8.3.0; needs 8.5"] * 2),
+        ({"line": "2.9"}, ["torch_npu is 2.9; known in 2.10, 2.12, 2.13"] * 2),
+        ({"dtype": "float16"}, [None, "dtype is float16; takes bfloat16"]),
+    ],
+)
+def test_an_operator_that_is_off_is_used_nowhere(
+    changes: dict[str, Any], off: list[str | None]
+) -> None:
+    fusions = decide(**changes)
+
+    uses = [fusions.use(fusion.name, 1024) for fusion in FUSIONS]
+
+    assert uses == [reason is None for reason in off]
+    told = [None if text.startswith("in ") else text for text in fusions.report().values()]
+    assert told == [None if reason is None else f"off ({reason})" for reason in off]
+
+
+def test_an_unknown_cann_counts_as_an_old_one() -> None:
+    assert "CANN is of unknown version" in decide(chip=Chip(A2.name, "")).report()["norm_quant"]
+
+
+def test_the_report_counts_places_and_names_widths_that_do_not_fit() -> None:
+    fusions = decide()
+    for width in (64, 48, 96, 48):
+        fusions.use("swiglu_quant", width)
+
+    assert fusions.report() == {
+        "norm_quant": "off (the model has no place for it)",
+        "swiglu_quant": "in 2 places, not in 2 with rows of 48, which is no multiple of 32",
+    }
+    fusions.use("norm_quant", 48)
+    assert fusions.report()["norm_quant"] == "in 1 place"
