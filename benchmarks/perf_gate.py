@@ -1,6 +1,6 @@
 """``make perf-gate``: the device work of a decode step, compared with numbers in this folder.
 
-Six models decode in one process on the emulator, with modelled time. A step's launches, updates,
+Nine models decode in one process on the emulator, with modelled time. A step's launches, updates,
 uploads, downloads, synchronizes and modelled time do not depend on the speed of the machine. If a
 number is larger than in ``perf_gate.json`` by more than its tolerance, the gate fails and names the
 model and the number. ``--write`` writes the numbers to the file, so that reviews show changes.
@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -56,17 +57,25 @@ class Case(NamedTuple):
     Attributes:
         model: keys of config.json, in addition to the keys in ``EQUAL``.
         sampling: name of a way of sampling in ``benchmarks.step``.
+        settings: further keys of the configuration.
     """
 
     model: Mapping[str, Any]
     sampling: str = "greedy"
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
+INT8 = {"quantization": "w8a8"}
+EXPERT_MODEL = {"architectures": ["Qwen3MoeForCausalLM"], **HEADS, **EXPERTS}
+LATENT_MODEL = {**LATENT, "architectures": ["DeepseekV2ForCausalLM"]}
 CASES = {
     "dense": Case(MODELS["dense"]),
     "dense, random": Case(MODELS["dense"], "random"),
-    "experts": Case({"architectures": ["Qwen3MoeForCausalLM"], **HEADS, **EXPERTS}),
-    "latent": Case({**LATENT, "architectures": ["DeepseekV2ForCausalLM"]}),
+    "dense, int8": Case(MODELS["dense"], settings=INT8),
+    "experts": Case(EXPERT_MODEL),
+    "experts, int8": Case(EXPERT_MODEL, settings=INT8),
+    "latent": Case(LATENT_MODEL),
+    "latent, int8": Case(LATENT_MODEL, settings=INT8),
     "hybrid": Case(MODELS["hybrid"]),
     "sparse": Case(MODELS["sparse"]),
 }
@@ -127,7 +136,9 @@ def count_case(folder: Path, case: Case) -> Row:
     path = Path(tempfile.mkdtemp(dir=folder))
     shape = {**EQUAL, **case.model, "num_hidden_layers": LAYERS}
     (path / "config.json").write_text(json.dumps(shape))
-    rank, runner, config = make_rank(path, (BATCH,), kernels="timed", weights="dummy")
+    rank, runner, config = make_rank(
+        path, (BATCH,), kernels="timed", weights="dummy", **case.settings
+    )
     in_graph = rank.count_launches(config, BATCH).count
     return {"launches in graphs": float(in_graph), **count_steps(rank, runner, config, case)}
 
