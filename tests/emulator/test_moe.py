@@ -149,6 +149,34 @@ def test_routing(dtype, first, end, kind):
     assert torch.equal(tokens.cpu()[: len(expected)], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_routing_with_quantisation(dtype):
+    x, experts = torch.randn(9, 64).to(dtype), torch.rand(9, 8).topk(3).indices.int()
+    x[4] = 0
+    x[5, :4] = torch.tensor([127.0, 2.5, -2.5, 2.4])
+    x[5, 4:] = 0
+
+    rows, _, _, scales = torch_npu.npu_moe_init_routing_v2(
+        x.npu(), experts.npu(), expert_num=8, active_expert_range=[2, 7], quant_mode=1
+    )
+
+    order = sorted_by_expert(experts, 2, 7)
+    source = torch.tensor(order) // 3
+    step = x.float().abs().amax(-1) / 127
+    want = torch.where(step[:, None] > 0, x.float() / step[:, None], 0.0)
+    want[5, :4] = torch.tensor([127, 3, -3, 2])  # halves are rounded away from zero
+    assert rows.dtype == torch.int8 and rows.shape == (27, 64)
+    assert torch.allclose(scales[: len(order)].cpu(), step[source])
+    difference = (rows[: len(order)].cpu() - want[source]).abs()
+    assert (difference <= 0.57).all()  # at most 1 / 16 is cut from a quotient
+    fives = (source == 5).nonzero().flatten()
+    assert torch.equal(rows.cpu()[fives, :4], want[5, :4].char().expand(len(fives), -1))
+    if dtype != torch.float32:  # the separate operator rounds other halves, and cuts nothing
+        separate, _ = torch_npu.npu_dynamic_quant(x.npu())
+        steps = rows[: len(order)].cpu().int() - separate.cpu()[source].int()
+        assert steps.abs().max() <= 1
+
+
 def test_routing_with_scatter_indices():
     x, experts = torch.randn(9, 16), torch.rand(9, 8).topk(3).indices.int()
     rows, index, _, _ = torch_npu.npu_moe_init_routing_v2(
@@ -192,7 +220,8 @@ def test_routing_with_capacity():
         ("active_expert_range 3 3", {"active_expert_range": [3, 3]}),
         ("at most 10240", {"expert_num": 10241}),
         ("at most 10240 (5120", {"expert_num": 5121, "expert_tokens_num_type": 2}),
-        ("quant_mode 1 is not emulated", {"quant_mode": 1}),
+        ("quant_mode 0 is not emulated", {"quant_mode": 0}),
+        ("with quant_mode 1 are not emulated", {"quant_mode": 1, "scale": torch.zeros(8, 16)}),
         ("row_idx_type 2", {"row_idx_type": 2}),
         ("active_num -2", {"active_num": -2}),
         ("expert_capacity 0", {"drop_pad_mode": 1, "expert_capacity": 0}),

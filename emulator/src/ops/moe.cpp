@@ -112,16 +112,32 @@ static void write_tokens(const std::vector<int64_t> &tokens, int64_t first, int6
     p[2 * pairs] = p[2 * pairs + 1] = 0;  // ends the list
 }
 
-// Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). Quantisation is not emulated. Outputs
-// that the document calls invalid or meaningless are not written: rows after the choices of active
-// experts, and counts if the flag is not set. An id outside 0 to expert_num - 1 stops the device in
-// strict mode.
+// Quantises rows as the kernel does (moe_v3_gather_dynamic_quant.h): the quotient is cut to the
+// bits of a float16, and its halves are rounded away from zero. The quotients of a row of zeros are
+// NaN; we assume that the cast makes 0 of NaN.
+static std::pair<Tensor, Tensor> quantised_rows(const Tensor &x) {
+  AtenScope scope;
+  Tensor rows = x.to(at::kFloat), steps = at::amax(at::abs(rows), {1}, true) / 127.;
+  Tensor cut = at::bitwise_and((rows / steps).view(at::kInt), ~0x1fff).view(at::kFloat);
+  Tensor rounded = at::sign(cut) * at::floor(at::abs(cut) + 0.5);
+  return {at::nan_to_num(rounded, 0., 127., -128.).to(at::kChar), steps.squeeze(1)};
+}
+
+// Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). Dynamic quantisation is emulated
+// without scale. Outputs that the document calls invalid or meaningless are not written: rows after
+// the choices of active experts, and counts if the flag is not set. An id outside 0 to expert_num -
+// 1 stops the device in strict mode.
 OP(aclnnMoeInitRoutingV3,
    [](Tensor x, Tensor experts, OptTensor scale, OptTensor offset, int64_t active_num,
       int64_t capacity, int64_t expert_num, int64_t drop_pad, int64_t tokens_kind,
       bool wants_tokens, int64_t quant_mode, Ints range, int64_t index_kind, Tensor rows,
       Tensor index, Tensor tokens, Tensor row_scale) -> Task {
-     refuse_unless(quant_mode == -1 && !offset, "quant_mode ", quant_mode, " is not emulated");
+     bool quantises = quant_mode == 1;
+     refuse_unless((quantises || quant_mode == -1) && !offset, "quant_mode ", quant_mode,
+                   " is not emulated");
+     refuse_unless(!quantises || (!scale && drop_pad == 0),
+                   "scale and drop_pad_mode 1 with quant_mode 1 are not emulated");
+     refuse_unless(!quantises || x.scalar_type() != at::kChar, "x of int8 is quantised already");
      refuse_unless(is_kernel_type(x) || x.scalar_type() == at::kChar,
                    "x must be float16, bfloat16, float32 or int8, got ", x.scalar_type());
      refuse_unless(experts.scalar_type() == at::kInt, "expert_idx must be int32, got ",
@@ -155,6 +171,9 @@ OP(aclnnMoeInitRoutingV3,
                      "scale must be float32, one for each row of x, got ", scale->sizes());
      for (auto &[what, t] : {std::pair{"x", &x}, {"expert_idx", &experts}, {"expanded_x", &rows}})
        require_contiguous(what, *t);
+     if (quantises)
+       refuse_unless(rows.scalar_type() == at::kChar && row_scale.numel() == experts.numel(),
+                     "expanded_x must be int8, and expanded_scale have one number for each choice");
      int64_t columns = x.size(1), k = experts.size(1);
      int64_t room = columns ? rows.numel() / columns : 0;
      refuse_unless(index.numel() == experts.numel(), "expanded_row_idx of shape ", index.sizes());
@@ -175,8 +194,14 @@ OP(aclnnMoeInitRoutingV3,
        write_index(to, index_kind == 1, index.data_ptr<int32_t>());
        if (wants_tokens && counted)
          write_tokens(counts, range[0], drop_pad ? Counts : tokens_kind, tokens);
-       int64_t bytes = columns * x.element_size();
-       auto *from = static_cast<const char *>(x.data_ptr());
+       Tensor source = x, factors = scale ? *scale : Tensor();
+       if (quantises) {
+         if (skipping())
+           return;
+         std::tie(source, factors) = quantised_rows(x);
+       }
+       int64_t bytes = columns * source.element_size();
+       auto *from = static_cast<const char *>(source.data_ptr());
        auto *out = static_cast<char *>(rows.data_ptr());
        if (drop_pad)
          memset(out, 0, room * bytes);
@@ -186,8 +211,9 @@ OP(aclnnMoeInitRoutingV3,
          if (to[i] < 0 || to[i] >= room)
            continue;
          memcpy(out + to[i] * bytes, from + i / k * bytes, bytes);
-         if (scale)
-           row_scale.data_ptr<float>()[to[i]] = scale->data_ptr<float>()[i / k * scale->stride(0)];
+         if (factors.defined())
+           row_scale.data_ptr<float>()[to[i]] =
+               factors.data_ptr<float>()[i / k * factors.stride(0)];
        }
      };
    })
