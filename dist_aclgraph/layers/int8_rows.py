@@ -1,8 +1,8 @@
 """Rows in int8 with one scale each, and the operators that compute them.
 
 ``npu_dynamic_quant`` converts rows to int8, so that the largest element of each row becomes 127.
-The fused operators do the same with the result of a norm or of SwiGLU. They quantise float32
-results, and so save one rounding (``planning/fusions.py``).
+The fused operators do the same with the result of a norm or of SwiGLU, and quantise it before it is
+rounded; or with rows that are sorted by experts, see ``LocalExperts`` (``planning/fusions.py``).
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from dist_aclgraph.layers.int8_rows import Rows, in_floats
+from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, in_floats
 
 # The meaning of an entry of a group list: with CUMULATIVE, the index after an expert's last row;
 # with COUNTS, the expert's number of rows.
 CUMULATIVE, COUNTS = 0, 1
+NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 
 
 # Computes the input of a product from the result of the product of gate and up.
@@ -118,6 +119,7 @@ class LocalExperts:
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
         activate: the activation, which maps the result of ``gate_up`` to the input of ``down``.
+        quantises_sorted: whether the operator that sorts rows by experts also quantises them.
     """
 
     gate_up: ExpertProduct
@@ -125,6 +127,7 @@ class LocalExperts:
     first: int
     num_experts: int
     activate: Activation = swiglu
+    quantises_sorted: bool = False
 
     @property
     def num_local(self) -> int:
@@ -141,7 +144,7 @@ class LocalExperts:
             tally: see ``ExpertStep``.
         """
         npu = torch.ops.npu
-        rows, order, counts, _ = npu.npu_moe_init_routing_v2(
+        rows, order, counts, scales = npu.npu_moe_init_routing_v2(
             x,
             experts,
             active_num=experts.numel(),
@@ -150,7 +153,10 @@ class LocalExperts:
             expert_tokens_num_flag=True,
             active_expert_range=[self.first, self.first + self.num_local],
             row_idx_type=0,
+            quant_mode=DYNAMIC_QUANT if self.quantises_sorted else NO_QUANT,
         )
+        if self.quantises_sorted:
+            rows = Int8Rows(rows, scales, x.dtype)
         y: Tensor = npu.npu_moe_finalize_routing(
             self.compute(rows, counts, tally)[None],
             None,
@@ -164,7 +170,7 @@ class LocalExperts:
         )
         return y
 
-    def compute(self, rows: Tensor, counts: Tensor, tally: Tensor | None) -> Tensor:
+    def compute(self, rows: Rows, counts: Tensor, tally: Tensor | None) -> Tensor:
         """Run each row through its expert: [rows, hidden] -> [rows, hidden].
 
         Args:

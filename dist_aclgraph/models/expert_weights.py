@@ -50,6 +50,7 @@ def load_experts(
         ep.rank * placement.per_rank,
         placement.num_slots,
         slices.activation(products[1]) if clip is None else ClippedSwiglu(clip.alpha, clip.limit),
+        products[0].quantises_rows and slices.fusions.use("routing_quant", hidden),
     )
     return ExpertLayer(
         _load_router(slices, experts, hidden, f"{prefix}.gate", placement),

@@ -71,6 +71,11 @@ FUSIONS = (
         dtypes=("bfloat16",),
         multiple=32,  # 64 divides the width of gate and up together
     ),
+    Fusion(
+        "routing_quant",
+        "npu_moe_init_routing_v2 with quant_mode 1",  # npu_dynamic_quant
+        dtypes=("bfloat16", "float16"),
+    ),
 )
 
 
