@@ -51,9 +51,14 @@ PROCESSES = {
     Kind.KILL_INGRESS: INGRESS,
     Kind.STOP_INGRESS: INGRESS,
 }
-# These faults affect requests only after the process that notices the fault kills others.
-LATE_STOPS = (Kind.STOP_OWNER, Kind.STOP_RAYLET, Kind.STOP_GCS)
-STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE, Kind.STOP_INGRESS, *LATE_STOPS)
+STOPS = (
+    Kind.STOP_WORKER,
+    Kind.STOP_ENGINE,
+    Kind.STOP_INGRESS,
+    Kind.STOP_OWNER,
+    Kind.STOP_RAYLET,
+    Kind.STOP_GCS,
+)
 ARMED = (
     Kind.PREFILL_DEATH,
     Kind.OPERATOR_FAILS,
@@ -188,11 +193,11 @@ class Rig:
             if others is not None:
                 others.start()
             stopped += self._strike(service, kind, victim)
-            if kind in LATE_STOPS:
-                wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
             answers = self._collect([normal, *([others] if others else [])])
+            if stopped:  # the answers may not have needed this process, e.g. an idle group's
+                wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             recovered_s = self._wait_for_groups(service)
         exit_code = service.exit_code
         said = "" if exit_code is None else service.error()
