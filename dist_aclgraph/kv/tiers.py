@@ -304,6 +304,7 @@ def cache_identity(config: Config) -> str:
         "overrides": config.model_overrides,
         "dtype": config.dtype,
         "quantization": config.quantization,
+        "fusions": config.device.fusions,
         "weights": config.weights,
         "block_size": config.kv.block_size,
         "has_drafts": config.speculative.num_tokens > 0,

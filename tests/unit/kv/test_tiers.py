@@ -138,6 +138,7 @@ def test_a_block_that_cannot_be_copied_to_the_disk_delays_no_other_block(
         ({"parallel": {"tp": 2, "dp": 2}}, True),
         ({"dtype": "float16"}, False),
         ({"quantization": "w8a8"}, False),
+        ({"device": {"fusions": "none"}}, False),
         ({"weights": "dummy"}, False),
         ({"kv": {"block_size": 32}}, False),
         ({"speculative": {"num_tokens": 1}}, False),
