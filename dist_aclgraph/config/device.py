@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dist_aclgraph.config.chips import DIE_64_GB_MB, NODE_NPUS, family_of, generation_of
 from dist_aclgraph.config.section import Section
@@ -239,6 +239,18 @@ class DeviceConfig(Section):
         "machine's NPUs, but at least the number of a usual server: 8 on an A2, 16 on an A3",
     )
     emulator: EmulatorConfig = EmulatorConfig()
+
+    @field_validator("fusions", mode="before")
+    @classmethod
+    def _check_fusions(cls, value: Any) -> Any:
+        # pydantic would name the type of this key instead of the key.
+        known = get_args(FusionName)
+        is_list = isinstance(value, list | tuple) and all(name in known for name in value)
+        if is_list or value in ("auto", "none"):
+            return value
+        raise ValueError(
+            f"must be auto, none or a list such as [{known[0]}]; known are {', '.join(known)}"
+        )
 
     @property
     def npus_of_node(self) -> int:

@@ -71,6 +71,14 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
     [
         ({}, "model is missing"),
         ({"model": "m", "grpah": {}}, "grpah is not a known key"),
+        (
+            {"model": "m", "device": {"fusions": "norm_quant"}},
+            r"device.fusions is 'norm_quant': must be auto, none or a list such as \[norm_quant\]",
+        ),
+        (
+            {"model": "m", "device": {"fusions": ["norm_quant", "x"]}},
+            "known are norm_quant, swiglu_quant, routing_quant",
+        ),
         ({"model": "m", "kv": {"blocks": 3}}, "known in kv: block_size, num_blocks"),
         ({"model": "m", "parallel": {"tp": 0}}, "parallel.tp is 0: input should be greater"),
         ({"model": "m", "parallel": {"tp": "2"}}, "parallel.tp is '2'"),
