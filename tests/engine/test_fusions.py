@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.device.versions import installed_name
 from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
 from dist_aclgraph.layers.int8_rows import Int8Norm, quantised, swiglu_to_int8
-from dist_aclgraph.layers.local_experts import swiglu
+from dist_aclgraph.layers.local_experts import LocalExperts, swiglu
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
@@ -25,7 +26,8 @@ from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.families import read_model_spec
 from tests.checkpoints import make_prompts, make_reference
 from tests.engine.runners import MAX_LEN, make_runner
-from tests.engine.test_w8a8_models import W8A8, logits_of
+from tests.engine.test_int8_weights import int8_tensors
+from tests.engine.test_w8a8_models import W8A8, logits_of, rewrite
 from tests.plans import decode_graph
 
 HALF_A_STEP_OF_BFLOAT16 = 2.0**-9
@@ -147,3 +149,74 @@ def test_logits_stay_near_those_of_separate_operators(
 
     # Other roundings to int8 add errors of the size of those that int8 adds to floats.
     assert 0 < (fused - twin).norm() < 0.12 * twin.norm()
+
+
+def rows_of_norm(rows: Tensor) -> Tensor:
+    norm = Int8Norm(RmsNorm(torch.ones_like(rows[0]), 1e-6))
+    return dequantised(norm.after_sum(rows, rows.clone())[0])
+
+
+def rows_of_swiglu(rows: Tensor) -> Tensor:
+    return dequantised(swiglu_to_int8(rows))
+
+
+def rows_of_experts(rows: Tensor) -> Tensor:
+    device, width = rows.device, rows.shape[1]
+
+    def product(out: int) -> Int8GroupedProduct:
+        weight = torch.randint(-127, 128, (1, width, out), dtype=torch.int8)
+        scale = torch.ones(1, out, dtype=torch.bfloat16)
+        return Int8GroupedProduct(weight.to(device), scale.to(device))
+
+    activate = swiglu_to_int8
+    local = LocalExperts(product(2 * width), product(width), 0, 1, activate, quantises_sorted=True)
+    experts = torch.zeros(len(rows), 1, dtype=torch.int32, device=device)
+    return local(rows, experts, torch.ones(experts.shape).to(device), None).cpu()
+
+
+@pytest.mark.parametrize("operator", [rows_of_norm, rows_of_swiglu, rows_of_experts])
+def test_a_nan_stays_in_its_row_and_a_row_of_zeros_gives_zeros(
+    npu: Any, rows: Tensor, operator: Callable[[Tensor], Tensor]
+) -> None:
+    rows[3, 5], rows[4] = torch.nan, 0
+
+    found = operator(rows)
+
+    assert found.isnan().all(1).tolist() == [row == 3 for row in range(16)]
+    assert not found.isnan().any(1)[[0, 1, 2, *range(4, 16)]].any()
+    assert (found[4] == 0).all() and (found[5] != 0).any()
+
+
+INPUTS = ("q_a_proj", "kv_a_proj", "gate_proj", "up_proj")
+NOWHERE = "off (the model has no place for it)"
+
+
+@pytest.mark.parametrize(
+    ("is_input", "report"),
+    [
+        (True, ["in 3 places", NOWHERE, "in 2 places"]),
+        (
+            False,
+            [
+                NOWHERE,
+                "in 4 places, not in 1 with rows of 194, which is no multiple of 32",
+                NOWHERE,
+            ],
+        ),
+    ],
+)
+def test_operators_follow_the_matrices_that_a_checkpoint_stores_in_int8(
+    npu: Any, deepseek: Path, tmp_path: Path, *, is_input: bool, report: list[str]
+) -> None:
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if any(part in name for part in INPUTS) != is_input:
+            return {name: weight}
+        return int8_tensors(weight, name.removesuffix(".weight"))
+
+    checkpoint = Checkpoint(rewrite(deepseek, tmp_path, quantise, {}), torch.bfloat16)
+    spec, (prompt,) = read_model_spec(tmp_path), make_prompts([40])
+    fusions = decide(npu, "auto")
+    model = Decoder(spec, ONE_RANK, checkpoint, device=npu.device, max_len=MAX_LEN, fusions=fusions)
+
+    assert list(fusions.report().values()) == report
+    assert logits_of(npu, model, prompt, torch.bfloat16).isfinite().all()
