@@ -156,7 +156,8 @@ class DeviceConfig(Section):
         "auto",
         description="fused operators of int8 layers: norm_quant quantises the result of a norm, "
         "swiglu_quant the result of SwiGLU, routing_quant the rows of experts while they are "
-        "sorted. auto uses each of them where chip, CANN, torch_npu, dtype and widths allow it; "
+        "sorted (not in steps that use MC2, which sorts while it sends). auto uses each of them "
+        "where chip, CANN, torch_npu, dtype and widths allow it; "
         "none uses no fused operator; a list uses only the operators in it. Results differ from "
         "those of separate operators by roundings. The report of a start shows which are used, "
         "and why others are not",
