@@ -63,7 +63,7 @@ class Recording:
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError: the device ran out of streams or memory.
-            CaptureError: the capture failed for another reason; names the operator.
+            CaptureError: the capture failed for another reason; the error names the operator.
         """
         self._npu.synchronize()
         with translated(f"capturing {name}"):

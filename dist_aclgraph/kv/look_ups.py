@@ -107,7 +107,7 @@ class DiskLookUps(LookUps):
         super().__init__(files)
         self._everywhere = everywhere
         self._clock = clock
-        self._late: _Call | None = None  # the call with which the disk became silent
+        self._late: _Call | None = None  # the call that the disk has not answered in time
         self._resumes_s = 0.0
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="kv-look-ups", daemon=True).start()

@@ -1,8 +1,8 @@
 """Rows in int8 with one scale each, and the operators that compute them.
 
 ``npu_dynamic_quant`` converts rows to int8, so that the largest element of each row becomes 127.
-The fused operators do the same with the result of a norm or of SwiGLU, and quantise it before it is
-rounded; or with rows that are sorted by experts, see ``LocalExperts`` (``planning/fusions.py``).
+Fused operators (``planning/fusions.py``) convert rows while they compute them: the result of a norm
+or of SwiGLU, which they do not round first; or rows sorted by experts (``LocalExperts``).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CUMULATIVE, COUNTS = 0, 1
 NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 
 
-# Computes the input of a product from the result of the product of gate and up.
+# An activation maps the result of the product of gate and up to the input of the next product.
 Activation = Callable[[Tensor], Rows]
 
 

@@ -50,8 +50,8 @@ class Decoder:
 
         Raises:
             ConfigError: the heads cannot be split over the group.
-            MissingTensorError: a tensor is missing or has another shape; names the first such
-                tensor.
+            MissingTensorError: a tensor is missing or has another shape; the error names
+                the first such tensor.
             UnsupportedModelError: the checkpoint has a bias that the model does not have.
         """
         self.spec = spec

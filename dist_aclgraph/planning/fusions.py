@@ -24,7 +24,7 @@ class Fusion:
     Attributes:
         operator: its name in torch_npu.
         generations: chips with the operator.
-        cann: oldest CANN with the operator that this project supports.
+        cann: oldest supported CANN that has the operator.
         lines: release series of torch_npu with the operator.
         dtypes: possible types of activations.
         multiple: a number that divides the width of the quantised rows.

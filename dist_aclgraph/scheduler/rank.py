@@ -485,7 +485,7 @@ class RankScheduler:
         return victims
 
     def _take_back(self, places: Places) -> None:
-        """Undo the steps in flight for some requests; workers get their rows again."""
+        """Undo the steps in flight for some requests, and send their rows to the workers again."""
         for flight in self._flights:
             at = flight.places
             is_taken = np.isin(at, places)

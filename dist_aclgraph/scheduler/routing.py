@@ -59,10 +59,10 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 
 
 class PrefixMemory:
-    """The hashes of blocks that were sent to a group; at most one per block of the group's cache.
+    """The hashes of blocks that were sent to a group.
 
-    When the memory is full, the least recently used hashes are dropped. Does not know the real
-    contents of the group's cache.
+    The memory holds at most one hash for each block of the group's cache. When it is full, the
+    least recently used hashes are dropped. The memory does not know the real contents of the cache.
     """
 
     def __init__(self, num_blocks: int) -> None:

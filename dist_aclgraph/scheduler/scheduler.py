@@ -415,8 +415,8 @@ class Scheduler:
         return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.copies]
 
     def end_copy(self, number: int, rank: int, num_whole: int) -> None:
-        """Record that a worker has ended a copy job. If it was the job's last worker, the request
-        that waits for the job returns to the queue.
+        """Record that a worker has ended a copy job. When all workers of the job have ended it, the
+        request that waits for the job returns to the queue.
         """
         copies = self.copies[rank // self._ranks_per_batch]
         request = copies.end(number, rank, num_whole)

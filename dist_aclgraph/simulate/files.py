@@ -139,7 +139,7 @@ class SimulatedNode:
         return first.add(block_hash, used_s)
 
     def read(self, block_hash: BlockHash, used_s: float) -> str | None:
-        """Read a block; return the tier that had it. The block is in the first tier then."""
+        """Read a block, so that it is also in the first tier; return the tier that had it."""
         found = self.tier_of(block_hash)
         if found is not None:
             self.tiers[found].use(block_hash, used_s)

@@ -115,7 +115,7 @@ class Watcher:
 
 
 class Rig:
-    """Owns the service under test. After the service has ended, starts another service.
+    """Owns the service under test, and starts another service after it has ended.
 
     Args:
         room: a folder on a small disk for temporary files; None for the system's temporary folder.

@@ -39,7 +39,7 @@ class GraphRanks(Protocol):
         """Let every rank do ``action``; return the answers in the order of ``ranks``.
 
         Raises:
-            WorkerError: a rank is lost or did not answer in time; names the rank.
+            WorkerError: a rank is lost or did not answer in time; the error names the rank.
         """
 
 

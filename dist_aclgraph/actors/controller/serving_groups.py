@@ -548,9 +548,9 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 
 
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
-    """Return the groups to drain so that ``count`` remain: the newest ones of each role.
+    """Return the groups to drain so that ``count`` groups remain: the newest groups are drained.
 
-    If there are prefill groups, as many as possible remain, but at least one other group.
+    As many prefill groups as possible remain, and at least one group of the other role.
 
     Args:
         groups: the groups that accept requests, the oldest first.

@@ -57,7 +57,7 @@ class CopyLink:
             is_idle: whether no step is in flight.
 
         Raises:
-            WorkerLostError: a worker failed while no step is in flight; names the rank.
+            WorkerLostError: a worker failed while no step is in flight; the error names the rank.
         """
         scheduler = self._scheduler
         if is_idle and scheduler.is_copying:

@@ -178,7 +178,7 @@ class StepSender:
         Messages about earlier steps or earlier epochs are dropped.
 
         Raises:
-            WorkerLostError: a worker failed; names the rank.
+            WorkerLostError: a worker failed; the error names the rank.
         """
         self._local.wait(0)
         while (frame := self._take()) is not None:
@@ -208,7 +208,7 @@ class StepSender:
         """Return the results of ``plan`` from all workers, in the order of arrival.
 
         Raises:
-            WorkerLostError: a worker failed or did not answer in time; names the rank.
+            WorkerLostError: a worker failed or did not answer in time; the error names the rank.
         """
         results: dict[GroupRank, StepResult] = {}
         what, deadline = f"step {plan.step}", Deadline(timeout_s)
@@ -237,7 +237,7 @@ class StepSender:
         """Return the ranks that could not be resumed in this epoch, with reasons; usually empty.
 
         Raises:
-            WorkerLostError: a worker did not answer in time; names the rank.
+            WorkerLostError: a worker did not answer in time; the error names the rank.
         """
         errors: dict[GroupRank, str] = {}
         deadline = Deadline(timeout_s)
@@ -253,7 +253,7 @@ class StepSender:
         """Return the answers to ``command`` from all workers, in rank order.
 
         Raises:
-            WorkerLostError: a worker did not answer in time; names the rank.
+            WorkerLostError: a worker did not answer in time; the error names the rank.
         """
         votes: dict[GroupRank, GraphAnswer] = {}
         deadline = Deadline(timeout_s)

@@ -165,8 +165,8 @@ def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
     """Return whether collectives must give the same sum in every run and on every rank.
 
     Each rank decides by itself which experts its tokens use, and which drafts are accepted. Ranks
-    with the same tokens must decide the same. If their sums differed in the last bit, these ranks
-    might decide differently.
+    with the same tokens must make the same decisions. If the sums of these ranks differed in the
+    last bit, their decisions might differ.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic

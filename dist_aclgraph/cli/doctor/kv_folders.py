@@ -65,7 +65,7 @@ def _disk(config: Config, mounts: Path) -> Finding:
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
     """Return the type of a path's file system, e.g. tmpfs or nfs4; "unknown" if it is not listed.
 
-    Does not use the file system itself, which may hang.
+    The type is read from the list of mounts, because a call of the file system may hang.
     """
     best, kind = -1, "unknown"
     wanted = os.path.abspath(path)

@@ -151,7 +151,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
 
 
 def _check_reasoning(asked: Conversation, name: str | None) -> None:
-    """Raise an error if a request limits the reasoning and the model's format has no limit."""
+    """Raise an error if a request limits the reasoning and the model's format cannot."""
     if asked.params.thinking_tokens is not None and not asked.is_limit_soft:
         raise InvalidParameterError(
             f"{asked.budget_param}: the reasoning of the format {name} has no limit of tokens; set "

@@ -125,7 +125,7 @@ def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | N
     """Return the tools of a request; None if the request has no tools.
 
     Raises:
-        InvalidParameterError: a definition or the choice is wrong; names the field.
+        InvalidParameterError: a definition or the choice is wrong; the error names the field.
     """
     asked = _read_choice(choice)
     found = decode_tools(tools, Tool)

@@ -129,7 +129,7 @@ def test_later_blocks_of_a_prompt_are_deleted_first(files: BlockFiles) -> None:
         assert files.write(name(number), contents(number), depth=number)
     assert files.write(name(20), contents(20))
     assert [number for number in range(10) if not files.has(name(number))] == [9]
-    for number in range(9):  # a read of the whole prompt keeps the order
+    for number in range(9):  # reading all blocks does not change the order of deletion
         assert files.read(name(number), room(), depth=number)
     assert files.write(name(21), contents(21))
     assert files.write(name(22), contents(22))
