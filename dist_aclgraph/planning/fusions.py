@@ -92,6 +92,7 @@ class Fusions:
         """
         self._obstacles = obstacles
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}
+        self._wanted: set[FusionName] = set()
         self._places: Counter[FusionName] = Counter()
         self._misfits: Counter[tuple[FusionName, int]] = Counter()
 
@@ -107,6 +108,7 @@ class Fusions:
 
     def use(self, name: FusionName, width: int) -> bool:
         """Decide for one place of the model, whose int8 rows have ``width`` elements."""
+        self._wanted.add(name)
         if self._obstacles[name] is not None:
             return False
         if width % self._fusions[name].multiple:
@@ -116,8 +118,10 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return for each operator where it is used, or why it is not used."""
-        return {name: self._describe(name) for name in self._fusions}
+        """Return for each operator where it is used, or why it is not used. Operators for which
+        the model has no place are left out.
+        """
+        return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 
     def _describe(self, name: FusionName) -> str:
         if (obstacle := self._obstacles[name]) is not None:
@@ -131,4 +135,4 @@ class Fusions:
         if places:
             found = f"in {places} place{'s' if places > 1 else ''}"
             return found + (f", not in {misfits}" if misfits else "")
-        return f"off ({misfits or 'the model has no place for it'})"
+        return f"off ({misfits})"
