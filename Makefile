@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # which doubles the time of their import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
+.PHONY: help run quick test test-more test-all test-clients test-cluster test-upstream test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
 	setup-dev emulator emulator-wheel python
 
@@ -85,6 +85,13 @@ setup-clients: setup
 LINES ?=
 test-versions: setup-dev ## Run tests of the emulator, graphs and parity with each torch_npu, or LINES="2.10 2.12"
 	$(BIN)/python -m tools.test_versions $(LINES)
+
+CHECKOUT ?=
+FILES ?=
+test-upstream: setup-dev emulator ## Run torch_npu's tests of CHECKOUT=dir (Ascend/pytorch), or FILES="npu/test_copy.py"
+	@test -d "$(CHECKOUT)/test" || { echo "CHECKOUT=$(CHECKOUT) is no work tree of Ascend/pytorch: get it with" \
+	  "git clone https://gitcode.com/Ascend/pytorch.git" >&2; exit 1; }
+	$(BIN)/python -m tools.test_upstream $(CHECKOUT) $(FILES)
 
 test-all: setup-dev emulator lint ## Lint, then run all tests, including benches and laws with many examples
 	$(SPREAD) --hypothesis-profile=full tests/emulator

@@ -1,0 +1,80 @@
+"""A plugin of pytest that records the start and the outcome of each test in a file.
+
+``make test-upstream`` starts this script once, or several times, for each file of tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# A test with several reports has the outcome that is last in this list.
+OUTCOMES = ("not run", "started", "passed", "skipped", "failed", "error", "hung")
+
+Results = dict[str, tuple[str, str]]  # name of a test -> outcome, text of its error
+
+
+class Recorder:
+    """A plugin of pytest that adds a line to ``log`` for each start and each report of a test.
+
+    Tests that are in ``log`` as started are not run again.
+    """
+
+    def __init__(self, log: Path):
+        self._log = log
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        known = read(self._log)
+        items[:] = [i for i in items if known.get(i.nodeid, ("not run",))[0] == "not run"]
+        for item in items:
+            add(self._log, "not run", item.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            add(self._log, "error", report.nodeid, message(report))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        add(self._log, "started", nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        is_expected = report.outcome == "skipped" and hasattr(report, "wasxfail")
+        outcome = "passed" if is_expected else report.outcome
+        if report.when == "call" or outcome != "passed":
+            is_error = report.when != "call" and outcome == "failed"
+            add(self._log, "error" if is_error else outcome, report.nodeid, message(report))
+
+
+def message(report: Any) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = str(crash.message if crash else report.longrepr or "").strip().splitlines()
+    return " ".join(lines if crash else lines[-1:])[:400]
+
+
+def add(log: Path, outcome: str, test: str, text: str = "") -> None:
+    with log.open("a") as file:
+        file.write(json.dumps([outcome, test, text]) + "\n")
+
+
+def read(log: Path) -> Results:
+    """Return the outcome and the text of each test."""
+    results: Results = {}
+    for line in log.read_text().splitlines():
+        outcome, test, text = json.loads(line)
+        known = results.get(test, ("not run", ""))
+        if OUTCOMES.index(outcome) >= OUTCOMES.index(known[0]):
+            results[test] = (outcome, text or known[1])
+    return results
+
+
+def record(log: Path, name: str) -> int:
+    import pytest
+
+    options = ["-q", "-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "-p", "no:timeout"]
+    return int(pytest.main([*options, name], plugins=[Recorder(log)]))
+
+
+if __name__ == "__main__":
+    sys.exit(record(Path(sys.argv[1]), sys.argv[2]))
