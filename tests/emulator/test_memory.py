@@ -2,10 +2,13 @@
 freed.
 """
 
+import ctypes
+import mmap
 import signal
 
 import pytest
 import torch
+import torch_npu
 
 
 def test_fresh_memory_is_poisoned(run_script):
@@ -123,3 +126,43 @@ def test_skipped_kernels_leave_valid_tokens(run_script):
 def test_large_blocks_round_trip():
     x = torch.arange(3 << 20)
     assert torch.equal(x.npu().cpu(), x)
+
+
+def test_memory_of_the_program_is_registered_once_and_counts_as_memory_of_the_host():
+    acl = ctypes.CDLL("libascendcl.so")
+    mapped, pinned = 0x2, 0x10000000
+    host, unregistered = 0, 2
+    pages = mmap.mmap(-1, 8192)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    address, middle = ctypes.c_void_p(start), ctypes.c_void_p(start + 5000)
+
+    def location_type():
+        attributes = (ctypes.c_uint32 * 32)()
+        assert acl.aclrtPointerGetAttributes(ctypes.c_void_p(start + 100), attributes) == 0
+        return attributes[1]
+
+    def register(at, size, flags):
+        return acl.aclrtHostRegisterV2(at, ctypes.c_uint64(size), ctypes.c_uint32(flags))
+
+    assert register(address, 0, pinned) != 0
+    assert register(None, 8192, pinned) != 0
+    assert register(address, 8192, 0x1) != 0
+    assert register(middle, 100, mapped) != 0  # only memory that begins with a page is mapped
+    assert acl.aclrtHostUnregister(address) != 0
+    assert location_type() == unregistered
+
+    on_device = ctypes.c_void_p()
+    assert acl.aclrtHostRegister(address, ctypes.c_uint64(8192), 0, ctypes.byref(on_device)) == 0
+    assert on_device.value == start
+    assert location_type() == host
+    assert register(address, 8192, pinned) != 0
+    assert acl.aclrtHostUnregister(address) == 0
+    assert register(middle, 100, pinned) == 0
+    assert acl.aclrtHostUnregister(middle) == 0
+
+
+def test_tensors_in_memory_of_the_host_are_tensors_of_the_device():
+    swapped = torch_npu.empty_with_swapped_memory([1000], dtype=torch.float32, device="npu:0")
+    swapped.fill_(2)
+
+    assert (swapped * 3).cpu().unique().tolist() == [6.0]
