@@ -187,6 +187,32 @@ def test_batches_of_sends_and_receives_wait_in_no_ring(run_ranks, count):
         assert status == 0 and "ALL DONE" in output, output
 
 
+def test_sends_and_receives_of_a_group_wait_in_no_ring(run_ranks):
+    results = run_ranks(
+        """
+        from torch.distributed.distributed_c10d import _coalescing_manager
+        dist.init_process_group("hccl")
+        peer, count = 1 - rank, 300_000
+        got, sums = torch.zeros(count).npu(), torch.ones(count).npu()
+        with _coalescing_manager(device=torch.device("npu", rank), async_ops=True) as works:
+            dist.isend(torch.full((count,), float(rank)).npu(), peer)
+            dist.irecv(got, peer)
+        works.wait()
+        with _coalescing_manager():
+            dist.all_reduce(sums)
+        torch.npu.synchronize()
+        assert got.cpu().unique().tolist() == [float(peer)]
+        assert sums.cpu().unique().tolist() == [2.0]
+        print("ALL DONE")
+        os._exit(0)
+        """,
+        2,
+        hccl_s=10,
+    )
+    for status, output in results:
+        assert status == 0 and "ALL DONE" in output, output
+
+
 @one_and_two_hosts
 def test_a_mismatch_is_reported_by_both_ranks(run_ranks):
     results = run_ranks(

@@ -189,5 +189,3 @@ EMU_API HcclResult HcclGetCommAsyncError(HcclComm, HcclResult *result) {
   return HCCL_SUCCESS;
 }
 EMU_API const char *HcclGetErrorString(HcclResult) { return "HCCL error"; }
-EMU_API HcclResult HcclGroupStart() { return HCCL_SUCCESS; }
-EMU_API HcclResult HcclGroupEnd() { return HCCL_SUCCESS; }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 using namespace emu;
 using namespace emu::hccl;
@@ -111,10 +112,65 @@ size_t emu::hccl::bytes_from_others(const Communicator &c, const Transfers &mine
   return bytes;
 }
 
+static HcclResult launch_exchange(const Comm &c, aclrtStream stream, const char *name,
+                                  const Transfers &mine) {
+  return launch_on(c, name, stream, bytes_from_others(*c, mine), exchange_ns(*c, mine),
+                   [=] { exchange(*c, mine); });
+}
+
+// The sends and receives that a thread calls between HcclGroupStart and HcclGroupEnd. The outermost
+// end launches those of one communicator and stream as one task, so that ranks may call them in any
+// order.
+namespace {
+struct Batch {
+  Comm comm;
+  aclrtStream stream;
+  Transfers mine;
+};
+struct Group {
+  int depth = 0;
+  std::vector<Batch> batches;
+};
+}  // namespace
+static thread_local Group t_group;
+
+// Null outside of a group.
+static Transfers *transfers_of_group(const Comm &c, aclrtStream stream) {
+  if (!t_group.depth)
+    return nullptr;
+  for (Batch &batch : t_group.batches)
+    if (batch.comm == c && batch.stream == stream)
+      return &batch.mine;
+  t_group.batches.push_back({c, stream, {}});
+  return &t_group.batches.back().mine;
+}
+
+EMU_API HcclResult HcclGroupStart() {
+  t_group.depth++;
+  return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclGroupEnd() {
+  if (!t_group.depth) {
+    fail(1, "HcclGroupEnd without HcclGroupStart");
+    return HCCL_E_PARA;
+  }
+  if (--t_group.depth)
+    return HCCL_SUCCESS;
+  HcclResult result = HCCL_SUCCESS;
+  for (const Batch &batch : std::exchange(t_group.batches, {}))
+    if (HcclResult failed = launch_exchange(batch.comm, batch.stream, "HcclGroupEnd", batch.mine))
+      result = failed;
+  return result;
+}
+
 EMU_API HcclResult HcclSend(void *data, uint64_t count, HcclDataType type, uint32_t to,
                             HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
+  if (Transfers *group = transfers_of_group(c, stream)) {
+    group->sends.push_back({to, bytes_at(data), bytes});
+    return HCCL_SUCCESS;
+  }
   return launch_on(c, "HcclSend", stream, 0, operation_ns(Pattern::Pair, bytes, *c),
                    [=] { c->send(data, bytes, to); });
 }
@@ -123,17 +179,19 @@ EMU_API HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint3
                             HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
+  if (Transfers *group = transfers_of_group(c, stream)) {
+    group->receives.push_back({from, bytes_at(data), bytes});
+    return HCCL_SUCCESS;
+  }
   return launch_on(c, "HcclRecv", stream, bytes, operation_ns(Pattern::Pair, bytes, *c),
                    [=] { c->receive(data, bytes, from); });
 }
 
 EMU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm comm,
                                      aclrtStream stream) {
-  Comm c = communicator(comm);
   Transfers mine;
   for (HcclSendRecvItem *i = items; i < items + count; i++)
     (i->sendRecvType == HCCL_SEND ? mine.sends : mine.receives)
         .push_back({i->remoteRank, bytes_at(i->buf), i->count * element_bytes(i->dataType)});
-  return launch_on(c, "HcclBatchSendRecv", stream, bytes_from_others(*c, mine),
-                   exchange_ns(*c, mine), [=] { exchange(*c, mine); });
+  return launch_exchange(communicator(comm), stream, "HcclBatchSendRecv", mine);
 }
