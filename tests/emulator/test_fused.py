@@ -80,6 +80,70 @@ def test_rotary_mul(dtype, mode):
     assert_close(out, rotate(x.float(), cos.float(), sin.float(), mode == "interleave"))
 
 
+def rotated_by_cache(x, rows, head, mode):
+    """Rotate the first elements of each head by rows of [cos | sin]."""
+    cos, sin = rows.unsqueeze(1).chunk(2, -1)
+    heads = x.float().view(x.shape[0], -1, head).clone()
+    turned = heads[..., : rows.shape[-1]]
+    a, b = turned.chunk(2, -1) if mode == "half" else (turned[..., ::2], turned[..., 1::2])
+    first, second = a * cos - b * sin, b * cos + a * sin
+    a.copy_(first)
+    b.copy_(second)
+    return heads.view(x.shape)
+
+
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+@pytest.mark.parametrize(("dtype", "head", "turned"), [
+    (torch.bfloat16, 64, 64), (torch.float16, 128, 64), (torch.float32, 48, 16),
+])  # fmt: skip
+def test_rotary_embedding_by_positions(dtype, head, turned, mode):
+    query, key = torch.randn(5, 3 * head).to(dtype), torch.randn(5, head).to(dtype)
+    cache, positions = torch.randn(20, turned).to(dtype), torch.tensor([7, 0, 19, 3, 3])
+
+    got = torch_npu.npu_mrope(
+        positions.npu(), query.npu(), key.npu(), cache.npu(), head,
+        mrope_section=[0, 0, 0], rotary_mode=mode,
+    )  # fmt: skip
+
+    for x, out in zip((query, key), got, strict=True):
+        assert_close(out, rotated_by_cache(x, cache[positions].float(), head, mode))
+
+
+def test_sections_of_a_rotary_embedding_have_their_own_positions():
+    query, key = torch.randn(4, 256).bfloat16(), torch.randn(4, 128).bfloat16()
+    cache, positions = torch.randn(30, 128).bfloat16(), torch.randint(0, 30, (3, 4))
+    sections = [16, 24, 24]
+    parts = [cache[row].float().view(4, 2, 64).split(sections, -1) for row in positions]
+    rows = torch.cat([part[i] for i, part in enumerate(parts)], -1).reshape(4, 128)
+
+    got = torch_npu.npu_mrope(
+        positions.npu(), query.npu(), key.npu(), cache.npu(), 128, mrope_section=sections,
+        rotary_mode="half",
+    )  # fmt: skip
+
+    for x, out in zip((query, key), got, strict=True):
+        assert_close(out, rotated_by_cache(x, rows, 128, "half"))
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"cache": torch.zeros(20, 48).bfloat16()}, "multiples of 32"),
+    ({"head": 32}, "rotated elements 64 of heads of 32"),
+    ({"positions": torch.arange(5).int()}, "positions must be int64"),
+    ({"positions": torch.arange(4)}, "positions must have 5"),
+    ({"positions": torch.zeros(3, 5).long()}, "sections"),
+    ({"key": torch.zeros(5, 96)}, "the key must be"),
+])  # fmt: skip
+def test_a_rotary_embedding_refuses_what_its_document_excludes(change, reason):
+    given = {
+        "positions": torch.arange(5), "query": torch.zeros(5, 192).bfloat16(),
+        "key": torch.zeros(5, 96).bfloat16(), "cache": torch.zeros(20, 64).bfloat16(), "head": 96,
+    } | change  # fmt: skip
+    *tensors, head = given.values()
+
+    with pytest.raises(RuntimeError, match=reason):
+        torch_npu.npu_mrope(*[t.npu() for t in tensors], head, mrope_section=[0, 0, 0])
+
+
 @pytest.mark.parametrize("layout", ["TND", "BSND"])
 def test_apply_rotary_pos_emb_writes_in_place(layout):
     lead = (7,) if layout == "TND" else (1, 7)

@@ -60,6 +60,7 @@ const IndexedRule kIndexed[] = {
     {"aclnnInplaceIndexFill", {0}},
     {"aclnnInplaceScatter", {0}},
     {"aclnnInplaceScatterValue", {0}},
+    {"aclnnRopeWithSinCosCache", {3}},
     {"aclnnScatterPaKvCache", {1, 4}},
     {"aclnnKvRmsNormRopeCache", {5, 6}},
 };
