@@ -1,7 +1,7 @@
 """``make test-upstream``: run torch_npu's own tests on the emulated NPU, and write their page.
 
-Each file of tests has its own process. If a test hangs or ends the process, a new process runs the
-other tests of the file.
+Each file of tests has its own process. If a test hangs, ends the process or stops the device, a new
+process runs the other tests of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE = ROOT / "docs" / "develop" / "upstream.md"
 SETTINGS = ("devices=2", "wait_s=20", "hccl_s=40")
 EMULATOR = (sys.executable, "-m", "dist_aclgraph.device.emulator", "run")
 START_S = 300  # limit for imports, and for the end of a process
-MAX_PROCESSES = 8  # of a file
+MAX_PROCESSES = 30  # of a file
 COLUMNS = ("passed", "failed", "error", "skipped", "hung", "not run")
 
 

@@ -20,11 +20,16 @@ Results = dict[str, tuple[str, str]]  # name of a test -> outcome, text of its e
 class Recorder:
     """A plugin of pytest that adds a line to ``log`` for each start and each report of a test.
 
-    Tests that are in ``log`` as started are not run again.
+    Tests that are in ``log`` as started are not run again. If a test stops the device, no later
+    test of this process runs, because each one would fail.
     """
 
     def __init__(self, log: Path):
         self._log = log
+        self._session: Any = None
+
+    def pytest_sessionstart(self, session: Any) -> None:
+        self._session = session
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         known = read(self._log)
@@ -45,6 +50,18 @@ class Recorder:
         if report.when == "call" or outcome != "passed":
             is_error = report.when != "call" and outcome == "failed"
             add(self._log, "error" if is_error else outcome, report.nodeid, message(report))
+        if outcome == "failed" and is_device_stopped():
+            self._session.shouldstop = "the device is stopped"
+
+
+def is_device_stopped() -> bool:
+    npu = getattr(sys.modules.get("torch"), "npu", None)
+    try:
+        if npu is not None and npu.is_initialized():
+            npu.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def message(report: Any) -> str:

@@ -85,6 +85,22 @@ def test_a_checkout_that_passes_fails_and_hangs_is_one_table(play) -> None:
     assert hung.startswith("npu/test_hangs.py::test_hangs")
 
 
+def test_a_new_process_runs_the_tests_after_one_that_stops_the_device(play) -> None:
+    source = """
+import sys, types
+def stop(): raise RuntimeError("the device is stopped")
+device = types.SimpleNamespace(is_initialized=lambda: True, synchronize=lambda: None)
+sys.modules["torch"] = types.SimpleNamespace(npu=device)
+def test_stops():
+    device.synchronize = stop
+    device.synchronize()
+def test_after(): device.synchronize()
+"""
+    _, _, page = play(a=source)
+
+    assert row(page, "all") == ["1", "1", "", "", "", ""]
+
+
 def test_files_that_are_run_again_replace_their_results_and_keep_the_others(play) -> None:
     status, _, page = play("npu/test_a.py", a="def test(): assert 0\n", b=PASSES)
     assert (status, page) == (1, "")  # without results of all files there is no page
