@@ -55,12 +55,15 @@ class Cause:
         return any(fnmatchcase(test, pattern) for pattern in self.tests)
 
 
-def run_file(command: Sequence[str], tests: Path, name: str, out: Path, limit_s: float) -> Results:
+def run_file(
+    command: Sequence[str], tests: Path, name: str, left_out: list[str], out: Path, limit_s: float
+) -> Results:
     """Run a file of tests.
 
     Args:
         command: a prefix that starts a program, for example on the emulated NPU.
         tests: the folder of the tests; ``name`` is relative to this folder.
+        left_out: tests that do not run.
         out: folder of the record and of the output.
         limit_s: limit for each test.
     """
@@ -71,7 +74,7 @@ def run_file(command: Sequence[str], tests: Path, name: str, out: Path, limit_s:
         for _ in range(MAX_PROCESSES):
             before = read(log)
             process = subprocess.Popen(
-                [*command, sys.executable, upstream_recorder.__file__, str(log), name],
+                [*command, sys.executable, upstream_recorder.__file__, str(log), name, *left_out],
                 cwd=tests, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
             is_hung = not ends(process, log, limit_s)
@@ -131,7 +134,7 @@ def page(files: Mapping[str, Results], data: Mapping[str, Any], sources: str) ->
         rows.append(f"| {name} | " + " | ".join(str(count[c] or "") for c in COLUMNS) + " |")
     left_out = [f"- {entry['says']}" for entry in data["left_out"]]
     blocks = [*data["text"].strip().split("\n\n"), sums, rows, "## Causes"]
-    blocks += [list(explained(bad, causes)), "## Files that are not tried", left_out]
+    blocks += [list(explained(bad, causes)), "## Not tried", left_out]
     return "\n\n".join(wrap(block) for block in blocks if block) + "\n"
 
 
@@ -168,9 +171,14 @@ def not_passed(files: Mapping[str, Results], causes: Sequence[Cause]) -> dict[st
     }
 
 
+def left_out_of(data: Mapping[str, Any]) -> list[str]:
+    """Return files, as patterns, and tests that do not run."""
+    return [name for entry in data["left_out"] for name in entry["names"]]
+
+
 def names_of(data: Mapping[str, Any], tests: Path) -> list[str]:
     """Return the files of tests without those that the data leaves out."""
-    left_out = [pattern for entry in data["left_out"] for pattern in entry["files"]]
+    left_out = left_out_of(data)
     found = {str(p.relative_to(tests)) for pattern in data["files"] for p in tests.glob(pattern)}
     return sorted(name for name in found if not any(fnmatchcase(name, p) for p in left_out))
 
@@ -205,7 +213,7 @@ def main(arguments: Sequence[str], command: Sequence[str] | None = None) -> int:
     stored = given.results / "results.json"
     files: dict[str, Results] = json.loads(stored.read_text()) if stored.exists() else {}
     for name in given.files or names:
-        files[name] = run_file(command, tests, name, given.results, given.limit)
+        files[name] = run_file(command, tests, name, left_out_of(data), given.results, given.limit)
         stored.write_text(json.dumps(files, indent=1))
         print(name, dict(Counter(outcome for outcome, _ in files[name].values())), flush=True)
     files = {name: files[name] for name in names if name in files}

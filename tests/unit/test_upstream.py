@@ -8,7 +8,8 @@ import pytest
 
 from tools.test_upstream import main
 
-PASSES = "def test_one(): pass\ndef test_two(): pass\n"
+TWO = "def test_one(): pass\ndef test_two(): pass\n"
+PASSES = TWO + "def test_large(): assert 0\n"
 FAILS = """
 import os, pytest, unittest
 def test_fails(): assert 1 == 2, "one is not two"
@@ -35,7 +36,7 @@ def test_after(): pass
 DATA = """
 text = "# Title"
 files = ["npu/test_*.py"]
-left_out = [{says = "Left out.", files = ["npu/test_left*.py"]}]
+left_out = [{says = "Left out.", names = ["npu/test_left*.py", "npu/test_passes.py::test_large"]}]
 cause = [
     {says = "Numbers differ.", tests = ["npu/test_fails.py::test_fails"]},
     {says = "No device here.", needs = "a device", tests = ["npu/test_fails.py::TestOld::*"]},
@@ -88,8 +89,9 @@ def test_a_checkout_that_passes_fails_and_hangs_is_one_table(play) -> None:
 def test_a_new_process_runs_the_tests_after_one_that_stops_the_device(play) -> None:
     source = """
 import sys, types
-def stop(): raise RuntimeError("the device is stopped")
-device = types.SimpleNamespace(is_initialized=lambda: True, synchronize=lambda: None)
+def stop(device=0): raise RuntimeError("the device is stopped")
+device = types.SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 2)
+device.synchronize = lambda device=0: None
 sys.modules["torch"] = types.SimpleNamespace(npu=device)
 def test_stops():
     device.synchronize = stop
@@ -102,11 +104,11 @@ def test_after(): device.synchronize()
 
 
 def test_files_that_are_run_again_replace_their_results_and_keep_the_others(play) -> None:
-    status, _, page = play("npu/test_a.py", a="def test(): assert 0\n", b=PASSES)
+    status, _, page = play("npu/test_a.py", a="def test(): assert 0\n", b=TWO)
     assert (status, page) == (1, "")  # without results of all files there is no page
 
     play("npu/test_b.py")
-    status, _, page = play("npu/test_a.py", a=PASSES)
+    status, _, page = play("npu/test_a.py", a=TWO)
 
     assert status == 0
     assert row(page, "all") == ["4", "", "", "", "", ""]
