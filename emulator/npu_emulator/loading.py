@@ -24,7 +24,7 @@ from npu_emulator.files import read_files
 from npu_emulator.torch_build import check_torch
 
 _BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
-_AFTER_TORCH = ("hccl", "hcomm", "opapi", "nnopbase")
+_AFTER_TORCH = ("hccl", "hcomm", "atb", "opapi", "nnopbase")
 
 _loaded_settings: dict[str, str] | None = None
 _is_preloaded = False

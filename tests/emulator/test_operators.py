@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_npu
 from torch.nn import functional
 
 torch.manual_seed(0)
@@ -305,6 +306,34 @@ def test_pinned_copies_both_ways():
     assert torch.equal(back, host)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_wide_unsigned_integers_are_copied(dtype):
+    values = torch.tensor([[0, 1, 2], [40_000, 65_535, 9]]).to(dtype)
+
+    assert torch.equal(values.npu()[:, ::2].clone().cpu(), values[:, ::2])
+
+
+def test_lists_of_tensors_are_copied_in_one_call():
+    given = [X, Y[:, ::2], INTS]
+    targets = [torch.zeros_like(t, device="npu") for t in given]
+
+    torch._foreach_copy_(targets, [t.npu() for t in given])
+
+    for target, want in zip(targets, given, strict=True):
+        assert torch.equal(target.cpu(), want)
+
+
+def test_an_operator_of_atb_fails_with_its_name():
+    state, slots = torch.zeros(2, 1, 16).half(), torch.zeros(2, dtype=torch.int32)
+    cache = torch.zeros(4, 128, 1, 16).half()
+
+    with pytest.raises(RuntimeError, match="ReshapeCacheOperation CreateOperation failed"):
+        torch_npu._npu_reshape_and_cache(
+            state.npu(), state.npu(), cache.npu(), cache.npu(), slots.npu()
+        )
+        torch.npu.synchronize()
+
+
 def test_printing():
     assert "npu" in str(torch.ones(2, device="npu"))
 
@@ -332,9 +361,9 @@ def test_gelu_is_the_form_with_tanh_whatever_is_asked_for():
         (lambda a: torch.baddbmm(a[None], a[None], a[None]), "batched product of"),
         (lambda a: torch.cat([a.to(torch.complex64)] * 2), "complex64 is not emulated"),
         (lambda a: a.to(torch.complex64) + 1, "complex64 is not emulated"),
-        (lambda a: a.to(torch.uint16), "uint16 is not emulated"),
-        (lambda a: a.to(torch.uint32) + 1, "uint32 and uint64 are emulated for copies only"),
-        (lambda a: a.cpu().to(torch.uint64).npu().sum(), "uint32 and uint64 are emulated for"),
+        (lambda a: a.to(torch.uint16) + 1, "uint16, uint32 and uint64 are emulated for copies"),
+        (lambda a: a.to(torch.uint32) + 1, "uint16, uint32 and uint64 are emulated for copies"),
+        (lambda a: a.cpu().to(torch.uint64).npu().sum(), "uint64 are emulated for copies only"),
     ],
 )
 def test_types_that_an_operator_has_not_are_refused_by_name(call, refusal):

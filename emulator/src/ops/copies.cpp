@@ -128,6 +128,17 @@ OP(aclnnSplitWithSize, [](Tensor a, Ints sizes, int64_t dim, Tensors out) -> Tas
     copies.push_back(copy_task(out[i], a.narrow(dim, at, sizes[i])));
   return in_sequence(copies);
 })
+// Document aclnnForeachCopy: two lists of tensors with equal shapes.
+OP(aclnnForeachCopy, [](Tensors from, Tensors to) -> Task {
+  refuse_unless(from.size() == to.size(), "lists of ", from.size(), " and ", to.size(), " tensors");
+  std::vector<Task> copies;
+  for (size_t i = 0; i < to.size(); i++) {
+    refuse_unless(from[i].sizes() == to[i].sizes(), "copy of ", from[i].sizes(), " to ",
+                  to[i].sizes());
+    copies.push_back(copy_task(to[i], from[i]));
+  }
+  return in_sequence(copies);
+})
 OP(aclnnRepeat, [](Tensor a, Ints repeats, Tensor out) { out.copy_(a.repeat(repeats)); })
 OP(aclnnFlip, [](Tensor a, Ints dims, Tensor out) { out.copy_(at::flip(a, dims)); })
 OP(aclnnRoll, [](Tensor a, Ints shifts, Ints dims, Tensor out) {

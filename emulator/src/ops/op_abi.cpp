@@ -25,6 +25,8 @@ at::ScalarType scalar_type(aclDataType dtype) {
     return at::kLong;
   case ACL_BOOL:
     return at::kBool;
+  case ACL_UINT16:
+    return at::kUInt16;
   case ACL_UINT32:
     return at::kUInt32;
   case ACL_UINT64:
@@ -46,8 +48,6 @@ std::string type_name(aclDataType dtype) {
     return "complex64";
   case ACL_COMPLEX128:
     return "complex128";
-  case ACL_UINT16:
-    return "uint16";
   default:
     return "aclDataType " + std::to_string(dtype);
   }

@@ -161,12 +161,15 @@ void refuse_by_settings(const char *op);
 
 // ATen has tensors of wide unsigned integers, but ATen has almost no function for them.
 inline bool is_wide_unsigned(const Tensor &t) {
-  return t.defined() && (t.scalar_type() == at::kUInt32 || t.scalar_type() == at::kUInt64);
+  if (!t.defined())
+    return false;
+  at::ScalarType type = t.scalar_type();
+  return type == at::kUInt16 || type == at::kUInt32 || type == at::kUInt64;
 }
 template <class Other> bool is_wide_unsigned(const Other &) { return false; }
 template <class... A> void refuse_wide_unsigned(const std::tuple<A...> &arguments) {
   bool found = std::apply([](const A &...a) { return (is_wide_unsigned(a) || ...); }, arguments);
-  refuse_unless(!found, "uint32 and uint64 are emulated for copies only");
+  refuse_unless(!found, "uint16, uint32 and uint64 are emulated for copies only");
 }
 
 // ---- counts of a launch
