@@ -307,10 +307,11 @@ def test_pinned_copies_both_ways():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_wide_unsigned_integers_are_copied(dtype):
+def test_wide_unsigned_integers_are_copied_and_set_to_zero(dtype):
     values = torch.tensor([[0, 1, 2], [40_000, 65_535, 9]]).to(dtype)
 
     assert torch.equal(values.npu()[:, ::2].clone().cpu(), values[:, ::2])
+    assert torch.equal(torch.zeros_like(values.npu()).cpu(), torch.zeros_like(values))
 
 
 def test_lists_of_tensors_are_copied_in_one_call():

@@ -64,13 +64,17 @@ static void clear(char *p, size_t bytes) {
   memset(p, 0, first - begin);
   memset(reinterpret_cast<void *>(last), 0, end - last);
 }
-OP(aclnnInplaceZero, [](Tensor a) {
-  if (idles(a))
-    return;
-  if (a.is_contiguous())
-    clear(static_cast<char *>(a.data_ptr()), a.nbytes());
-  else
-    a.zero_();
+// Also for types with which no operator computes, because zeros need no arithmetic.
+OP(aclnnInplaceZero, [](Tensor a) -> Task {
+  return [=] {
+    AtenScope scope;
+    if (idles(a))
+      return;
+    if (a.is_contiguous())
+      clear(static_cast<char *>(a.data_ptr()), a.nbytes());
+    else
+      a.zero_();
+  };
 })
 static void fill_with(const Tensor &a, const Scalar &value) {
   if (!idles(a))
