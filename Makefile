@@ -20,9 +20,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # which doubles the time of their import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run quick test test-more test-all test-clients test-cluster test-upstream test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
+.PHONY: help run quick test test-more test-all test-clients test-cluster test-upstream test-versions test-vllm-ascend lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
-	setup-dev emulator emulator-wheel python
+	setup-dev setup-vllm emulator emulator-wheel python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -92,6 +92,30 @@ test-upstream: setup-dev emulator ## Run torch_npu's tests of CHECKOUT=dir (Asce
 	@test -d "$(CHECKOUT)/test" || { echo "CHECKOUT=$(CHECKOUT) is no work tree of Ascend/pytorch: get it with" \
 	  "git clone https://gitcode.com/Ascend/pytorch.git" >&2; exit 1; }
 	$(BIN)/python -m tools.test_upstream $(CHECKOUT) $(FILES)
+
+# vLLM runs from the folder of its sources, which need no compiler when they are used without CUDA. Its environment
+# has the packages of $(VENV), and its own packages before them.
+VLLM := .venv-vllm
+VLLM_VERSION := 0.27.1
+test-vllm-ascend: setup emulator setup-vllm ## Compare tokens of vllm-ascend (CHECKOUT=dir) on the emulated NPU with ours
+	@test -d "$(CHECKOUT)/vllm_ascend" || { echo "CHECKOUT=$(CHECKOUT) is no work tree of vllm-ascend: get it with" \
+	  "git clone https://github.com/vllm-project/vllm-ascend.git" >&2; exit 1; }
+	$(BIN)/python -m tools.test_vllm_ascend $(CHECKOUT) $(VLLM)
+
+VLLM_PINS := emulator/for_vllm_ascend/requirements.txt
+VLLM_PIP = $(VLLM)/bin/python -m pip
+setup-vllm: setup
+	@if ! cmp -s $(VLLM_PINS) $(VLLM)/stamp; then set -e; \
+	  echo "Setting up $(VLLM) (once) ..."; \
+	  test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM); \
+	  $(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
+	    > "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/zz_main.pth"; \
+	  $(VLLM_PIP) install -q --no-compile --no-deps -r $(VLLM_PINS); \
+	  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) $(VLLM_PIP) download -q --no-deps \
+	    --no-binary vllm --no-build-isolation -d $(VLLM)/download vllm==$(VLLM_VERSION); \
+	  mkdir -p $(VLLM)/vllm; \
+	  tar xzf $(VLLM)/download/vllm-$(VLLM_VERSION).tar.gz --strip-components=1 -C $(VLLM)/vllm; \
+	  cp $(VLLM_PINS) $(VLLM)/stamp; fi
 
 test-all: setup-dev emulator lint ## Lint, then run all tests, including benches and laws with many examples
 	$(SPREAD) --hypothesis-profile=full tests/emulator

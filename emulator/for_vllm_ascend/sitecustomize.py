@@ -1,0 +1,61 @@
+"""What vllm-ascend imports and no emulated NPU has. Python imports this file when it starts, if its
+folder is on PYTHONPATH (``make test-vllm-ascend``).
+
+vllm-ascend imports pyACL, a part of CANN, for its sleep mode. It also imports models of images,
+whose processors need torchvision. No model of text uses these packages, so they are mocks.
+"""
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+MOCKED = ("acl", "torchvision")
+
+
+class Mocks(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        is_mocked = fullname.partition(".")[0] in MOCKED
+        return ModuleSpec(fullname, self, is_package=True) if is_mocked else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(name=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.insert(0, Mocks())
+
+
+def register() -> None:
+    """Change three parts of vllm-ascend, in each process that loads its plugins.
+
+    The import of its own kernels, which are not compiled, is tried before the model is compiled.
+    The warm-up of ATB, whose operators are not emulated, does nothing; nothing uses its result.
+    The slots of tokens are computed by torch, because there is no triton.
+    """
+    import torch_npu
+    from torch_npu.op_plugin.atb import _atb_ops
+    from vllm_ascend.utils import enable_custom_op  # type: ignore[import-not-found]
+    from vllm_ascend.worker import block_table  # type: ignore[import-not-found]
+
+    enable_custom_op()
+    _atb_ops._register_atb_extensions()
+    torch_npu._npu_matmul_add_fp32 = lambda *_: None
+    block_table.BlockTable.compute_slot_mapping = compute_slot_mapping
+
+
+def compute_slot_mapping(table: Any, num_reqs: int, query_start_loc: Any, positions: Any) -> None:
+    """Write the slot of each token, and -1 for slots after the last request."""
+    import torch
+
+    tokens = torch.arange(positions.shape[0], device=positions.device)
+    ends = query_start_loc[1 : num_reqs + 1].long()
+    rows = torch.searchsorted(ends, tokens, right=True)
+    blocks = table.block_table.gpu[rows.clamp(max=num_reqs - 1), positions // table.block_size]
+    slots = blocks * table.block_size + positions % table.block_size
+    table.slot_mapping.gpu.fill_(-1)
+    table.slot_mapping.gpu[: len(tokens)] = torch.where(rows < num_reqs, slots, -1)

@@ -1,0 +1,146 @@
+"""``make test-vllm-ascend``: compare greedy tokens of vllm-ascend on the emulated NPU with ours.
+
+Each engine runs in its own process, which starts this script with the name of the engine. The
+packages of vLLM are in their own virtual environment (``make setup-vllm``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "tiny-qwen3"
+PATCH = ROOT / "emulator" / "for_vllm_ascend"
+LENGTHS = (1, 5, 60, 129, 200)  # of prompts; some end inside a block, one fills more than a block
+NUM_TOKENS = 24
+SIZES = [1, 2, 4, 8]
+TIMEOUT_S = 1800
+# vllm-ascend is made for torch 2.10. The cache of compiled graphs of torch 2.13 has no graphs of
+# vllm-ascend's compiler.
+VARIABLES = ("HF_HUB_OFFLINE=1", "TORCHINDUCTOR_AUTOGRAD_CACHE=0", "VLLM_DISABLE_COMPILE_CACHE=1")
+# The tags that installed packages leave, so that vLLM finds the plugins of a work tree, and
+# transformers finds the version of torchvision (a mock, see PATCH).
+INSTALLED = {
+    "vllm_ascend": """[vllm.platform_plugins]
+ascend = vllm_ascend:register
+[vllm.general_plugins]
+ascend_model = vllm_ascend:register_model
+ascend_model_loader = vllm_ascend:register_model_loader
+emulated_npu = sitecustomize:register
+""",
+    "torchvision": "",
+}
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of several lengths, as token ids of the tiny model."""
+    return [[3 + (7 * i + 31 * n) % 800 for i in range(n)] for n in LENGTHS]
+
+
+def our_tokens(tp: int) -> list[list[int]]:
+    from dist_aclgraph import LLM, SamplingParams
+
+    with LLM(str(ROOT / "configs" / "tiny-qwen3.yaml"), tensor_parallel_size=tp) as llm:
+        return generate(llm, SamplingParams)
+
+
+def peer_tokens(tp: int) -> list[list[int]]:
+    vllm = importlib.import_module("vllm")  # only in the environment of vLLM
+    llm = vllm.LLM(
+        model=str(MODEL),
+        dtype="bfloat16",
+        tensor_parallel_size=tp,
+        max_model_len=512,
+        max_num_seqs=max(SIZES),
+        max_num_batched_tokens=512,
+        block_size=128,
+        num_gpu_blocks_override=128,
+        enable_prefix_caching=False,
+        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES},
+    )
+    return generate(llm, vllm.SamplingParams)
+
+
+def generate(llm: Any, params: Any) -> list[list[int]]:
+    """Call the engine's ``generate``; both engines have vLLM's interface."""
+    given = [{"prompt_token_ids": ids} for ids in prompts()]
+    greedy = params(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [list(output.outputs[0].token_ids) for output in llm.generate(given, greedy)]
+
+
+def run(engine: str, tp: int, command: Sequence[str], paths: Sequence[Path]) -> list[list[int]]:
+    """Run an engine in another process, and return its tokens."""
+    variables = ["env", "PYTHONPATH=" + os.pathsep.join(map(str, paths)), *VARIABLES]
+    done = subprocess.run(
+        [*variables, *command, __file__, engine, str(tp)],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("TOKENS "))
+    tokens: list[list[int]] = json.loads(line.removeprefix("TOKENS "))
+    return tokens
+
+
+def differences(got: list[list[int]], want: list[list[int]]) -> list[str]:
+    """Return a line for each prompt whose outputs differ."""
+    return [
+        f"  prompt of {n} tokens: vllm-ascend {a}, ours {b}"
+        for n, a, b in zip(LENGTHS, got, want, strict=True)
+        if a != b
+    ]
+
+
+def write_metadata(folder: Path) -> None:
+    """Write the metadata of packages that are used without an installation."""
+    for name, entry_points in INSTALLED.items():
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entry_points)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare the engines for each number of ranks, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.test_vllm_ascend")
+    parser.add_argument("checkout", type=Path, help="a work tree of vllm-ascend")
+    parser.add_argument("environment", type=Path, help="the virtual environment of vLLM")
+    parser.add_argument("--tp", type=int, nargs="*", default=[1, 2], help="numbers of ranks")
+    given = parser.parse_args(arguments)
+    python = str(given.environment.absolute() / "bin" / "python")
+    metadata = given.environment.absolute() / "metadata"
+    write_metadata(metadata)
+    # vllm-ascend's setup.py writes this file.
+    info = given.checkout / "vllm_ascend" / "_build_info.py"
+    info.write_text("__device_type__ = 'A2'\n")
+    paths = [
+        PATCH,
+        metadata,
+        given.checkout.absolute(),
+        given.environment.absolute() / "vllm",
+        ROOT,
+    ]
+    emulated = [python, "-m", "dist_aclgraph.device.emulator", "run", "--", python]
+    is_good = True
+    for tp in given.tp:
+        want = run("ours", tp, [sys.executable], [ROOT])
+        got = run("peer", tp, emulated, paths)
+        differing = differences(got, want)
+        is_good &= not differing
+        equal = len(want) - len(differing)
+        print("\n".join([f"TP {tp}: {equal} of {len(want)} outputs are equal", *differing]))
+    return not is_good
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] in (["ours"], ["peer"]):
+        tokens = {"ours": our_tokens, "peer": peer_tokens}[sys.argv[1]](int(sys.argv[2]))
+        print("TOKENS", json.dumps(tokens))
+    else:
+        sys.exit(main(sys.argv[1:]))
