@@ -151,10 +151,11 @@ def wrap(block: str | Sequence[str]) -> str:
 def explained(bad: Mapping[str, Cause | None], causes: Sequence[Cause]) -> Iterator[str]:
     """Return one item for each cause, with the tests that it explains."""
     for cause in [*causes, None]:
-        tests = sorted(test for test, found in bad.items() if found is cause)
+        names = sorted(test.split("::") for test, found in bad.items() if found is cause)
+        tests = [f"`{'::'.join((file, *rest[-1:]))}`" for file, *rest in names]  # without classes
         if tests:
             says = cause.says if cause else "The cause is not known."
-            yield f"- {says} ({', '.join(f'`{test}`' for test in tests)})"
+            yield f"- {says} ({', '.join(tests)})"
 
 
 def causes_of(data: Mapping[str, Any]) -> list[Cause]:
