@@ -95,6 +95,7 @@ class BlockCopies:
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
         self._ranks = frozenset(ranks)
         self._num_jobs = 0
+        self.num_ended = 0  # number of jobs that all workers have ended
         self._running: dict[int, _Copy] = {}
         # Block id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
@@ -118,6 +119,11 @@ class BlockCopies:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def _readers(self) -> list[Request]:
+        """The requests that copy jobs read for."""
+        return [copy.request for copy in self._running.values() if copy.request is not None]
 
     @property
     def is_looking(self) -> bool:
@@ -156,12 +162,14 @@ class BlockCopies:
         """
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
-    def note_late(self) -> None:
-        """Let no request wait for copies until a job ends, because no job has ended for too long.
+    def note_late(self) -> list[Request]:
+        """Let no request wait for copies until a job ends, because no job has ended for too long;
+        return the requests that jobs read for.
 
         For example, a disk that does not answer holds a worker's thread for files.
         """
         self._is_late = True
+        return self._readers
 
     def _settle(self, hashes: Sequence[BlockHash]) -> None:
         for block_hash in hashes:
@@ -372,6 +380,7 @@ class BlockCopies:
         if copy.waits_for:
             return None
         del self._running[number]
+        self.num_ended += 1
         self._is_late = False
         count, total = copy.num_whole, len(copy.block_ids)
         if copy.kind == "delete":
@@ -414,7 +423,7 @@ class BlockCopies:
 
         Call this method before the pool is cleared.
         """
-        requests = [copy.request for copy in self._running.values() if copy.request is not None]
+        requests = self._readers
         for copy in self._running.values():
             if copy.kind == "delete":
                 self._upkeep.end_deletion(copy.hashes, is_done=False)

@@ -427,13 +427,11 @@ class Scheduler:
         """Return whether no block of an ended request is still to be written to a file."""
         return self.copies[request.dp_rank].have_ended(request.hashes)
 
-    def stop_fetching(self) -> int:
-        """Let no request wait for copy jobs until a job ends; return how many waited for reads."""
-        for copies in self.copies:
-            copies.note_late()
-        requests = list(self._fetching)
-        self._end_fetching(requests)
-        return len(requests)
+    def stop_fetching(self, dp_rank: int) -> int:
+        """Let no request wait for a data-parallel rank's copy jobs until one of them ends; return
+        how many requests waited for reads.
+        """
+        return self._end_fetching(self.copies[dp_rank].note_late())
 
     def _end_looking(self) -> None:
         """Put the requests whose files were looked up back into the queue."""
@@ -445,10 +443,12 @@ class Scheduler:
             ]
         )
 
-    def _end_fetching(self, requests: Sequence[Request]) -> None:
+    def _end_fetching(self, requests: Sequence[Request]) -> int:
+        """Put the requests that still wait for files back into the queue; return their number."""
         left = [request for request in requests if request in self._fetching]
         self._fetching.difference_update(left)
         self._wait_again(left)
+        return len(left)
 
     def lose_kv(self) -> None:
         """Let every request wait and start again at its first token, because all KV is lost.

@@ -49,16 +49,16 @@ class FakeChannel:
 class World:
     """A scheduler with one request, whose three blocks have files."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_pools: int = 1) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(copy_link.time, "monotonic", lambda: self.now_s)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-            [BlockPool(32, BLOCK)],
+            [BlockPool(32, BLOCK) for _ in range(num_pools)],
             GraphDispatcher(make_plan(4)),
             max_model_len=64,
             epoch=EPOCH,
-            tp=WORKERS,
+            tp=WORKERS // num_pools,
             look_ups=LookUps(Files(lambda block_hash: True)),
         )
         self.channel = FakeChannel()
@@ -122,6 +122,26 @@ def test_no_request_waits_for_copies_again_until_one_ends(world: World) -> None:
     world.scheduler.add(submit("c", list(range(90, 90 + 3 * BLOCK + 1)), SamplingParams()))
     world.turn()
     assert [job.is_load for _, (jobs,) in world.channel.sent for job in jobs] == [True, True]
+
+
+@pytest.mark.parametrize("num_pools", [1, 2])
+def test_a_worker_that_answers_does_not_hide_one_that_reads_for_ever(
+    monkeypatch: pytest.MonkeyPatch, num_pools: int
+) -> None:
+    """The two workers belong to one data-parallel rank, or to two."""
+    world = World(monkeypatch, num_pools)
+    copies, num_tokens = world.scheduler.copies[-1], []
+    for number in range(4):
+        copies.condemn([bytes([number]) * 16])
+        num_tokens.append(world.turn())
+        jobs = world.channel.sent[-1][1][-1]
+        world.channel.reply(1, *((job.number, 0) for job in jobs))
+        world.now_s += TIMEOUT_S / 2
+    assert num_tokens == [0, 0, 0, 0]
+    assert world.turn() == 3 * BLOCK + 1
+    assert copies.find([b"x" * 16])() == 1
+    other = submit("b", [1] * (BLOCK + 1), SamplingParams())
+    assert copies.load(other, [], [b"x" * 16]) == (num_pools == 2), "the other rank still reads"
 
 
 def test_files_of_cached_blocks_are_touched_at_most_once_in_a_while(world: World) -> None:

@@ -23,8 +23,9 @@ class CopyLink:
     """Connects the scheduler's copy jobs with the workers.
 
     Args:
-        timeout_s: if no job ends for this time, requests stop waiting for their jobs, and are
-            computed. The jobs keep their blocks, because workers may still write to them.
+        timeout_s: if no job of a data-parallel rank ends on all its workers for this time, requests
+            stop waiting for the rank's jobs, and are computed. The jobs keep their blocks, because
+            workers may still write to them.
     """
 
     def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
@@ -34,7 +35,9 @@ class CopyLink:
         self._number = 0
         self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
         self._waits_for: set[int] = set()  # workers that have not answered the last message
-        self._progress_s = self._touched_s = time.monotonic()
+        self._touched_s = time.monotonic()
+        self._num_ended = [0] * len(scheduler.copies)  # last known ``num_ended`` of each rank
+        self._progress_s = [self._touched_s] * len(scheduler.copies)  # when it last changed
 
     @property
     def is_busy(self) -> bool:
@@ -70,23 +73,31 @@ class CopyLink:
             if answer.number == self._number:
                 self._waits_for.discard(answer.rank)
             for number, num_whole in answer.ended:
-                self._progress_s = now_s
                 scheduler.end_copy(number, answer.rank, num_whole)
         may_touch = now_s - self._touched_s >= TOUCH_S
         if may_touch:
             self._touched_s = now_s
         jobs = scheduler.take_copies(is_idle=is_idle, may_touch=may_touch)
-        if not scheduler.is_copying:
-            self._progress_s = now_s
-        elif now_s - self._progress_s > self._timeout_s:
-            self._progress_s = now_s
-            event(logger, "copies_are_late", logging.WARNING, requests=scheduler.stop_fetching())
+        self._give_up_late(now_s)
         if any(jobs) or (scheduler.is_copying and not self._waits_for):
             self._number += 1
             self._waits_for = set(range(self._channel.num_workers))
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
 
+    def _give_up_late(self, now_s: float) -> None:
+        """Let no request wait for the jobs of a rank that has ended none of them for too long.
+
+        A worker whose files do not answer must not be hidden by other workers, whose files do.
+        """
+        for rank, copies in enumerate(self._scheduler.copies):
+            if not copies.num_running or copies.num_ended != self._num_ended[rank]:
+                self._num_ended[rank], self._progress_s[rank] = copies.num_ended, now_s
+            elif now_s - self._progress_s[rank] > self._timeout_s:
+                self._progress_s[rank] = now_s
+                freed = self._scheduler.stop_fetching(rank)
+                event(logger, "copies_are_late", logging.WARNING, dp_rank=rank, requests=freed)
+
     def reset(self) -> None:
         """Expect no more answers to the last message, because workers have dropped all jobs."""
         self._waits_for.clear()
-        self._progress_s = time.monotonic()
+        self._progress_s = [time.monotonic()] * len(self._progress_s)
