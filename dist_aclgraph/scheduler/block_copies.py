@@ -180,11 +180,14 @@ class BlockCopies:
     def _save(self) -> None:
         """Begin to write the waiting blocks that are still in the prefix cache and have no file.
 
-        First looks up the files; if the answer comes later, a later call begins to write.
+        First looks up the files; if the answer comes later, a later call begins to write. Does
+        nothing while there is no room for another block.
         """
         if self._existing is None:
             first = islice(self._pending, max(0, self._num_free))
             names = [block_hash for _, block_hash, _ in first]
+            if not (names or self._pending_states):
+                return
             look_up = partial(_find_existing, names, tuple(self._pending_states))
             self._existing, self._num_asked = self._look_ups.ask(look_up), len(names)
         if (existing := self._existing()) is None:
@@ -234,6 +237,8 @@ class BlockCopies:
         state, the last of these files must also have a checkpoint with a file.
         """
         wanted = hashes[first:]
+        if not wanted:  # then nobody need wait for a disk
+            return lambda: first
         return self._look_ups.ask(lambda files: first + self._count(wanted, files))
 
     def _count(self, hashes: Sequence[BlockHash], files: Files) -> int:

@@ -180,6 +180,18 @@ def test_copies_take_no_blocks_from_requests_where_shared_blocks_count(
         assert len(unpack_ints(job.block_ids)) == 3
 
 
+def test_nothing_is_looked_up_while_there_is_no_room_to_write() -> None:
+    world = World(8 * NUM_FULL + 1)
+    world.compute()
+    (job,) = world.begin()
+    looked_up: list[bytes] = []
+    world.copies._look_ups.ask = looked_up.append  # type: ignore[assignment,method-assign]
+    for index in range(NUM_FULL):
+        world.copies.note_stored(world.request, index)
+    assert len(job.hashes) == NUM_FULL * 16 and world.begin() == []
+    assert not looked_up and world.copies.is_busy
+
+
 def test_blocks_that_a_disk_never_supplies_leave_room_for_requests_that_compute() -> None:
     world = World(num_blocks=4 * NUM_FULL + 1)
     requests = [submit(str(number), range(9), SamplingParams()) for number in range(4)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from typing import TypeVar
 
 import pytest
 
@@ -13,7 +14,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.kv.look_ups import LIMIT_S, DiskLookUps, Files, LookUps
+from dist_aclgraph.kv.look_ups import LIMIT_S, Answer, DiskLookUps, Files, LookUp, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request
@@ -24,6 +25,7 @@ from dist_aclgraph.steps.step import RowLogprobs, StepPlan, StepResult
 from tests.plans import decode_graph, make_plan
 from tests.unit.scheduler.requests import EOS, submit
 
+T = TypeVar("T")
 DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, number of samples
 
 
@@ -358,6 +360,24 @@ def test_steps_go_on_while_a_disk_does_not_answer() -> None:
     plan = scheduler.schedule()
     assert plan is not None and plan.largest.num_tokens == 1 + 33, "nothing was found"
     answers.set()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 16, 33])
+def test_a_request_without_blocks_to_look_up_waits_for_no_disk(num_tokens: int) -> None:
+    """Its prompt has no block whose KV could be read, or all of its blocks are cached."""
+
+    class Silent(LookUps):
+        def ask(self, look_up: LookUp[T]) -> Answer[T]:
+            return lambda: None
+
+    scheduler = make_scheduler(look_ups=Silent(Files(lambda _: False)))
+    [rank] = scheduler.ranks
+    request = make_request("a", num_tokens)
+    for block_hash in block_hashes(request.tokens.tobytes(), "", 16):
+        [block_id] = rank.pool.allocate(1)
+        rank.pool.store(block_id, block_hash)
+    scheduler.add(request)
+    assert scheduler.schedule() is not None and request.row >= 0
 
 
 def test_ids_are_unique_and_prompts_not_empty() -> None:
