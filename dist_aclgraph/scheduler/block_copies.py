@@ -264,7 +264,7 @@ class BlockCopies:
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Let the files of these blocks be deleted, because they might contain NaN. Until then, no
-        request reads them.
+        request reads them, and blocks that are being read do not enter the prefix cache.
         """
         self._upkeep.condemn(hashes)
 
@@ -297,9 +297,9 @@ class BlockCopies:
     # ---- files alone
 
     def _delete_condemned(self) -> None:
-        """Begin to delete the files of condemned blocks, except blocks that are being written."""
-        saves = (copy for copy in self._running.values() if copy.kind == "save")
-        hashes = self._upkeep.take_condemned({each for copy in saves for each in copy.hashes})
+        """Begin to delete the files of condemned blocks, except blocks that are being copied."""
+        copied = (copy for copy in self._running.values() if copy.kind in ("save", "load"))
+        hashes = self._upkeep.take_condemned({each for copy in copied for each in copy.hashes})
         if hashes:
             states = hashes if self._look_ups.has_states else ()
             self._begin("delete", hashes, [0] * len(hashes), state_hashes=states)
@@ -395,6 +395,7 @@ class BlockCopies:
             self.counts.saved += count
             self.counts.unsaved += total - count
         elif copy.request is not None:
+            count = self._leave_condemned(copy, count)
             self.counts.loaded += count
             self.counts.missed += total - count
             _add(self._missed, copy.hashes[count:])
@@ -406,6 +407,15 @@ class BlockCopies:
         self._end_states(copy, is_whole=count == total)
         self._pool.free(copy.held)
         return copy.request
+
+    def _leave_condemned(self, copy: _Copy, count: int) -> int:
+        """Return how many of the ``count`` leading blocks that were read may be used. Blocks that
+        were condemned meanwhile are cleaned.
+        """
+        names = copy.hashes[:count]
+        usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)
+        self._pool.condemn(copy.block_ids[usable:count])
+        return usable
 
     def _end_states(self, copy: _Copy, *, is_whole: bool) -> None:
         """Release the checkpoints that were written; store or drop the checkpoints that were read.

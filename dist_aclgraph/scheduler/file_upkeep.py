@@ -41,7 +41,7 @@ class FileUpkeep:
         """Return the blocks whose files must be deleted now; ``end_deletion`` comes later.
 
         Args:
-            busy: blocks that are being written; their files are deleted later.
+            busy: blocks that are being copied; their files are deleted later.
         """
         waiting = [
             each for each, is_taken in self._condemned.items() if not is_taken and each not in busy

@@ -123,6 +123,19 @@ def test_a_block_that_is_condemned_after_its_look_up_is_not_read() -> None:
     assert world.copies.load(world.request, [], world.hashes[:3])
 
 
+def test_a_block_that_is_condemned_while_it_is_read_is_not_used() -> None:
+    world = World()
+    assert world.copies.load(world.request, [], world.hashes)
+    (load,) = world.begin()
+    world.copies.condemn(world.hashes[3:])
+    assert world.begin() == [], "the end of the job must know the condemned blocks"
+    assert world.copies.end(load.number, 0, NUM_FULL) is world.request
+    assert len(world.pool.match(world.hashes)) == 3 and world.pool.num_used == 0
+    assert set(unpack_ints(load.block_ids)[3:]) < set(world.pool.take_dirty())
+    (job,) = world.begin()
+    assert job.kind == "delete" and job.hashes == b"".join(world.hashes[3:])
+
+
 def test_files_of_cached_blocks_are_touched_now_and_then() -> None:
     world = World()
     for _ in range(3):
