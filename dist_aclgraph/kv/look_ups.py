@@ -122,9 +122,10 @@ class DiskLookUps(LookUps):
 
     def _is_silent(self) -> bool:
         """Whether the disk must not be used now."""
-        if self._late is None:
+        late = self._late  # another thread may reset it
+        if late is None:
             return False
-        if not self._late.done.is_set() or self._clock() < self._resumes_s:
+        if not late.done.is_set() or self._clock() < self._resumes_s:
             return True
         self._late = None
         return False

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,26 @@ def test_the_last_known_bytes_are_reported_while_the_disk_hangs(world: World) ->
     world.now_s += LIMIT_S
     world.look_ups.num_bytes()
     assert world.look_ups.num_late == 1
+
+
+def test_another_thread_may_end_the_pause(world: World) -> None:
+    class Raced(DiskLookUps):
+        """The loop's thread ends the pause after a thread for metrics has seen the pause."""
+
+        @property
+        def _late(self) -> Any:
+            return self.__dict__.pop("late", None)
+
+        @_late.setter
+        def _late(self, late: Any) -> None:
+            self.__dict__["late"] = late
+
+    world.look_ups = Raced(Files(NEAR.__eq__), Files(world.is_found), lambda: world.now_s)
+    world.works.clear()
+    first = world.ask(FAR)
+    world.now_s += LIMIT_S
+    assert first() is False
+    assert world.ask(NEAR)() is True, "the disk has not answered"
 
 
 @pytest.mark.parametrize("names", [(HOST,), (HOST, DISK), (DISK,)])
