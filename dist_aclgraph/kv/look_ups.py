@@ -22,7 +22,8 @@ from dist_aclgraph.logs import event
 
 LIMIT_S = 1.0  # maximum time of a look-up on the disk
 PAUSE_S = 30.0  # after a look-up was too late, the disk is not used for this time
-# The caller waits this long for an answer, because most answers come sooner than the next step.
+# The caller waits this long for an answer, because most answers come sooner than the next step. If
+# an earlier call has no answer, the caller does not wait, so that many requests delay a step once.
 GRACE_S = 0.001
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class DiskLookUps(LookUps):
         self._clock = clock
         self._late: _Call | None = None  # the call that the disk has not answered in time
         self._resumes_s = 0.0
+        self._last: _Call | None = None
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="kv-look-ups", daemon=True).start()
 
@@ -116,8 +118,10 @@ class DiskLookUps(LookUps):
         if self._is_silent():
             return super().ask(look_up)
         call = _Call(partial(look_up, self._everywhere), self._clock() + LIMIT_S)
+        last, self._last = self._last, call
         self._calls.put(call)
-        call.done.wait(GRACE_S)
+        if last is None or last.done.is_set():
+            call.done.wait(GRACE_S)
         return partial(self._result, call, look_up)
 
     def _is_silent(self) -> bool:

@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.kv import look_ups
 from dist_aclgraph.kv.block_files import BlockFiles
-from dist_aclgraph.kv.look_ups import LIMIT_S, PAUSE_S, DiskLookUps, Files, look_ups_of
+from dist_aclgraph.kv.look_ups import (
+    GRACE_S,
+    LIMIT_S,
+    PAUSE_S,
+    DiskLookUps,
+    Files,
+    _Call,
+    look_ups_of,
+)
 from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
 
 NEAR, FAR = b"n" * 16, b"f" * 16
@@ -108,6 +117,26 @@ def test_the_last_known_bytes_are_reported_while_the_disk_hangs(world: World) ->
     world.now_s += LIMIT_S
     world.look_ups.num_bytes()
     assert world.look_ups.num_late == 1
+
+
+def test_many_questions_delay_the_caller_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float | None] = []
+
+    class Counted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(
+        look_ups, "_Call", lambda run, deadline_s: _Call(run, deadline_s, Counted())
+    )
+    world.works.clear()
+    answers = [world.ask(FAR) for _ in range(5)]
+    assert waits == [GRACE_S]
+    world.works.set()
+    assert all(map(settled, answers)) and settled(world.ask(FAR)) and len(waits) == 2
 
 
 def test_another_thread_may_end_the_pause(world: World) -> None:
