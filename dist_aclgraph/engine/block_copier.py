@@ -53,7 +53,7 @@ class _Upkeep:
 
     number: int
     kind: JobKind
-    files: Sequence[FileName]
+    files: deque[FileName]  # the files that the thread has not used yet
 
 
 @dataclass
@@ -164,7 +164,7 @@ class BlockCopier:
     def begin_upkeep(self, number: int, kind: JobKind, files: Sequence[FileName]) -> None:
         """Begin a job that uses files alone. Blocks of earlier jobs may be written later."""
         self._upkeep.add(number)
-        self._for_files.put(_Upkeep(number, kind, files))
+        self._for_files.put(_Upkeep(number, kind, deque(files)))
 
     def advance(self) -> list[tuple[int, int]]:
         """Continue all copy jobs, without waiting for the device or for files.
@@ -268,7 +268,9 @@ class BlockCopier:
         while (work := self._next_work()) is not None:
             try:
                 if isinstance(work, _Upkeep):
-                    self._keep_up(work)
+                    if not self._keep_up(work):
+                        self._for_files.put(work)
+                        continue
                 else:
                     piece = work.piece
                     assert piece is not None
@@ -288,12 +290,21 @@ class BlockCopier:
             logger.exception("copying a KV block to the second tier failed")
         return self._for_files.get()
 
-    def _keep_up(self, work: _Upkeep) -> None:
-        for block_hash, depth in work.files:
+    def _keep_up(self, work: _Upkeep) -> bool:
+        """Continue a job that uses files alone; return whether it has ended.
+
+        A "touch" lets other work go first, for which requests wait. A "delete" does not, because a
+        later job can write the same blocks again.
+        """
+        while work.files:
+            block_hash, depth = work.files.popleft()
             if work.kind == "delete":
                 self._tiers.delete(block_hash)
-            else:
-                self._tiers.touch(block_hash, depth)
+                continue
+            self._tiers.touch(block_hash, depth)
+            if not self._for_files.empty():
+                return not work.files
+        return True
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of written blocks, or of leading

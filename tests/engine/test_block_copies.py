@@ -306,6 +306,36 @@ def test_a_prefix_in_the_cache_touches_its_files(
     assert min(times) > 1.0 and times == sorted(times, reverse=True), "later blocks look older"
 
 
+def test_a_job_that_touches_many_files_lets_other_work_go_first(npu: Npu, tmp_path: Path) -> None:
+    tiers, order = make_tiers(tmp_path), list[str]()
+    begun, goes_on, write = threading.Event(), threading.Event(), tiers.write
+
+    def touch(block_hash: bytes, depth: int) -> None:
+        begun.set()
+        assert goes_on.wait(WAIT_S)
+        order.append("touch")
+
+    def note(block_hash: bytes, block: memoryview, depth: int = 0) -> bool:
+        order.append("write")
+        return write(block_hash, block, depth)
+
+    tiers.touch, tiers.write = touch, note  # type: ignore[method-assign]
+    tensor = torch.zeros((4, 8), device=npu.device)
+    copier = BlockCopier(npu, lambda: [tensor], tiers)
+    copier.begin_upkeep(0, "touch", [(bytes([n] * 16), n) for n in range(3)])
+    assert begun.wait(WAIT_S)
+    copier.begin(1, np.array([1]), [(bytes(16), 0)], is_load=False)
+    while copier._for_files.empty():
+        copier.advance()
+    goes_on.set()
+    ended: list[tuple[int, int]] = []
+    while len(ended) < 2:
+        ended += copier.advance()
+    assert order == ["touch", "write", "touch", "touch"]
+    assert sorted(ended) == [(0, 0), (1, 1)]
+    copier.close()
+
+
 def test_copies_end_with_an_abort_of_the_device(
     runner: ModelRunner, tiers: KVTiers, expected: list[list[int]]
 ) -> None:
