@@ -157,7 +157,7 @@ class KVTiers:
         tiers, others = {}, {}
         for tier, root, gib, key in (
             (HOST, host_root(config), kv.host_gib, "kv.host_gib"),
-            (DISK, Path(kv.disk or "").expanduser(), kv.disk_gib, "kv.disk_gib"),
+            (DISK, disk_root(config), kv.disk_gib, "kv.disk_gib"),
         ):
             if gib and (tier == HOST or kv.disk is not None):
                 tiers[tier] = _open(root, Path(identity, name), gib, key)
@@ -252,6 +252,20 @@ class KVTiers:
 def host_root(config: Config) -> Path:
     """Return this user's folder for copies in memory."""
     return Path(config.kv.host_path) / f"{PREFIX}{os.getuid()}"
+
+
+def disk_root(config: Config) -> Path:
+    """Return the folder for copies on disk; the current folder if ``kv.disk`` is not set.
+
+    Raises:
+        ConfigError: the folder begins with the home of a user that does not exist.
+    """
+    try:
+        return Path(config.kv.disk or "").expanduser()
+    except RuntimeError as e:
+        raise ConfigError(
+            f"kv.disk is {config.kv.disk}, but this node knows no such home: write the whole path"
+        ) from e
 
 
 class HostCopies:

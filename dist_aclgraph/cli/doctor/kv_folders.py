@@ -10,8 +10,9 @@ from pathlib import Path
 
 from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.block_files import BlockFiles
-from dist_aclgraph.kv.tiers import GIB, foreign_problem, host_root
+from dist_aclgraph.kv.tiers import GIB, disk_root, foreign_problem, host_root
 
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -47,7 +48,7 @@ def _memory(config: Config, mounts: Path) -> Finding:
 
 
 def _disk(config: Config, mounts: Path) -> Finding:
-    root, name = Path(config.kv.disk or "").expanduser(), "kv.disk"
+    root, name = disk_root(config), "kv.disk"
     kind = file_system(root, mounts)
     problem = _problem(root, config.kv.disk_gib, "kv.disk_gib")
     if problem is not None:
@@ -130,6 +131,9 @@ def _within_limit(name: str, check: Callable[[], Finding]) -> Finding:
         except OSError as e:
             remedy = "choose another folder, or repair its file system"
             found.append(Finding(name, False, f"{e.filename}: {e.strerror}", remedy))
+        except ConfigError as e:
+            problem, _, remedy = str(e).partition(": ")
+            found.append(Finding(name, False, problem, remedy))
 
     thread = threading.Thread(target=run, name="kv-folder", daemon=True)
     thread.start()

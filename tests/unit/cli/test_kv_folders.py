@@ -14,7 +14,8 @@ from dist_aclgraph.cli.doctor import kv_folders
 from dist_aclgraph.cli.doctor.kv_folders import file_system, kv_findings
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.config import Config, make_config
-from dist_aclgraph.kv.tiers import host_root
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.kv.tiers import disk_root, host_root
 
 MOUNTS = """\
 22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -103,6 +104,17 @@ def test_a_folder_of_other_users_is_a_fault(tmp_path: Path, mounts: Path) -> Non
 
     assert finding.mark == "FIX " and "other users can write" in finding.found
     assert "chmod go-w" in finding.remedy
+
+
+def test_the_home_of_an_unknown_user_is_a_fault(mounts: Path) -> None:
+    config = configure(disk="~nobody-has-this-name/kv")
+
+    (finding,) = kv_findings(config, mounts)
+
+    assert finding.mark == "FIX " and "~nobody-has-this-name/kv" in finding.found
+    assert "whole path" in finding.remedy
+    with pytest.raises(ConfigError, match="no such home"):
+        disk_root(config)
 
 
 def test_a_folder_without_permission_is_a_fault(
