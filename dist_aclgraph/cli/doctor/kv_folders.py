@@ -66,10 +66,11 @@ def _disk(config: Config, mounts: Path) -> Finding:
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
     """Return the type of a path's file system, e.g. tmpfs or nfs4; "unknown" if it is not listed.
 
-    The type is read from the list of mounts, because a call of the file system may hang.
+    The type is read from the list of mounts. Links are followed, which hangs if their file system
+    hangs.
     """
     best, kind = -1, "unknown"
-    wanted = os.path.abspath(path)
+    wanted = os.path.realpath(path)
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         before, _, after = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4])

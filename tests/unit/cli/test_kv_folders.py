@@ -52,6 +52,12 @@ def test_the_file_system_is_that_of_the_innermost_mount(mounts: Path, path: str,
     assert file_system(Path(path), mounts) == kind
 
 
+def test_the_file_system_of_a_link_is_that_of_its_target(tmp_path: Path, mounts: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/mnt/over")
+    assert file_system(link / "kv", mounts) == "fuse.sshfs"
+
+
 def test_folders_with_enough_space_are_fine(tmp_path: Path, mounts: Path) -> None:
     config = configure(
         host_gib=0.001, host_path=str(tmp_path), disk=str(tmp_path / "disk"), disk_gib=0.001
