@@ -58,6 +58,7 @@ def test_a_fault_is_carried_out_and_told_in_a_table(temporary: Path, npu: object
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, rare(signal.SIGINT)])
 def test_a_rig_that_is_stopped_leaves_no_process_and_no_file(
     temporary: Path, npu: object, heard_signals: None, number: signal.Signals

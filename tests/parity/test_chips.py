@@ -45,7 +45,7 @@ A2_OLD, A2, A3 = CHIPS
 # Each architecture occurs once, and each chip twice, with and without experts. The profile "full"
 # tries all combinations.
 FEW = [
-    ("Qwen3ForCausalLM", *A2_OLD),
+    slow("Qwen3ForCausalLM", *A2_OLD),
     ("Qwen3MoeForCausalLM", *A3),
     slow("LlamaForCausalLM", *A2),
     slow("Qwen2ForCausalLM", *A3),
