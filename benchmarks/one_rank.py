@@ -25,10 +25,10 @@ from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
+from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.planning.buckets import candidate_families
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2

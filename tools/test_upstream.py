@@ -178,7 +178,7 @@ def left_out_of(data: Mapping[str, Any]) -> list[str]:
 
 
 def names_of(data: Mapping[str, Any], tests: Path) -> list[str]:
-    """Return the files of tests without those that the data leaves out."""
+    """Return the files of tests that the data does not leave out."""
     left_out = left_out_of(data)
     found = {str(p.relative_to(tests)) for pattern in data["files"] for p in tests.glob(pattern)}
     return sorted(name for name in found if not any(fnmatchcase(name, p) for p in left_out))

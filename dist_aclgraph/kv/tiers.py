@@ -233,8 +233,8 @@ class KVTiers:
             files.touch(block_hash, depth)
 
     def delete(self, block_hash: BlockHash) -> None:
-        """Delete a block's files in all tiers, also those of groups that divide the heads in other
-        ways.
+        """Delete a block's files in all tiers. This includes the files of groups that divide the
+        heads in other ways.
         """
         for files in self._all:
             files.delete(block_hash)

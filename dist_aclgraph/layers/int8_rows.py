@@ -1,7 +1,7 @@
 """Rows in int8 with one scale each, and the operators that compute them.
 
 ``npu_dynamic_quant`` converts rows to int8, so that the largest element of each row becomes 127.
-Fused operators (``planning/fusions.py``) convert rows while they compute them: the result of a norm
+Fused operators (``models/fusions.py``) convert rows while they compute them: the result of a norm
 or of SwiGLU, which they do not round first; or rows sorted by experts (``LocalExperts``).
 """
 

@@ -14,10 +14,10 @@ from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
 from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
 from dist_aclgraph.models.attention_kinds import AttentionKinds
+from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
-from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 

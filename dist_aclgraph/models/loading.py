@@ -17,9 +17,9 @@ from dist_aclgraph.layers.local_experts import Activation, ExpertProduct, Groupe
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
+from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.models.int4_products import Int4Weights, SharedZeros
 from dist_aclgraph.models.int8_weights import Matrix
-from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.int4_formats import Int4Format
 
 WeightSource = Checkpoint | DummyCheckpoint

@@ -237,7 +237,7 @@ class BlockCopies:
         state, the last of these files must also have a checkpoint with a file.
         """
         wanted = hashes[first:]
-        if not wanted:  # then nobody need wait for a disk
+        if not wanted:  # so that no request waits for a disk
             return lambda: first
         return self._look_ups.ask(lambda files: first + self._count(wanted, files))
 

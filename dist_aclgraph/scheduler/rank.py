@@ -303,7 +303,6 @@ class RankScheduler:
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
         """Return the decided step and its message; the step is empty if no request runs.
 
-
         If all requests of the step decode, the caller must call ``GroupRows.take_off`` for the
         step.
         """

@@ -1,5 +1,5 @@
-"""A load that several groups share. Compared are two rules for sending requests to groups, and the
-deployment with and without copies of KV.
+"""A load that several groups share. This module compares two rules for sending requests to groups.
+It also compares the deployment with copies of KV and without them.
 
 All groups run at the same time, each with its own clock. The group whose clock is behind runs the
 next step. When a request is sent, all groups have been simulated up to its arrival.
@@ -8,8 +8,8 @@ next step. When a request is sent, all groups have been simulated up to its arri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from dist_aclgraph.ints import pack_ints
@@ -21,6 +21,9 @@ from dist_aclgraph.simulate.load import Arrival
 
 BY_CACHE = "by what is cached and waits"
 BY_COUNT = "fewest outstanding"
+# See ``RequestRouter.for_role``; takes the prompt and ``may_hand_over``.
+ChooseRole = Callable[..., tuple[bool, Collection[str]]]
+
 WITH_COPIES, WITHOUT_COPIES = "with copies", "without copies"
 
 
@@ -58,15 +61,18 @@ class RoutedLoad:
     """Plays a load on several groups.
 
     Args:
-        roles: chooses between groups of two roles; None if all groups do all work.
+        choose_role: ``RequestRouter.for_role`` for this load; None if all groups do all work.
     """
 
     def __init__(
-        self, routing: Routing, groups: Sequence[SimulatedGroup], roles: Roles | None = None
+        self,
+        routing: Routing,
+        groups: Sequence[SimulatedGroup],
+        choose_role: ChooseRole | None = None,
     ) -> None:
         self._routing = routing
         self._groups = {str(index): group for index, group in enumerate(groups)}
-        self._roles = roles
+        self._choose_role = choose_role
         self._arrivals: dict[str, Arrival] = {}  # requests that a prefill group has
 
     def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
@@ -89,9 +95,9 @@ class RoutedLoad:
         """
         prompt = pack_ints([*coming.token_ids(int(name)), *output])
         hands_over, among = False, list(self._groups)
-        if self._roles is not None:
+        if self._choose_role is not None:
             may_hand_over = not output and coming.output_tokens > 1
-            hands_over, able = self._roles.choose(prompt, may_hand_over=may_hand_over)
+            hands_over, able = self._choose_role(prompt, may_hand_over=may_hand_over)
             among = list(able)
         chosen = self._routing.route(name, prompt, "", among)
         group = self._groups[chosen]
@@ -162,22 +168,6 @@ class RoutedLoad:
         return found
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Chooses between groups of two roles, by the rule of the ingress.
-
-    Attributes:
-        prefill_from: see ``RequestRouter.for_role``.
-    """
-
-    router: RequestRouter
-    prefill_from: Mapping[str, int]
-
-    def choose(self, prompt: bytes, *, may_hand_over: bool) -> tuple[bool, Collection[str]]:
-        """See ``RequestRouter.for_role``."""
-        return self.router.for_role(prompt, "", self.prefill_from, may_hand_over=may_hand_over)
-
-
 def make_router(groups: Sequence[SimulatedGroup]) -> RequestRouter:
     """Return a router that knows the groups by their indices."""
     router = RequestRouter()
@@ -204,11 +194,11 @@ def compare_copies(
     rows = []
     for name, has_copies in ((WITH_COPIES, True), (WITHOUT_COPIES, False)):
         groups = make_groups(has_copies)
-        router, roles = make_router(groups), None
+        router, choose_role = make_router(groups), None
         if has_copies and num_prefill:
             limits = {str(i): prefill_from if i < num_prefill else 0 for i in range(len(groups))}
-            roles = Roles(router, limits)
-        load = RoutedLoad(router, groups, roles)
+            choose_role = partial(router.for_role, cache_salt="", prefill_from=limits)
+        load = RoutedLoad(router, groups, choose_role)
         rows.append({"name": name, **load.play(make_arrivals(), lambda: None)})
     return rows
 

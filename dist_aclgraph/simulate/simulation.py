@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -95,15 +96,8 @@ def simulate(
     began_s = time.perf_counter()
     groups = []
     for index, kind in enumerate(played):
-        group = SimulatedGroup(
-            deployment,
-            kind.negotiated,
-            num_blocks,
-            times,
-            shares_plan_with=kind.num_groups if is_shared else 1,
-            accepted=options.accepted or 0.0,
-            seed=options.seed,
-        )
+        make_group = _group_maker(deployment, kind, options, times, num_blocks)
+        group = make_group(shares_plan_with=kind.num_groups if is_shared else 1)
 
         def show(share: float, index: int = index) -> None:
             on_progress((index + share) / len(played))
@@ -258,6 +252,25 @@ def _play(
     group.play_requests(drawn, lambda: on_progress(done()))
 
 
+def _group_maker(
+    deployment: AssumedDeployment,
+    kind: GroupKind,
+    options: LoadOptions,
+    times: StepTimes,
+    num_blocks: int,
+) -> Callable[..., SimulatedGroup]:
+    """Return a function that makes a group of this kind; it takes further keywords of the group."""
+    return partial(
+        SimulatedGroup,
+        deployment,
+        kind.negotiated,
+        num_blocks,
+        times,
+        accepted=options.accepted or 0.0,
+        seed=options.seed,
+    )
+
+
 def _routing(
     deployment: AssumedDeployment,
     kind: GroupKind,
@@ -270,18 +283,9 @@ def _routing(
     if not options.beginnings or num_groups == 1:
         return None
     share = Fraction(num_groups, len(deployment.layout.lockstep_groups))
+    make_group = _group_maker(deployment, kind, options, times, num_blocks)
     return compare_routing(
-        lambda: [
-            SimulatedGroup(
-                deployment,
-                kind.negotiated,
-                num_blocks,
-                times,
-                accepted=options.accepted or 0.0,
-                seed=options.seed,
-            )
-            for _ in range(num_groups)
-        ],
+        lambda: [make_group() for _ in range(num_groups)],
         lambda: draw_load(deployment, options, num_blocks, share=share),
     )
 
@@ -300,20 +304,12 @@ def _copies(
     num_groups = min(len(all_groups), MAX_GROUPS)
     share = Fraction(num_groups, len(all_groups))
     per_node = max(1, deployment.config.device.npus_of_node // len(all_groups[0]))
+    make_group = _group_maker(deployment, kind, options, times, num_blocks)
 
     def make_groups(has_copies: bool) -> list[SimulatedGroup]:
         nodes = [SimulatedNode.of(deployment) for _ in range(-(-num_groups // per_node))]
         return [
-            SimulatedGroup(
-                deployment,
-                kind.negotiated,
-                num_blocks,
-                times,
-                accepted=options.accepted or 0.0,
-                seed=options.seed,
-                node=nodes[index // per_node] if has_copies else None,
-                rates=rates,
-            )
+            make_group(node=nodes[index // per_node] if has_copies else None, rates=rates)
             for index in range(num_groups)
         ]
 

@@ -33,7 +33,8 @@ sys.meta_path.insert(0, Mocks())
 def register() -> None:
     """Change three parts of vllm-ascend, in each process that loads its plugins.
 
-    The import of its own kernels, which are not compiled, is tried before the model is compiled.
+    vllm-ascend's own kernels are imported before the model is compiled; the import fails, because
+    the kernels are not built.
     The warm-up of ATB, whose operators are not emulated, does nothing; nothing uses its result.
     The slots of tokens are computed by torch, because there is no triton.
     """

@@ -14,9 +14,9 @@ from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.shapes.families import read_model_spec

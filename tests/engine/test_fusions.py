@@ -21,8 +21,8 @@ from dist_aclgraph.layers.local_experts import LocalExperts, swiglu
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.planning.chip import Chip
-from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.shapes.families import read_model_spec
 from tests.checkpoints import make_prompts, make_reference
 from tests.engine.runners import MAX_LEN, make_runner
@@ -147,7 +147,7 @@ def test_logits_stay_near_those_of_separate_operators(
         for chosen in ("none", "auto")
     )
 
-    # Other roundings to int8 add errors of the size of those that int8 adds to floats.
+    # A different rounding to int8 adds errors that are as large as the errors of int8 itself.
     assert 0 < (fused - twin).norm() < 0.12 * twin.norm()
 
 

@@ -27,12 +27,12 @@ from dist_aclgraph.environment import is_soft_partition, launch_blocking, visibl
 from dist_aclgraph.errors import DeviceError, DeviceFault, NotBoundError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
+from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.exchange import ExchangeRule
-from dist_aclgraph.planning.fusions import Fusions
 from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost

@@ -24,7 +24,7 @@ PARAM = "kv_transfer_params"
 
 
 class TransferParams(Body):
-    """The parameters of a request. Those that name the other service have no effect."""
+    """The parameters of a request. The ``remote_*`` parameters have no effect."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None

@@ -119,8 +119,8 @@ static HcclResult launch_exchange(const Comm &c, aclrtStream stream, const char 
 }
 
 // The sends and receives that a thread calls between HcclGroupStart and HcclGroupEnd. The outermost
-// end launches those of one communicator and stream as one task, so that ranks may call them in any
-// order.
+// HcclGroupEnd launches the calls of one communicator and stream as one task, so that ranks may make
+// these calls in any order.
 namespace {
 struct Batch {
   Comm comm;

@@ -8,8 +8,8 @@ import pytest
 
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.versions import DEFAULT, LINES
+from dist_aclgraph.models.fusions import FUSIONS, Fusions
 from dist_aclgraph.planning.chip import Chip
-from dist_aclgraph.planning.fusions import FUSIONS, Fusions
 
 A2 = Chip("Ascend910B1", "9.1.0")
 
