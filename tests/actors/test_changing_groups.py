@@ -217,6 +217,9 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
     num_resumed = service.client.num_resumed
     pair.weights.rename(pair.away)
     with streams(service) as found:
+        # All streams of a group can pause at once; these long requests are running.
+        held = [service.submit(f"d{i}", PROMPTS[i % 4], greedy_params(LONG)) for i in range(8)]
+        assert all(answer.began.wait(60) for answer in held)
         os.kill(pids_of(service)[1], signal.SIGKILL)
 
         wait_until(lambda: bool(service.report()["missing_groups"]["reason"]), "no word", START_S)
@@ -234,6 +237,9 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
         assert_streams_go_on(found)
     assert service.client.num_resumed > num_resumed
     assert_all_equal(found, pair.wanted)
+    for answer in held:
+        assert answer.ended.wait(120)
+        assert (answer.finish_reason, answer.error) == ("length", "")
     assert len(names_of(service) & names) == 1
     wait_until(lambda: service.report()["missing_groups"] == {"count": 0, "reason": ""}, "trouble")
 
