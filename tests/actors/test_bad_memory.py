@@ -42,7 +42,6 @@ def run_all(service: Serving, prefix: str, strike: Any = lambda: None) -> list[l
     return tokens_of(ANSWER_S, answers)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_path: Path) -> None:
     arms = tmp_path / "arms"
@@ -73,7 +72,6 @@ def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_process_whose_library_lost_memory_is_replaced(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,6 @@ def check_that_a_router_waits_for_files(service: Serving) -> None:
     assert copied(service)["saved"] == before + 90 // BLOCK
 
 
-@pytest.mark.timeout(900)
 def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Path) -> None:
     """When it is killed, the other group does everything."""
     kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(tmp_path), "host_gib": 0.1}
@@ -86,7 +85,6 @@ def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Pa
         assert tokens_of(ANSWER_S, submit_all(service, "degraded")) == wanted
 
 
-@pytest.mark.timeout(900)
 def test_blocks_outlive_a_killed_worker_and_then_the_service(
     checkpoint: Path, tmp_path: Path
 ) -> None:

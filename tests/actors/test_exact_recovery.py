@@ -42,7 +42,6 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_all_streams_go_on_with_the_tokens_that_they_would_have_had(checkpoint: Path) -> None:
     config = make_deployment_config(
         checkpoint,

@@ -51,7 +51,6 @@ def plan_of(service: Serving) -> Any:
     return service.report()["plan"]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -82,7 +81,6 @@ def test_survivors_of_a_killed_worker_go_on_with_all_streams(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpoint: Path) -> None:
     """If a rejoined group dies soon after its start, its survivors are not used again."""
     config = make_deployment_config(checkpoint, parallel={"tp": 2})
@@ -103,7 +101,6 @@ def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_where_survivors_make_no_group_another_one_is_built(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
-pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.bench]
 
 NUMBERS = (1, 2)  # numbers of shards, and numbers of prompt ranks
 CONTEXTS, PROMPT, BLOCKS, BLOCK_SIZE, LAYERS = (64, 256), 256, 2, 128, 2

@@ -10,7 +10,7 @@ import pytest
 from tests.bench import runs
 from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
-pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.bench]
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 WORKLOADS = ("1", "16", "mixed")

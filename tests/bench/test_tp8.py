@@ -9,7 +9,7 @@ import pytest
 from tests.bench import runs
 from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
-pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.bench]
 
 # For each graph mode, the modes in which its steps may run.
 STEPS = {"NONE": {"eager"}, "PIECEWISE": {"piecewise"}, "FULL": {"full"}}

@@ -16,7 +16,7 @@ from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import wait_until
 from tests.slow import rare
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster]
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 600.0

@@ -14,7 +14,7 @@ from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service, Stream, serving
 from tests.slow import rare
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster]
 
 OWNER, INGRESS, RAYLET, GCS = "serve:owner", "serve:ingress", "raylet", "gcs_server"
 LONG = 200  # tokens of an answer that still runs when a process is killed

@@ -13,7 +13,7 @@ from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_deaths import OWNER, RAYLET, end, kill
 from tests.cli.test_recovery import serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 def in_a_terminal(command: list[str]) -> list[str]:

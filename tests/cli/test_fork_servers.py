@@ -15,7 +15,7 @@ from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_deaths import LONG, RAYLET, fork_servers, kill
 from tests.cli.test_recovery import Service, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 def servers_of_all(service: Service) -> set[int]:

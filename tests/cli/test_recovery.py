@@ -164,7 +164,6 @@ def service() -> Iterator[Service]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.cluster
 def test_the_death_of_the_only_group_costs_time_and_no_request_until_no_restart_is_left(
     service: Service, npu: object
@@ -202,7 +201,6 @@ def test_the_death_of_the_only_group_costs_time_and_no_request_until_no_restart_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.cluster
 def test_a_controller_that_dies_or_hangs_takes_its_groups_along_and_no_request(npu: object) -> None:
     with serving("recovery.restarts_per_hour=2", "timeouts.link_s=5") as service:

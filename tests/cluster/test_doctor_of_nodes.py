@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.several_nodes import Nodes
 from tests.ports import free_ports
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HEAD, LEFT, RIGHT = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 DOCTOR = """

@@ -14,7 +14,7 @@ import pytest
 from dist_aclgraph.config import load_config
 from tests.cluster.several_nodes import APART, Nodes, Program, on_one_node
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 CONFIG = "configs/tiny-qwen3.yaml"
 ONE_NPU_EACH = {

@@ -15,7 +15,7 @@ from tests.cli.test_deaths import OWNER
 from tests.cli.test_recovery import serving
 from tests.cluster.several_nodes import Nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ACTORS = "ray::Controller", "ray::Engine", "ray::Worker"
 
 

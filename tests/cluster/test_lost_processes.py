@@ -15,7 +15,7 @@ from tests.cluster.several_nodes import OVER_NODES, Nodes, Program, on_one_node
 from tests.cluster.test_lost_nodes import ANSWER, ask
 from tests.slow import rare
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 CONFIG = "configs/tiny-deepseek.yaml"
 PROMPTS = [[70 + i, 71, 72] for i in range(8)]

@@ -41,7 +41,6 @@ from tests.namespaces import Node, nodes, why_no_nodes
 pytestmark = [
     pytest.mark.namespaces,
     pytest.mark.skipif(why_no_nodes() is not None, reason=str(why_no_nodes())),
-    pytest.mark.timeout(900),
 ]
 
 PORT = 8123

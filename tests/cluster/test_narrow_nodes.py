@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.several_nodes import APART, Nodes
 from tests.cluster.test_lost_nodes import ANSWER, ask
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 CONFIG = "configs/tiny-qwen3.yaml"
 IN_A_RACK = {

@@ -21,7 +21,6 @@ from tests.namespaces import why_no_nodes
 pytestmark = [
     pytest.mark.namespaces,
     pytest.mark.skipif(why_no_nodes() is not None, reason=str(why_no_nodes())),
-    pytest.mark.timeout(600),
 ]
 
 TINY = "configs/tiny-qwen3.yaml"

@@ -40,7 +40,7 @@ from tests.cluster.several_nodes import (
 )
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HEAD, LEFT, RIGHT = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 STREAM_TOKENS = 400

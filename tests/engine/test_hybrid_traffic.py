@@ -126,7 +126,6 @@ def make_small_hybrid(directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_random_steps_give_every_slot_checkpoint_and_block_back(npu: Any, tmp_path: Path) -> None:
     make_small_hybrid(tmp_path)
     chance = random.Random(3)

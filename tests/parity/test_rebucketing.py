@@ -41,7 +41,6 @@ def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [

@@ -32,7 +32,6 @@ def asked():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_emulator_answers_as_it_says():
     report = probe(asked())
 
@@ -44,7 +43,6 @@ def test_the_emulator_answers_as_it_says():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_pretended_device_differs_by_what_was_planted():
     report = probe(asked(), pretended.main, streams=STREAMS)
 
