@@ -37,8 +37,8 @@ JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 OTHERS = $(SPREAD) --ignore=tests/emulator --ignore=tests/clients
-quick: setup-dev ## Run the tests that need neither device nor Ray, in less than a minute
-	$(SPREAD) -m "not slow" tests/unit tests/text
+quick: setup-dev ## Run the tests that need neither device nor Ray, in about a minute on two cores
+	$(SPREAD) -n 2 -m "not slow" tests/unit tests/text
 
 test: setup-dev emulator ## Lint, and run the tests that each change must pass
 	@$(MAKE) --no-print-directory lint & lint=$$!; \
@@ -46,12 +46,9 @@ test: setup-dev emulator ## Lint, and run the tests that each change must pass
 	$(OTHERS) -m "not slow and not bench and not namespaces"
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
-# Whole services, and clusters of several nodes, run last. Each of their tests starts a Ray of its own, and waits for
-# it for most of the time.
 test-more: setup-dev emulator ## Run the tests that make test leaves out: more models, layouts, chips and faults
 	$(SPREAD) -m slow tests/emulator
-	$(OTHERS) --ignore=tests/cluster --ignore=tests/cli -m "slow and not rare and not bench and not namespaces"
-	$(SPREAD) -m "slow and not rare and not bench and not namespaces" tests/cluster tests/cli
+	$(OTHERS) -m "slow and not rare and not bench and not namespaces"
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
 
 # The number of frames that strangers send to the ports of a deployment while it streams. 100,000 frames took

@@ -95,7 +95,7 @@ def read(log: Path) -> Results:
 def record(log: Path, name: str, left_out: list[str]) -> int:
     import pytest
 
-    options = ["-q", "-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "-p", "no:timeout"]
+    options = ["-q", "-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider"]
     return int(pytest.main([*options, name], plugins=[Recorder(log, left_out)]))
 
 

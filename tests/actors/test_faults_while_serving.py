@@ -173,13 +173,13 @@ def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: fl
 
 @pytest.mark.slow
 def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
-    with busy(checkpoint, 6, parallel={"dp": 2}) as run:
+    with busy(checkpoint, 6, parallel={"dp": 2}, timeouts={"link_s": 60.0}) as run:
         service = run.service
 
         run.kill(1)
 
         for answer in run.answers:
-            assert answer.ended.wait(60)
+            assert answer.ended.wait(ANSWER_S)
             assert not answer.error
         assert service.client.num_resumed == 3
         service.generate(make_prompts([20] * 3), greedy_params(10), "again")

@@ -85,7 +85,10 @@ from dist_aclgraph.actors.host import processes
 cluster = Cluster()
 wanted = json.loads(sys.argv[1])
 for number, options in enumerate(wanted, 2):
-    more = {} if cluster.head_node else {"include_dashboard": False}
+    # No test needs these processes, which read logs all the time, and start machines.
+    more = {"include_log_monitor": False, "no_monitor": True}
+    if cluster.head_node is None:
+        more["include_dashboard"] = False
     try:
         cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=4, **options, **more)
     except Exception as e:  # Ray gives up after half a minute, but the node can still come up later

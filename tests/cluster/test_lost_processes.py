@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from dist_aclgraph.config import load_config
+from dist_aclgraph.planning.way_back import SOUND_S
 from tests.cluster.several_nodes import OVER_NODES, Nodes, Program, on_one_node
 from tests.cluster.test_lost_nodes import ANSWER, ask
 from tests.slow import rare
@@ -19,8 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 CONFIG = "configs/tiny-deepseek.yaml"
 PROMPTS = [[70 + i, 71, 72] for i in range(8)]
-# So few that the second process dies within ``SOUND_S`` after the return of the group.
-NUM_TOKENS = 200
+NUM_TOKENS = 60
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def test_survivors_of_all_nodes_go_on_and_right_behind_that_all_is_built_anew(
         assert program.read() == "up"
         where, _, workers, [engine] = ask(program, "where")
 
+        start_s = time.monotonic()
         assert strike(program, engine if first == "engine" else workers[3]) == alone
 
         now, _, survivors, [another] = ask(program, "where")
@@ -56,6 +58,9 @@ def test_survivors_of_all_nodes_go_on_and_right_behind_that_all_is_built_anew(
         assert survivors[:3] == workers[:3]
         assert (survivors[3] == workers[3]) == (first == "engine")
 
+        is_soon = time.monotonic() - start_s < SOUND_S
         assert strike(program, another if first == "worker" else survivors[0]) == alone
 
+        if not is_soon:
+            pytest.skip("the machine is so slow that the group counted as sound again")
         assert not set(ask(program, "where")[2]) & set(survivors)

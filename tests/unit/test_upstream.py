@@ -103,6 +103,7 @@ def test_after(): device.synchronize()
     assert row(page, "all") == ["1", "1", "", "", "", ""]
 
 
+@pytest.mark.slow
 def test_files_that_are_run_again_replace_their_results_and_keep_the_others(play) -> None:
     status, _, page = play("npu/test_a.py", a="def test(): assert 0\n", b=TWO)
     assert (status, page) == (1, "")  # without results of all files there is no page
