@@ -8,15 +8,18 @@ import json
 import pytest
 import torch
 import torch_npu
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextRMSNorm,
-    torch_chunk_gated_delta_rule,
-    torch_recurrent_gated_delta_rule,
-)
 
 DIM, KEY_HEADS, VALUE_HEADS = 128, 2, 4
 BF16 = {"atol": 1e-2, "rtol": 2e-2}
 RECURRENT, CHUNK = "aclnnRecurrentGatedDeltaRule: ", "aclnnChunkGatedDeltaRule: "
+
+
+@pytest.fixture(scope="module")
+def qwen3_next():
+    """Return transformers' module of the model, which takes seconds to import."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    return modeling_qwen3_next
 
 
 def unit(*shape):
@@ -85,7 +88,8 @@ def chunk(inputs, state, lengths, **changes):
 
 
 @pytest.mark.parametrize("decay", [1.0, 40.0])
-def test_each_token_of_each_request_has_its_state_in_its_slot(decay):
+def test_each_token_of_each_request_has_its_state_in_its_slot(qwen3_next, decay):
+    rule = qwen3_next.torch_recurrent_gated_delta_rule
     inputs, states = make_inputs(6, decay), make_states(9)
     slots = ints(5, 2, 7, 1, 0, 0)
 
@@ -93,9 +97,7 @@ def test_each_token_of_each_request_has_its_state_in_its_slot(decay):
 
     for start, stop, source in [(0, 3, 2), (3, 4, 1), (4, 6, 0)]:
         for end in range(start + 1, stop + 1):
-            want, state = expected(
-                torch_recurrent_gated_delta_rule, inputs, slice(start, end), states[source]
-            )
+            want, state = expected(rule, inputs, slice(start, end), states[source])
             torch.testing.assert_close(out[end - 1].float(), want[-1], **BF16)
             if slots[end - 1] or end == stop:
                 torch.testing.assert_close(after[slots[end - 1]].float(), state, **BF16)
@@ -105,7 +107,8 @@ def test_each_token_of_each_request_has_its_state_in_its_slot(decay):
 
 @pytest.mark.parametrize("decay", [1.0, 40.0])
 @pytest.mark.parametrize("lengths", [(1,), (3, 64), (65, 1, 7)])
-def test_parts_of_prompts(lengths, decay):
+def test_parts_of_prompts(qwen3_next, lengths, decay):
+    rule = qwen3_next.torch_chunk_gated_delta_rule
     inputs, states = make_inputs(sum(lengths), decay), make_states(len(lengths))
 
     out, last, before = chunk(inputs, states, ints(*lengths))
@@ -114,7 +117,7 @@ def test_parts_of_prompts(lengths, decay):
     start = 0
     for i, length in enumerate(lengths):
         rows = slice(start, start + length)
-        want, state = expected(torch_chunk_gated_delta_rule, inputs, rows, states[i])
+        want, state = expected(rule, inputs, rows, states[i])
         torch.testing.assert_close(out[rows].float(), want, **BF16)
         torch.testing.assert_close(last[i].float(), state, **BF16)
         start += length
@@ -315,8 +318,8 @@ def test_values_that_the_device_would_not_check_are_refused(run_script):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_norm_with_one_plus_gamma(dtype):
-    norm = Qwen3NextRMSNorm(96).requires_grad_(False)
+def test_norm_with_one_plus_gamma(qwen3_next, dtype):
+    norm = qwen3_next.Qwen3NextRMSNorm(96).requires_grad_(False)
     norm.weight.normal_(0, 0.1)
     x = torch.randn(5, 3, 96).to(dtype)
 

@@ -211,7 +211,7 @@ class FakeEngine:
     def _run(self) -> None:
         next_step_s = time.monotonic()
         while not self._stopping.is_set():
-            while self._router.poll(1):
+            while self._router.poll(1 if self._running else 10):
                 client, frame = self._router.recv_multipart()
                 self.frames.append(frame)
                 if not self.silent:
