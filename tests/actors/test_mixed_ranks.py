@@ -57,7 +57,7 @@ def streams_of(plan: dict[str, Any]) -> int:
     return sum(PRICES[name] * len(buckets) for name, buckets in plan["families"].items())
 
 
-@pytest.mark.parametrize("mode", FREE)
+@pytest.mark.parametrize("mode", [*map(slow, list(FREE)[:-1]), "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("model", [slow("calibrated"), "cann-pinned"])
 def test_a_mixed_pair_captures_what_its_tighter_rank_affords_as_predicted(
     checkpoint: Path, mode: str, model: str

@@ -16,9 +16,9 @@ TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"tp": 2, "ep": 2},
+        slow({"tp": 2, "ep": 2}),
         {"pcp": 2, "dcp": 2},
-        {"tp": 2, "pcp": 2, "dcp": 4},
+        slow({"tp": 2, "pcp": 2, "dcp": 4}),
     ],
     ids=str,
 )

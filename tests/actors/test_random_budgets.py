@@ -14,7 +14,7 @@ from tests.laws import count
 from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = count(60)  # 6 rounds; 60 rounds with the hypothesis profile "full"
+ROUNDS = count(40)  # 4 rounds; 40 rounds with the hypothesis profile "full"
 
 
 @pytest.mark.parametrize("accounting", ["pinned", slow("software_sq")])

@@ -235,7 +235,7 @@ def guessing(
     }
 
 
-@pytest.fixture(scope="module", params=[1, slow(3)])
+@pytest.fixture(scope="module", params=[slow(1), slow(3)])
 def module_drafts(npu: Any, guessable: Path, request: Any) -> tuple[int, Runners, ModelRunner]:
     k = request.param
     return k, guessing(npu, guessable, k), capture(npu, guessable, EAGER, 0)

@@ -20,7 +20,7 @@ from tests.serve.scrape import leaves, scrape
 from tests.serve.test_service import HI
 from tests.serve.test_status_page import assert_equal, assert_in_between
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 STREAMS, REQUESTS = 6, 4
 
 
@@ -46,7 +46,6 @@ def ask(service):
         service.http.post("/v1/chat/completions", json=body).raise_for_status()
 
 
-@pytest.mark.slow
 def test_numbers_on_the_page_are_those_of_the_metrics_under_load_and_after_it(service):
     threads = [threading.Thread(target=ask, args=[service]) for _ in range(STREAMS)]
     with open_browser() as browser:
@@ -80,7 +79,6 @@ def test_numbers_on_the_page_are_those_of_the_metrics_under_load_and_after_it(se
         assert all(("expert_tokens", group, rank) in samples for rank in ranks)
 
 
-@pytest.mark.slow
 def test_the_board_asks_for_what_a_deployment_has(service):
     ask(service)
     service.http.get("/no-such-path")
