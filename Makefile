@@ -47,7 +47,7 @@ test: setup-dev emulator ## Lint, and run the tests that each change must pass
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
 test-more: setup-dev emulator ## Run the tests that make test leaves out: more models, layouts, chips and faults
-	$(SPREAD) -m slow tests/emulator
+	$(SPREAD) -m "slow and not rare" tests/emulator
 	$(OTHERS) -m "slow and not rare and not bench and not namespaces"
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
 

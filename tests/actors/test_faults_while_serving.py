@@ -28,6 +28,7 @@ from tests.deployments import (
     make_deployment_config,
     serving,
 )
+from tests.slow import rare, slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -152,8 +153,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
     assert_all_npus_are_free()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step_s", [4.0, 600.0])
+@pytest.mark.parametrize("step_s", [slow(4.0), rare(600.0)])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
     """The error comes after the step's time limit, or after a lost heartbeat."""
     with busy(

@@ -27,6 +27,7 @@ from dist_aclgraph.actors.host.run_directory import PREFIX
 from dist_aclgraph.errors import PlacementError
 from tests.actors.leftovers import assert_processes_are_gone
 from tests.actors.listening import listening
+from tests.slow import rare, slow
 
 pytestmark = pytest.mark.cluster
 
@@ -203,8 +204,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", [rare("raylet"), slow("gcs_server")])
 def test_a_daemon_that_dies_ends_everything_with_one_sentence(
     checkpoint: Path, victim: str, temporary: Path
 ) -> None:

@@ -15,7 +15,7 @@ from dist_aclgraph.sampling import SamplingParams
 from tests.actors.serving_ranks import ServingRanks, serving_ranks
 from tests.checkpoints import add_next_token_module, copy_of, make_prompts, make_reference
 from tests.deployments import Answer, greedy_params, make_deployment_config, tokens_of
-from tests.slow import slow
+from tests.slow import rare, slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
@@ -115,7 +115,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
 
 
 # The operator's first calls compute prompts.
-@pytest.mark.parametrize("call", [slow(20), slow(31), slow(41), 100])
+@pytest.mark.parametrize("call", [rare(20), slow(31), rare(41), 100])
 def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: int) -> None:
     fault = {"op": "aclnnSwiGlu", "call": call, "rank": 1, "kind": "fail"}
     speculative = {"num_tokens": sound.drafts}
@@ -143,7 +143,7 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
     ("drafts", "op", "kind", "call"),
     [
         slow(0, "HcclAllReduce", "link", MIDDLE),
-        slow(1, "HcclAllReduce", "link", MIDDLE),
+        rare(1, "HcclAllReduce", "link", MIDDLE),
         slow(1, "aclnnSwiGlu", "fail", MIDDLE // 3),
     ],
 )

@@ -79,7 +79,7 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [OWNER, rare(RAYLET), GCS])
+@pytest.mark.parametrize("name", [OWNER, rare(RAYLET), rare(GCS)])
 def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
     name: str, npu: object
 ) -> None:

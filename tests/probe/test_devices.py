@@ -32,6 +32,7 @@ def asked():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_the_emulator_answers_as_it_says():
     report = probe(asked())
 
