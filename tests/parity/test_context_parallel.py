@@ -141,6 +141,7 @@ def test_a_rank_in_the_middle_of_a_prompt_drafts_beside_one_that_samples(
     assert [a.tokens for a in answers] == [reference.tokens[longest], reference.tokens[short]]
 
 
+@pytest.mark.slow
 def test_domains_are_there_before_anything_is_counted(long_references: Any) -> None:
     reference = long_references(QWEN)
     with lockstep(make_config(reference, Layout(QWEN, 4, 2, 4, mode=PIECES))) as group:

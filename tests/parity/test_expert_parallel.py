@@ -10,16 +10,16 @@ import pytest
 
 from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 from tests.lockstep import lockstep
-from tests.slow import slow
 
 NUM_TOKENS = 16
 
 
+@pytest.mark.slow
 @deployed
 @pytest.mark.parametrize(
     ("parallel", "mode"),
     [
-        slow({"dp": 2, "ep": 2}, "FULL_DECODE_ONLY"),
+        ({"dp": 2, "ep": 2}, "FULL_DECODE_ONLY"),
         ({"dp": 2, "ep": 2, "exchange": "all_to_all", "expert_capacity": 1.0}, "FULL_DECODE_ONLY"),
     ],
 )
