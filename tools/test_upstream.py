@@ -76,7 +76,6 @@ def run_file(
             process = subprocess.Popen(
                 [*command, sys.executable, upstream_recorder.__file__, str(log), name, *left_out],
                 cwd=tests, stdout=output, stderr=output, start_new_session=True,
-                env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             )  # fmt: skip
             is_hung = not ends(process, log, limit_s)
             problem = (

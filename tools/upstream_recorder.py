@@ -96,6 +96,7 @@ def record(log: Path, name: str, left_out: list[str]) -> int:
     import pytest
 
     options = ["-q", "-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider"]
+    options.append("--disable-plugin-autoload")
     return int(pytest.main([*options, name], plugins=[Recorder(log, left_out)]))
 
 
