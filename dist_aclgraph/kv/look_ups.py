@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,10 @@ GRACE_S = 0.001
 T = TypeVar("T")
 HasFile = Callable[[BlockHash], bool]
 Answer = Callable[[], T | None]  # returns the result of a look-up; None while it is unknown
+# Begins to fetch blocks, whose files are then in the node's memory. Takes the blocks' hashes, and
+# the number of blocks before them. The answer is True when the fetch has ended, with or without
+# success.
+FetchBlocks = Callable[[Sequence[BlockHash], int], Answer[bool]]
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +163,30 @@ class DiskLookUps(LookUps):
                 except Exception:  # only files in memory are found, and the thread must go on
                     logger.exception("looking up KV files failed")
             call.done.set()
+
+
+def find_or_fetch(
+    ask: Callable[[], Answer[int]], fetch: FetchBlocks, hashes: Sequence[BlockHash]
+) -> Answer[int]:
+    """Fetch the blocks without files, and look up the files again; return the answer.
+
+    Args:
+        ask: begins to look up how many leading blocks of ``hashes`` need not be fetched.
+    """
+
+    def turns() -> Iterator[int | None]:
+        found = ask()
+        while (count := found()) is None:
+            yield None
+        if count < len(hashes):
+            fetched = fetch(hashes[count:], count)
+            while fetched() is None:
+                yield None
+            found = ask()
+        while True:
+            yield found()
+
+    return partial(next, turns())
 
 
 def look_ups_of(tiers: KVTiers, states: KVTiers | None) -> LookUps:

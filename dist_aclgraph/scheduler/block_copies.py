@@ -22,7 +22,7 @@ from typing import NamedTuple
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import BlockHash
-from dist_aclgraph.kv.look_ups import Answer, Files, LookUps
+from dist_aclgraph.kv.look_ups import Answer, FetchBlocks, Files, LookUps, find_or_fetch
 from dist_aclgraph.scheduler.file_upkeep import FileUpkeep
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
@@ -231,15 +231,23 @@ class BlockCopies:
 
     # ---- from files to the device
 
-    def find(self, hashes: Sequence[BlockHash], first: int = 0) -> Answer[int]:
+    def find(
+        self, hashes: Sequence[BlockHash], first: int = 0, fetch: FetchBlocks | None = None
+    ) -> Answer[int]:
         """Look up how many leading blocks a request can have without computing them: ``first``
         blocks that are cached, and the following blocks that have files. If the model has recurrent
         state, the last of these files must also have a checkpoint with a file.
+
+        Args:
+            fetch: if blocks have no files, fetches them before the files are looked up again.
         """
         wanted = hashes[first:]
         if not wanted:  # so that no request waits for a disk
             return lambda: first
-        return self._look_ups.ask(lambda files: first + self._count(wanted, files))
+        ask = partial(self._look_ups.ask, lambda files: first + self._count(wanted, files))
+        if fetch is None:
+            return ask()
+        return find_or_fetch(ask, fetch, hashes)
 
     def _count(self, hashes: Sequence[BlockHash], files: Files) -> int:
         """Return how many leading blocks have files. May run on the thread for look-ups.

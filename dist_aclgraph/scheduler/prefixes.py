@@ -63,7 +63,8 @@ class Prefixes:
             return False
         if request.look_up is None:
             count = (len(request.tokens) - 1) // pool.block_size
-            request.look_up = copies.find(request.hashes[:count], len(shared))
+            fetch, request.fetch = request.fetch, None
+            request.look_up = copies.find(request.hashes[:count], len(shared), fetch)
         if (end := request.look_up()) is None:
             return True
         request.look_up, request.has_looked = None, True

@@ -11,6 +11,7 @@ import numpy as np
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.ints import IntArray, int_list, pack_ints
 from dist_aclgraph.kv.block_pool import salted_root
+from dist_aclgraph.kv.look_ups import FetchBlocks
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.step import PromptLogprobs, RowSampling, RowStart
 
@@ -52,6 +53,8 @@ class Request:
         has_looked: whether the files of the request's blocks were looked up during this wait.
         look_up: returns how many leading blocks are cached or have files, or None while the files
             are looked up; None if no look-up runs.
+        fetch: fetches blocks that another group has computed; used at most once, None if there is
+            no such group.
         is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
             again without shared blocks.
     """
@@ -65,6 +68,7 @@ class Request:
         "deadline",
         "dp_rank",
         "embedding",
+        "fetch",
         "hands_over",
         "has_looked",
         "hashes",
@@ -130,6 +134,7 @@ class Request:
         self.hands_over = hands_over
         self.has_looked = False
         self.look_up: Callable[[], int | None] | None = None
+        self.fetch: FetchBlocks | None = None
         self.is_over = False
         self.is_suspect = False
         self.max_total_tokens = 0

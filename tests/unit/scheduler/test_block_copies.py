@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -55,6 +55,29 @@ def test_nothing_is_read_if_the_first_block_has_no_file() -> None:
     assert world.copies.find(world.hashes)() == 3
     assert world.copies.find(world.hashes, 2)() == 3, "two cached blocks, and a file"
     assert world.copies.find([])() == 0
+
+
+def test_blocks_without_files_are_fetched_and_looked_up_again() -> None:
+    world, fetched, wanted = World(), [False], []
+
+    def fetch(hashes: Sequence[bytes], depth: int) -> Callable[[], bool | None]:
+        wanted.append((list(hashes), depth))
+        return lambda: fetched[0] or None
+
+    world.files.update(world.hashes[:2])
+    answer = world.copies.find(world.hashes, 1, fetch)
+    assert answer() is None and answer() is None
+    assert wanted == [(world.hashes[2:], 2)], "the first two blocks need no fetch"
+    world.files.update(world.hashes[:4])
+    fetched[0] = True
+    assert answer() == answer() == 4
+    assert len(wanted) == 1
+
+
+def test_nothing_is_fetched_if_all_blocks_have_files() -> None:
+    world = World()
+    world.files.update(world.hashes)
+    assert world.copies.find(world.hashes, 0, lambda *_: pytest.fail("a fetch"))() == NUM_FULL
 
 
 def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
