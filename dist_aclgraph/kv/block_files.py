@@ -157,6 +157,34 @@ class BlockFiles:
         except OSError as e:
             logger.warning("a KV block is not copied: %s", e)
 
+    def file_bytes(self, block_hash: BlockHash, max_bytes: int) -> bytes:
+        """Return the whole file of a block, header included; empty if there is no file, or if it
+        has more than ``max_bytes``.
+        """
+        try:
+            with self.path_of(block_hash).open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                return file.read(size) or b"" if size <= max_bytes else b""
+        except OSError:  # also if the disk fails
+            return b""
+
+    def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
+        """Keep a block's file that another node has sent; return whether the file exists now.
+
+        Returns False also if the header does not match the name or the contents.
+
+        Args:
+            file: what ``file_bytes`` has returned on the other node.
+        """
+        contents = file[HEADER.size :]
+        if file[: HEADER.size] != _header(block_hash, len(contents), [contents]):
+            return False
+        with self._new_file(self.path_of(block_hash), len(file)) as new:
+            if new.fd >= 0:
+                _move(os.writev, new.fd, [file])
+                _touch(new.fd, depth)
+        return new.exists
+
     @contextmanager
     def _new_file(self, path: Path, size: int) -> Iterator[_NewFile]:
         """Reserve ``size`` bytes and open an unfinished file. At the end of the context, the file

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -89,6 +89,18 @@ class CachePlace:
             facts.linear is not None,
             0 if facts.mla else facts.num_kv_heads,
         )
+
+    @property
+    def all_places(self) -> list[CachePlace]:
+        """The places of all workers of the data-parallel rank that have different blocks."""
+        parts = product(range(self.num_heads), range(self.num_shards))
+        return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
+
+    @property
+    def all_state_places(self) -> list[CachePlace]:
+        """The places of all workers of the data-parallel rank; empty without recurrent state."""
+        ranks = range(self.num_ranks if self.has_state else 0)
+        return [replace(self, rank=rank) for rank in ranks]
 
     @property
     def folder(self) -> str:
@@ -220,6 +232,17 @@ class KVTiers:
             self._late.append(block_hash)
         return True
 
+    def file_bytes(self, block_hash: BlockHash, max_bytes: int) -> bytes:
+        """Return the file of a block from the first tier that has it; see ``BlockFiles``."""
+        found = (files.file_bytes(block_hash, max_bytes) for files in self._by_name.values())
+        return next((file for file in found if file), b"")
+
+    def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
+        """Keep a file that another node has sent, in the first tier; see ``BlockFiles``. Any thread
+        may call this.
+        """
+        return self._first.add_file(block_hash, file, depth)
+
     def write_late(self) -> bool:
         """Write one waiting block to the second tier; return False if no block waits."""
         if self._second is None or not self._late:
@@ -238,6 +261,10 @@ class KVTiers:
         """
         for files in self._all:
             files.delete(block_hash)
+
+    def has_first(self, block_hash: BlockHash) -> bool:
+        """Return whether a block has a file in the first tier, in this layout."""
+        return self._first.has(block_hash)
 
     def num_bytes(self, *, only: str = "") -> dict[str, int]:
         """Return the bytes in each tier of this node, by the tier's name.

@@ -146,17 +146,20 @@ class Listener:
         """Return whether a client may connect. The authenticator calls this."""
         return client_key == self._keys.client_public
 
-    def bind(self, owned: zmq.Socket[bytes], name: str) -> Address:
+    def bind(
+        self, owned: zmq.Socket[bytes], name: str, max_bytes: int = MAX_MESSAGE_BYTES
+    ) -> Address:
         """Let a socket listen; return the address where it listens.
 
         Args:
             name: name of the socket file.
+            max_bytes: the connection of a peer that announces a longer frame is closed.
 
         Raises:
             PlacementError: none of the ports is free.
         """
         place = self._place
-        owned.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        owned.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         owned.setsockopt(zmq.BACKLOG, MAX_WAITING_CONNECTIONS)
         owned.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         file = f"ipc://{place.directory}/{name}"
@@ -212,7 +215,7 @@ def bind_to_one(
     ports: range | None,
     host: str,
     bind: Callable[[int], object],
-    keys: str = "cluster.ports, of which each lockstep group takes up to four",
+    keys: str = "cluster.ports, of which each lockstep group takes up to five",
     remedy: str = "start Ray there with its own --node-ip-address",
 ) -> None:
     """Call ``bind`` with one port after another until a port is free; port 0 means any port.

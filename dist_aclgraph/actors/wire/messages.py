@@ -19,6 +19,7 @@ import msgspec
 
 from dist_aclgraph import errors
 from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.steps.delta import RequestDelta, StepDeltas
 from dist_aclgraph.steps.step import RowSampling
 
@@ -73,6 +74,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     # Whether another group or service continues the request. Then the engine sends the request's
     # end when the KV of the prompt is in files.
     hands_over: bool = False
+    source: str = ""  # name of the group that has computed the prompt for this group
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -124,6 +126,7 @@ class GroupEntry(msgspec.Struct, frozen=True):
         is_draining: whether the group accepts no new requests.
         prefill_from: for a prefill group, the minimum number of uncached tokens of a prompt that
             it computes for another group; 0 for the other groups.
+        blocks: for a prefill group, where other groups fetch the KV of prompts.
     """
 
     name: str
@@ -132,6 +135,7 @@ class GroupEntry(msgspec.Struct, frozen=True):
     tokens_per_block: int
     is_draining: bool = False
     prefill_from: int = 0
+    blocks: BlockSource | None = None
 
 
 class GroupList(msgspec.Struct, frozen=True, tag="groups"):

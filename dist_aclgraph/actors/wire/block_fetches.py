@@ -1,0 +1,304 @@
+"""BlockFetches: fetches files of KV blocks from the nodes of other groups.
+
+A few threads copy files into the first tier of this node. A file is complete when it has its name,
+so nothing else must know about a fetch. A fetch that fails only makes the prefix shorter that is
+read from files. No request waits longer than ``LIMIT_S``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from dist_aclgraph.actors.wire.addresses import Endpoint
+from dist_aclgraph.actors.wire.block_server import WINDOW, BlockSource, FileKind, ReadFile, tiers_of
+from dist_aclgraph.actors.wire.messages import GroupList
+from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, read_frame
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import NotAMessageError, PlacementError
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.look_ups import Answer, FetchBlocks
+from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
+from dist_aclgraph.logs import event
+
+LIMIT_S = 20.0  # maximum time of a fetch, from its beginning until the request runs
+SILENCE_S = 3.0  # a source that sends no file for this time counts as silent
+PAUSE_S = 30.0  # after a source was silent, nothing is fetched from it for this time
+NUM_THREADS = 2
+
+logger = logging.getLogger(__name__)
+_numbers = msgspec.msgpack.Decoder(int)
+
+
+@dataclass
+class FetchCounts:
+    """Counts since the start of an engine."""
+
+    blocks: int = 0
+    num_bytes: int = 0
+    failures: int = 0  # fetches that ended because their source was silent or sent junk
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """The blocks that a request lacks.
+
+    Attributes:
+        names: the hashes of the blocks, in the order of the prompt.
+        depth: number of blocks before them in the prompt.
+        is_wanted: returns whether the request still waits.
+    """
+
+    endpoint: Endpoint
+    place: CachePlace
+    names: Sequence[BlockHash]
+    depth: int
+    is_wanted: Callable[[], bool]
+    deadline_s: float
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Key(NamedTuple):
+    """A file: the position of its block among the names of a fetch, and the index of its place."""
+
+    position: int
+    place: int
+
+
+class _SourceError(Exception):
+    """A source sends no files, or sends something else."""
+
+
+class BlockFetches:
+    """Owns the threads, and knows the groups that files can be fetched from. Any thread may call
+    the methods.
+
+    Args:
+        node_id: Ray's id of this node.
+        token: the deployment's token.
+        group: name of this engine's group, from which nothing is fetched.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        node_id: str,
+        token: str,
+        group: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._identity = cache_identity(config)
+        self._node_id = node_id
+        self._token = token
+        self._group = group
+        self._clock = clock
+        self._version = 0  # version of the group list that has the sources
+        self._sources: dict[str, BlockSource] = {}
+        self._paused: dict[str, float] = {}  # by URL, until when nothing is fetched
+        self._files: dict[CachePlace, dict[FileKind, list[KVTiers]]] = {}
+        self._is_closing = False
+        self._guard = threading.Lock()  # guards ``counts`` and the sources
+        self.counts = FetchCounts()
+        self._fetches: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name="kv-fetches", daemon=True)
+            for _ in range(NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def set_groups(self, groups: GroupList) -> None:
+        """Use the sources of the groups of the deployment whose blocks this group can read.
+
+        Calls can arrive in any order: the list with the latest version is used.
+        """
+        sources = {
+            entry.name: entry.blocks
+            for entry in groups.groups
+            if entry.blocks is not None
+            and entry.blocks.identity == self._identity
+            and entry.name != self._group
+        }
+        with self._guard:
+            if groups.version >= self._version:
+                self._version, self._sources = groups.version, sources
+
+    def fetch_from(self, group: str, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
+        """Return a function that fetches blocks from a group; None if that is impossible.
+
+        Args:
+            is_wanted: returns whether the request still waits; if not, the fetch ends.
+        """
+        source = self._sources.get(group)
+        if source is None:
+            return None
+        try:
+            endpoint = source.address.seen_from(self._node_id)
+        except PlacementError:  # the group's engine can only be reached on its own node
+            return None
+        return partial(self._begin, endpoint, source.place, is_wanted)
+
+    def _begin(
+        self,
+        endpoint: Endpoint,
+        place: CachePlace,
+        is_wanted: Callable[[], bool],
+        names: Sequence[BlockHash],
+        depth: int,
+    ) -> Answer[bool]:
+        deadline_s = self._clock() + LIMIT_S
+        fetch = _Fetch(endpoint, place, names, depth, is_wanted, deadline_s)
+        self._fetches.put(fetch)
+        # The thread may hang in a file system, so the answer does not wait for it for ever.
+        return lambda: True if fetch.done.is_set() or self._clock() > deadline_s else None
+
+    def close(self, timeout_s: float = SILENCE_S) -> None:
+        """Let the threads end after at most one further file."""
+        self._is_closing = True
+        for _ in self._threads:
+            self._fetches.put(None)
+        end_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+
+    # ---- the threads
+
+    def _serve(self) -> None:
+        with zmq.Context() as context:
+            while (fetch := self._fetches.get()) is not None:
+                try:
+                    self._run(context, fetch)
+                except Exception:  # the tokens are computed, and the thread must go on
+                    logger.exception("fetching KV blocks failed")
+                fetch.done.set()
+
+    def _run(self, context: zmq.Context[zmq.Socket[bytes]], fetch: _Fetch) -> None:
+        url = fetch.endpoint.url
+        if self._clock() < self._paused.get(url, 0.0) or not self._goes_on(fetch):
+            return
+        files = self._files_at(fetch.place)
+        try:
+            with _Link(context, fetch.endpoint, self._token) as link:
+                count = self._copy(link, fetch, "block", files["block"], fetch.names, fetch.depth)
+                # A request starts from the last checkpoint before the first missing block.
+                for index in reversed(range(count if files["state"] else 0)):
+                    name, depth = fetch.names[index], fetch.depth + index
+                    if self._copy(link, fetch, "state", files["state"], [name], depth):
+                        break
+        except _SourceError as e:
+            self._paused[url] = self._clock() + PAUSE_S
+            with self._guard:
+                self.counts.failures += 1
+            event(logger, "kv_source_silent", logging.WARNING, cause=str(e), pause_s=PAUSE_S)
+
+    def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
+        """Return the files on this node in the source's layout."""
+        if place not in self._files:
+            self._files[place] = tiers_of(self._config, place)
+        return self._files[place]
+
+    def _goes_on(self, fetch: _Fetch) -> bool:
+        is_late = self._clock() > fetch.deadline_s
+        return not (is_late or self._is_closing) and fetch.is_wanted()
+
+    def _copy(
+        self,
+        link: _Link,
+        fetch: _Fetch,
+        kind: FileKind,
+        places: Sequence[KVTiers],
+        names: Sequence[BlockHash],
+        depth: int,
+    ) -> int:
+        """Fetch the files of blocks that are missing here, until one file cannot be had; return the
+        number of leading blocks with all files.
+        """
+        missing = (
+            _Key(position, place)
+            for position, name in enumerate(names)
+            for place, files in enumerate(places)
+            if not files.has_first(name)
+        )
+        counted = -1
+        for key, file in link.read_all(kind, names, missing):
+            if not file or not self._goes_on(fetch):
+                return key.position
+            if not places[key.place].add_file(names[key.position], file, depth + key.position):
+                logger.warning("a KV block from %s is not kept", fetch.endpoint.url)
+                return key.position
+            with self._guard:
+                self.counts.num_bytes += len(file)
+                self.counts.blocks += kind == "block" and key.position != counted
+            counted = key.position
+        return len(names)
+
+
+class _Link:
+    """A connection to a source, for one fetch."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, token: str
+    ) -> None:
+        self._token = token
+        self._next = 0
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        endpoint.connect(self._socket)
+
+    def __enter__(self) -> _Link:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._socket.close()
+
+    def read_all(
+        self, kind: FileKind, names: Sequence[BlockHash], keys: Iterable[_Key]
+    ) -> Iterator[tuple[_Key, memoryview]]:
+        """Yield the files, in order; a missing file is empty. Some requests are sent ahead.
+
+        Raises:
+            _SourceError: no file has arrived in time, or an answer is not valid.
+        """
+        asked: list[tuple[_Key, int]] = []
+        for key in keys:
+            request = ReadFile(self._token, self._next, kind, key.place, names[key.position])
+            self._socket.send(msgspec.msgpack.encode(request))
+            asked.append((key, self._next))
+            self._next += 1
+            if len(asked) == WINDOW:
+                yield self._receive(*asked.pop(0))
+        for each in asked:
+            yield self._receive(*each)
+
+    def _receive(self, key: _Key, number: int) -> tuple[_Key, memoryview]:
+        found, frame = -1, memoryview(b"")
+        while found < number:  # earlier answers belong to files that are not wanted any longer
+            if not self._socket.poll(int(SILENCE_S * 1000)):
+                raise _SourceError(f"no file has arrived within {SILENCE_S:g} s")
+            # Without a copy, because a copy of many bytes would hold Python's global lock.
+            first, *rest = self._socket.recv_multipart(copy=False)
+            try:
+                found = read_frame(_numbers, first.bytes)
+            except NotAMessageError as e:
+                raise _SourceError(str(e)) from None
+            if found > number or len(rest) != 1:
+                raise _SourceError("the frames are no answer to a request")
+            frame = memoryview(rest[0].buffer)
+        return key, frame

@@ -1,0 +1,149 @@
+"""BlockServer: sends files of KV blocks to engines on other nodes.
+
+A group that has computed a prompt for another group runs a server on its engine's node. Each
+request names one file, by a place and a hash, never by a path. Each answer is one whole file, or no
+file. The server can only read.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+import zmq
+
+from dist_aclgraph.actors.wire.addresses import Address, Listener, Place
+from dist_aclgraph.actors.wire.sockets import (
+    MAX_MESSAGE_BYTES,
+    Wakeup,
+    has_message,
+    read_frame,
+)
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import NotAMessageError
+from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.kv.tiers import CachePlace, KVTiers
+
+WINDOW = 4  # maximum number of requests of a pull that have no answer
+# Maximum number of frames that wait for one peer. More frames are dropped; only a peer that sends
+# more than WINDOW requests at once loses frames.
+MAX_QUEUED_FRAMES = 2 * WINDOW
+MAX_REQUEST_BYTES = 1024
+MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message
+
+FileKind = Literal["block", "state"]
+
+
+class BlockSource(msgspec.Struct, frozen=True):
+    """Where other engines can fetch the files of a group's blocks.
+
+    Attributes:
+        address: where engines connect.
+        identity: see ``cache_identity``; other engines can use the files only if theirs is equal.
+        place: the first worker's part of the cache.
+    """
+
+    address: Address
+    identity: str
+    place: CachePlace
+
+
+class ReadFile(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for a file. The answer has two frames: the request's number, and the file; the second
+    frame is empty if there is no file, or if the file has more than ``MAX_FILE_BYTES``.
+
+    Attributes:
+        token: the deployment's token.
+        place: index among the places of ``kind``; see ``tiers_of``.
+        name: hash of the block.
+    """
+
+    token: str
+    number: int
+    kind: FileKind
+    place: Annotated[int, msgspec.Meta(ge=0)]
+    name: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+
+
+_decoder = msgspec.msgpack.Decoder(ReadFile)
+
+
+def tiers_of(config: Config, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
+    """Return the files of all workers of a data-parallel rank. The order depends only on ``place``.
+
+    Raises:
+        ConfigError: a folder cannot be made, or is too small.
+    """
+    states = (KVTiers.open_states(config, each) for each in place.all_state_places)
+    return {
+        "block": [KVTiers.open(config, each) for each in place.all_places],
+        "state": [each for each in states if each is not None],
+    }
+
+
+class BlockServer:
+    """Owns a socket, and the thread that answers requests.
+
+    Args:
+        at: where the socket listens.
+        token: the deployment's token, which each request must contain.
+        files: the files; see ``tiers_of``.
+
+    Attributes:
+        address: where other engines connect.
+
+    Raises:
+        PlacementError: no port is free.
+    """
+
+    def __init__(self, at: Place, token: str, files: Mapping[FileKind, Sequence[KVTiers]]) -> None:
+        self._token = token.encode()
+        self._files = files
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
+        self._listener = Listener(self._context, at)
+        self.address = self._listener.bind(self._socket, "blocks", MAX_REQUEST_BYTES)
+        self._wakeup = Wakeup()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        while not self._is_closing:
+            poller.poll()
+            while not self._is_closing and has_message(self._socket):
+                self._answer(self._socket.recv_multipart())
+
+    def _answer(self, frames: list[bytes]) -> None:
+        """Answer a request. A request that is no message or has a wrong token gets no answer."""
+        peer, *requests = frames
+        try:
+            request = read_frame(_decoder, b"".join(requests))
+        except NotAMessageError:
+            return
+        if not secrets.compare_digest(request.token.encode(), self._token):
+            return
+        places, file = self._files[request.kind], b""
+        if request.place < len(places):
+            file = places[request.place].file_bytes(request.name, MAX_FILE_BYTES)
+        # Without a copy, because a copy of many bytes would hold Python's global lock.
+        answer = (peer, msgspec.msgpack.encode(request.number), file)
+        self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Release the port. If the disk hangs, the thread stays until its process ends."""
+        self._is_closing = True
+        self._wakeup.wake()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._socket.close(linger=0)
+            self._listener.close()
+            self._context.term()
+            self._wakeup.close()

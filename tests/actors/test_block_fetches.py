@@ -1,0 +1,379 @@
+"""Files of KV blocks that an engine fetches from another node: each fetch ends, and a file that is
+not whole is not kept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from dist_aclgraph.actors.wire import block_fetches
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint, Place
+from dist_aclgraph.actors.wire.block_fetches import LIMIT_S, PAUSE_S, BlockFetches
+from dist_aclgraph.actors.wire.block_server import (
+    MAX_REQUEST_BYTES,
+    WINDOW,
+    BlockServer,
+    BlockSource,
+    FileKind,
+    ReadFile,
+    tiers_of,
+)
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.kv.block_files import HEADER
+from dist_aclgraph.kv.tiers import CachePlace, cache_identity
+from tests.actors.kv_sockets import LOOPBACK, free_ports
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
+TOKEN, NODE, GROUP, WAIT_S = "secret", "node", "7", 60.0
+PLACE = CachePlace(num_heads=2, num_kv_heads=2, num_ranks=2, has_state=True)
+NAMES = [bytes([number]) * 16 for number in range(1, 7)]
+SIZE = 5000  # bytes of a block of one worker
+
+
+def contents(name: bytes, place: int) -> bytes:
+    return (name + bytes([place])) * (SIZE // 17)
+
+
+class World:
+    """A source with files of two workers, and an engine on another node that lacks them.
+
+    Attributes:
+        there, here: the files of the source, and of the engine that fetches.
+        now_s: the time, by the clock of the fetches.
+    """
+
+    def __init__(self, folder: Path, **server: Any) -> None:
+        def configure(node: str) -> Config:
+            path = folder / node
+            path.mkdir()
+            kv = {"host_path": str(path), "host_gib": 0.01}
+            return make_config({"model": str(MODEL), "kv": kv})
+
+        self.config = configure("there")
+        self.there = tiers_of(self.config, PLACE)
+        here = configure("here")
+        self.here = tiers_of(here, PLACE)
+        self.now_s = 100.0
+        at = Place(NODE, str(folder), **server)
+        self.server = BlockServer(at, TOKEN, self.there)
+        self.fetches = BlockFetches(here, NODE, TOKEN, clock=lambda: self.now_s)
+        self.address = self.server.address
+        self.use(self.server.address)
+
+    def use(self, at: Address, **changes: Any) -> None:
+        """Tell the fetches where the source is."""
+        source = BlockSource(at, cache_identity(self.config), PLACE)
+        source = msgspec.structs.replace(source, **changes)
+        entries = (GroupEntry("3", at, 1, 1), GroupEntry(GROUP, at, 1, 1, blocks=source))
+        self.fetches.set_groups(GroupList(1, entries))
+
+    def write(self, *names: bytes, states: tuple[bytes, ...] = ()) -> None:
+        files: dict[FileKind, tuple[bytes, ...]] = {"block": names, "state": states}
+        for kind, wanted in files.items():
+            for place, tiers in enumerate(self.there[kind]):
+                assert all(tiers.write(name, memoryview(contents(name, place))) for name in wanted)
+
+    def fetch(
+        self, names: list[bytes] = NAMES, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        fetch = self.fetches.fetch_from(GROUP, is_wanted)
+        assert fetch is not None
+        ended, end_s = fetch(names, 0), time.monotonic() + WAIT_S
+        while not ended():
+            assert time.monotonic() < end_s, "the fetch does not end"
+            time.sleep(0.001)
+
+    def found(self, kind: FileKind = "block") -> list[bytes]:
+        """Return the names whose files are whole at all workers of the engine that fetches."""
+        room = memoryview(bytearray(len(contents(NAMES[0], 0))))
+        return [
+            name
+            for name in NAMES
+            if all(
+                tiers.read(name, room, [len(room)]) and room == contents(name, place)
+                for place, tiers in enumerate(self.here[kind])
+            )
+        ]
+
+    def file(self, name: bytes, place: int = 0) -> Path:
+        return self.there["block"][place]._first.path_of(name)
+
+    def close(self) -> None:
+        self.fetches.close()
+        self.server.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def test_all_files_of_a_prompt_are_copied(world: World) -> None:
+    world.write(*NAMES, states=(NAMES[1], NAMES[3]))
+    world.fetch()
+    assert world.found() == NAMES
+    assert world.found("state") == [NAMES[3]], "only the last checkpoint is used"
+    counts = world.fetches.counts
+    assert (counts.blocks, counts.failures) == (len(NAMES), 0)
+    file = len(contents(NAMES[0], 0)) + HEADER.size
+    assert counts.num_bytes == 2 * (len(NAMES) + 1) * file
+    world.fetch()
+    assert counts.num_bytes == 2 * (len(NAMES) + 1) * file, "files that exist are not fetched"
+
+
+def test_files_cross_an_encrypted_connection(tmp_path: Path) -> None:
+    world = World(tmp_path, host=LOOPBACK, ports=free_ports(1))
+    try:
+        tcp = world.address.tcp
+        assert tcp is not None and tcp.keys is not None
+        world.write(*NAMES)
+        world.use(replace(world.address, node_id="another node"))
+        world.fetch()
+        assert world.found() == NAMES
+    finally:
+        world.close()
+
+
+def test_no_block_after_a_missing_file_is_fetched(world: World) -> None:
+    world.write(*NAMES, states=(NAMES[1], NAMES[3]))
+    world.there["block"][1].delete(NAMES[2])
+    world.fetch()
+    assert world.found() == NAMES[:2]
+    assert world.found("state") == [NAMES[1]], "the last checkpoint before the missing block"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data[:7],
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: data + b"x",
+    ],
+    ids=["cut", "no header", "changed", "longer"],
+)
+def test_a_damaged_file_is_not_kept(world: World, damage: Callable[[bytes], bytes]) -> None:
+    world.write(*NAMES)
+    file = world.file(NAMES[2])
+    file.write_bytes(damage(file.read_bytes()))
+    world.fetch()
+    assert world.found() == NAMES[:2]
+    assert not world.here["block"][0].has(NAMES[2])
+
+
+def test_a_file_of_another_block_is_not_kept(world: World) -> None:
+    world.write(*NAMES)
+    os.replace(world.file(NAMES[3]), world.file(NAMES[2]))
+    world.fetch()
+    assert world.found() == NAMES[:2]
+
+
+def test_a_file_that_is_longer_than_a_message_counts_as_missing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_aclgraph.actors.wire.block_server.MAX_FILE_BYTES", 2 * SIZE)
+    world.write(*NAMES[:2])
+    for place in range(2):
+        data = memoryview(bytes(3 * SIZE))
+        assert world.there["block"][place].write(NAMES[2], data)
+    world.fetch()
+    assert world.found() == NAMES[:2] and world.fetches.counts.failures == 0
+
+
+def test_a_full_tier_keeps_what_fits(world: World) -> None:
+    world.write(*NAMES)
+    world.fetches._files[PLACE] = world.here
+    for tiers in world.here["block"]:
+        tiers._first.max_bytes = 0
+    world.fetch()
+    assert world.found() == [] and world.fetches.counts.failures == 0
+
+
+def test_a_fetch_ends_with_its_request(world: World) -> None:
+    world.write(*NAMES)
+    looks = iter([True, True, True])
+    world.fetch(is_wanted=lambda: next(looks, False))
+    assert world.found() == NAMES[:1], "one look at the beginning, and one for each file"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"identity": "other weights"}, {"address": Address("far", Endpoint("ipc:///nothing"))}],
+    ids=["another model", "reached on its node alone"],
+)
+def test_a_source_that_cannot_be_used_is_not_asked(world: World, changes: Any) -> None:
+    world.use(world.address, **changes)
+    assert world.fetches.fetch_from(GROUP, lambda: True) is None
+    assert world.fetches.fetch_from("3", lambda: True) is None, "a group without a server"
+    assert world.fetches.fetch_from("unknown", lambda: True) is None
+
+
+def test_a_source_that_has_ended_is_left_alone_for_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_fetches, "SILENCE_S", 0.05)
+    world.write(*NAMES)
+    world.server.close()
+    world.fetch()
+    assert world.found() == [] and world.fetches.counts.failures == 1
+    world.fetch()
+    assert world.fetches.counts.failures == 1, "the source is not asked"
+    world.now_s += PAUSE_S
+    world.fetch()
+    assert world.fetches.counts.failures == 2
+
+
+def test_a_wrong_token_gets_no_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_fetches, "SILENCE_S", 0.05)
+    world.write(*NAMES)
+    world.fetches._token = "guess"
+    world.fetch()
+    assert world.found() == [] and world.fetches.counts.failures == 1
+
+
+def test_a_disk_that_hangs_holds_no_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr("dist_aclgraph.kv.tiers.KVTiers.has_first", lambda *_: hangs.wait(WAIT_S))
+    fetch = world.fetches.fetch_from(GROUP, lambda: True)
+    assert fetch is not None
+    ended = fetch(NAMES, 0)
+    assert not ended()
+    world.now_s += LIMIT_S + 1
+    assert ended()
+    hangs.set()
+
+
+class FakeSource:
+    """A source whose answers the test chooses. It ends when a fetch waits for answers."""
+
+    def __init__(self, folder: Path, answer: Callable[[int], list[bytes]]) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        url = f"ipc://{folder}/fake"
+        self._socket.bind(url)
+        self.address = Address(NODE, Endpoint(url))
+        self._answer = answer
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        for _ in range(WINDOW):
+            peer, request = self._socket.recv_multipart()
+            number = msgspec.msgpack.decode(request)[1]
+            self._socket.send_multipart([peer, *self._answer(number)])
+        self._socket.close(linger=1000)
+        self._context.term()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda number: [b"\xc1", b""],
+        lambda number: [msgspec.msgpack.encode(number)],
+        lambda number: [msgspec.msgpack.encode(number), b"", b""],
+        lambda number: [msgspec.msgpack.encode(number + 1), b""],
+        lambda number: [msgspec.msgpack.encode("text"), b""],
+    ],
+    ids=["no message", "one frame", "three frames", "a later answer", "no number"],
+)
+def test_a_source_that_sends_junk_is_left_alone(
+    world: World, tmp_path: Path, answer: Callable[[int], list[bytes]]
+) -> None:
+    source = FakeSource(tmp_path, answer)
+    world.use(source.address)
+    world.fetch()
+    assert world.found() == [] and world.fetches.counts.failures == 1
+
+
+class Asker:
+    """Sends requests to the server of a world, and reads the answers."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        endpoint.connect(self._socket)
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def ask(self, number: int, place: int = 0, name: bytes = NAMES[0]) -> None:
+        self.send(msgspec.msgpack.encode(ReadFile(TOKEN, number, "block", place, name)))
+
+    def receive(self) -> tuple[int, bytes]:
+        assert self._socket.poll(int(WAIT_S * 1000)), "no answer"
+        number, file = self._socket.recv_multipart()
+        return msgspec.msgpack.decode(number), file
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def asker(world: World) -> Iterator[Asker]:
+    made = Asker(world.address.file)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"junk",
+        b"",
+        msgspec.msgpack.encode([TOKEN, 1, "block", 0, b"short"]),
+        msgspec.msgpack.encode([TOKEN, 1, "block", 0, "../../../../passwd" + 14 * "x"]),
+        msgspec.msgpack.encode([TOKEN, 1, "../block", 0, NAMES[0]]),
+        msgspec.msgpack.encode([TOKEN, 1, "block", -1, NAMES[0]]),
+        msgspec.msgpack.encode(["guess", 1, "block", 0, NAMES[0]]),
+        msgspec.msgpack.encode(["gu\u00e9ss", 1, "block", 0, NAMES[0]]),
+    ],
+)
+def test_a_request_that_is_not_valid_gets_no_answer(
+    world: World, asker: Asker, request_: bytes
+) -> None:
+    world.write(*NAMES)
+    asker.send(request_)
+    asker.send(request_, b"another frame")
+    asker.ask(2)
+    number, file = asker.receive()
+    assert number == 2 and file == world.file(NAMES[0]).read_bytes()
+
+
+def test_a_place_that_does_not_exist_has_no_files(world: World, asker: Asker) -> None:
+    world.write(*NAMES)
+    asker.ask(1, place=2)
+    asker.ask(2, name=bytes(16))
+    assert [asker.receive(), asker.receive()] == [(1, b""), (2, b"")]
+
+
+def test_a_long_request_ends_its_connection_alone(world: World, asker: Asker) -> None:
+    world.write(*NAMES)
+    asker.send(bytes(MAX_REQUEST_BYTES + 1))
+    other = Asker(world.address.file)
+    try:
+        other.ask(1)
+        assert other.receive()[1]
+    finally:
+        other.close()
+
+
+def test_requests_sent_ahead_are_answered_in_order(world: World, asker: Asker) -> None:
+    world.write(*NAMES)
+    for number in range(WINDOW):
+        asker.ask(number, name=NAMES[number])
+    assert [asker.receive() for _ in range(WINDOW)] == [
+        (number, world.file(NAMES[number]).read_bytes()) for number in range(WINDOW)
+    ]
