@@ -23,7 +23,7 @@ class ClusterConfig(Section):
         None,
         pattern=PORTS_PATTERN,
         description="TCP ports for connections between nodes, e.g. 20000-20100. The first node of "
-        "each lockstep group uses up to four of these ports. null means any free "
+        "each lockstep group uses up to five of these ports. null means any free "
         "port. HCCL has separate ports: device.hccl_host_ports and "
         "device.hccl_npu_ports",
     )

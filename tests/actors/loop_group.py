@@ -76,6 +76,7 @@ class Group:
             wait for this device.
         stop: stops the devices of all ranks.
         events_at: where the changes of the prefix caches are published.
+        fetches: stands for a ``BlockFetches``.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Group:
         fault_at: int | None = None,
         stop: StopDevices = lambda timeout_s, check: {},
         events_at: PublisherPlace | None = None,
+        fetches: Any = None,
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # clients that are closed with the group
@@ -150,6 +152,7 @@ class Group:
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
             report=dict,
             kv_events=None if events_at is None else KVEvents(kept, events_at),
+            fetches=fetches,
         )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()

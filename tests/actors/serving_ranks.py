@@ -16,7 +16,8 @@ from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.engine.engine_loop import EngineLoop
 from dist_aclgraph.actors.engine.resumption import Resumption
-from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.client_links import ClientLinks
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.config import Config
@@ -36,6 +37,7 @@ class ServingRanks:
     loop: EngineLoop
     client: EngineClient
     ranks: RankProcesses
+    address: Address
 
     def submit(self, name: str, prompt: list[int], params: Any) -> Answer:
         answer = Answer()
@@ -54,8 +56,14 @@ class _Captured:
 
 
 @contextmanager
-def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
-    """Within this context, all ranks of ``config`` serve as one group."""
+def serving_ranks(
+    config: Config, directory: Path, fetches: BlockFetches | None = None
+) -> Iterator[ServingRanks]:
+    """Within this context, all ranks of ``config`` serve as one group.
+
+    Args:
+        fetches: see ``EngineLoop``.
+    """
     with lockstep(config) as group:
         ranks = group.ranks
         group.scheduler.epoch = 1
@@ -85,6 +93,7 @@ def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
             ),
             resumption=Resumption(channel, ranks.ranks, stop, config.recovery.resume_s),
             report=dict,
+            fetches=fetches,
         )
         serves, is_over = threading.Thread(target=loop.run, daemon=True), threading.Event()
         serves.start()
@@ -92,7 +101,7 @@ def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
         watch.start()
         client = EngineClient([links.address], TOKEN, node_id=NODE, link_s=WAIT_S)
         try:
-            yield ServingRanks(loop, client, ranks)
+            yield ServingRanks(loop, client, ranks, links.address)
         finally:
             is_over.set()
             client.close()

@@ -13,7 +13,7 @@ import pytest
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.engine.engine_loop import MEAN_FROM
-from dist_aclgraph.actors.wire.messages import Deltas, encoder
+from dist_aclgraph.actors.wire.messages import Abort, Deltas, encoder
 from dist_aclgraph.errors import DeviceFaultError, EngineDeadError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
@@ -120,6 +120,33 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
     assert delta.error_kind == "InvalidParameterError"
     assert first.ended.wait(WAIT_S)
     assert len(first.tokens) == 100
+
+
+class FakeFetches:
+    """Records the sources of requests, and whether their fetches are wanted at the beginning."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+        self.is_wanted: Callable[[], bool] = lambda: False
+
+    def fetch_from(self, source: str, is_wanted: Callable[[], bool]) -> None:
+        self.asked.append((source, is_wanted()))
+        self.is_wanted = is_wanted
+
+
+def test_a_fetch_of_blocks_is_wanted_until_its_request_ends(tmp_path: Path) -> None:
+    fetches = FakeFetches()
+    group = Group(tmp_path, fetches=fetches)
+    group.later.append(raw := RawClient(group.address))
+    try:
+        raw.send(make_submit(source="7", max_tokens=100, request_id="other"))
+        raw.send(make_submit(number=8, max_tokens=100))
+        assert raw.receive() and raw.receive()
+        assert fetches.asked == [("7", True)]
+        raw.send(encoder.encode(Abort("other")))
+        wait_until(lambda: not fetches.is_wanted(), "the fetch goes on")
+    finally:
+        group.close()
 
 
 def test_an_aborted_request_frees_its_blocks(group: Group, client: EngineClient) -> None:

@@ -11,8 +11,10 @@ import pytest
 from dist_aclgraph.actors.controller.group_state import GROUP_TRANSITIONS, GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
+from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import load_config
+from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.way_back import SOUND_S
 from tests.serve.conftest import CONFIG
@@ -31,6 +33,14 @@ def test_each_group_tells_its_own_block_size() -> None:
 
     assert (small.entry.tokens_per_block, large.entry.tokens_per_block) == (64, 128)
     assert small.entry.cache_blocks == large.entry.cache_blocks == 50
+
+
+def test_only_a_prefill_group_tells_where_its_blocks_are() -> None:
+    group = make_group()
+    group.blocks_at = BlockSource(group.address, "model", CachePlace())
+    assert group.entry.blocks is None
+    group.prefills = True
+    assert group.entry.blocks == group.blocks_at
 
 
 class Workers:

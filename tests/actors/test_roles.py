@@ -98,6 +98,7 @@ def test_a_long_prompt_is_computed_by_one_group_and_continued_by_another() -> No
     assert (first.max_tokens, first.hands_over) == (1, True)
     assert (second.max_tokens, second.hands_over) == (7, False)
     assert second.prompt == first.prompt + pack_ints([7])
+    assert (first.source, second.source) == ("", PREFILL)
     assert [delta.tokens for delta in world.told] == [[7], [8, 9]]
     assert [delta.finish_reason for delta in world.told] == [None, "stop"]
     assert len(world.table) == 0

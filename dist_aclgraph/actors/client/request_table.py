@@ -156,6 +156,7 @@ class RequestTable:
             request.note(delta)
             if request.hands_over and delta.finish_reason == "length":
                 self.forget(delta.request_id)
+                request.source = engine.name
                 self._handed_over.append(request)
                 if delta.token_ids:  # an engine without files sends token and end together
                     told.append((request.on_delta, replace_fields(delta, finish_reason=None)))

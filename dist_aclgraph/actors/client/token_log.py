@@ -41,6 +41,8 @@ class OpenRequest:
         is_cause: whether the request counts as the cause of the deaths; then it is not resumed.
         is_resumed: whether the request has lost an engine, or the link to an engine.
         hands_over: whether the present engine only computes the prompt and the first token.
+        source: name of the group that has computed the prompt for another group; "" if the prompt
+            was not handed over.
         role: what a router has chosen; see ``TransferRole``. If the engine of a "prefill" is lost
             after the last token, another engine generates one token too many.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
@@ -59,6 +61,7 @@ class OpenRequest:
     is_cause: bool = False
     is_resumed: bool = False
     hands_over: bool = False
+    source: str = ""
     is_probe: bool = False
     role: TransferRole = ""
     _num_prompt_bytes: int = field(init=False)
@@ -155,4 +158,5 @@ class OpenRequest:
             self.stop_ids,
             self.cache_salt,
             self.hands_over or self.role == "prefill",
+            self.source,
         )

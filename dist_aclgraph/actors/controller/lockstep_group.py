@@ -12,6 +12,7 @@ import ray
 from dist_aclgraph.actors.capture.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.controller.group_state import GROUP_TRANSITIONS, GroupState
 from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.messages import GroupEntry
 from dist_aclgraph.actors.worker.rank_facts import JoinedDevice
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
@@ -48,6 +49,7 @@ class LockstepGroup:
     loops: list[Any] = field(default_factory=list)
     number: int = 0  # the group's name for clients; never reused for another group
     opened_at: Address | None = None  # where clients reach the group's engine
+    blocks_at: BlockSource | None = None  # where other groups fetch the KV of prompts
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve
     prefills: bool = False  # whether the group computes prompts for other groups
@@ -93,6 +95,7 @@ class LockstepGroup:
             self.planner.cache_spec.tokens_per_block,
             self.state is GroupState.DRAINING,
             self.planner.config.parallel.prefill_from_tokens if self.prefills else 0,
+            self.blocks_at if self.prefills else None,
         )
 
     @property

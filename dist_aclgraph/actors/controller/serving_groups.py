@@ -28,7 +28,7 @@ from dist_aclgraph.actors.controller.state import State
 from dist_aclgraph.actors.controller.survivors import gather_survivors
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.controller.traffic_watch import TrafficWatches
-from dist_aclgraph.actors.engine.engine import EngineSettings
+from dist_aclgraph.actors.engine.engine import EngineSettings, EngineSockets
 from dist_aclgraph.actors.host import run_directory
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address
@@ -538,7 +538,8 @@ class ServingGroups:
             raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
         if ready[0] != serving:
             fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
-        group.opened_at = ray.get(serving, timeout=timeout_s)
+        sockets: EngineSockets = ray.get(serving, timeout=timeout_s)
+        group.opened_at, group.blocks_at = sockets.clients, sockets.blocks
 
 
 def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:

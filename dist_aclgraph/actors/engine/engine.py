@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from dist_aclgraph.actors.engine.resumption import Resumption
 from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.block_fetches import BlockFetches
+from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, tiers_of
 from dist_aclgraph.actors.wire.client_links import ClientLinks
 from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepSender
@@ -32,7 +34,7 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.kv.events import CacheEvents
 from dist_aclgraph.kv.look_ups import LookUps, look_ups_of
-from dist_aclgraph.kv.tiers import CachePlace, HostCopies, KVTiers
+from dist_aclgraph.kv.tiers import CachePlace, HostCopies, KVTiers, cache_identity
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -69,6 +71,19 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
+class EngineSockets:
+    """Where a serving engine is reached.
+
+    Attributes:
+        clients: the address for clients.
+        blocks: where other groups fetch KV blocks; None if they do not fetch blocks.
+    """
+
+    clients: Address
+    blocks: BlockSource | None
+
+
+@dataclass(frozen=True)
 class SeenTraffic:
     """A group's plan (None while the plan changes), its traffic, and its step times."""
 
@@ -92,10 +107,13 @@ class Engine:
         self._world_ranks: tuple[WorldRank, ...] = ()
         self._channel: StepSender | None = None
         self._clients_at: Place | None = None
+        self._spans_nodes = False
         self._resumption: Resumption | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self._copies: HostCopies | None = None
+        self._block_server: BlockServer | None = None
+        self._fetches: BlockFetches | None = None
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._lease = Lease(config.timeouts.link_s)
         leave_with(self._lease, "this engine")
@@ -132,6 +150,7 @@ class Engine:
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
         self._clients_at = replace(place, host=clients_host)
+        self._spans_nodes = workers_host is not None
         parallel = self._config.parallel
         self._channel = StepSender(
             world_ranks,
@@ -151,8 +170,8 @@ class Engine:
             for rank, node_id in enumerate(node_ids)
         ]
 
-    def serve(self, settings: EngineSettings) -> Address:
-        """Wait until all workers are connected, start the loop, and return the clients' address."""
+    def serve(self, settings: EngineSettings) -> EngineSockets:
+        """Wait until all workers are connected, and start the loop."""
         assert self._channel is not None and self._clients_at is not None
         assert self._resumption is not None
         began_s = time.time()
@@ -164,10 +183,12 @@ class Engine:
         )
         place = settings.cache_place
         look_ups: LookUps | None = None
+        blocks: BlockSource | None = None
         if place is not None:
             tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
             look_ups = look_ups_of(tiers, states)
             self._copies = HostCopies(config) if config.kv.host_gib else None
+            blocks = self._share_blocks(settings, place)
         block_size, events = Shards.from_config(config).tokens_per_block, config.kv.events
         caches = [CacheEvents(block_size, events.encoding) for _ in range(layout.dp)]
         scheduler = Scheduler(
@@ -218,12 +239,14 @@ class Engine:
             ),
             resumption=self._resumption,
             kv_events=KVEvents(caches, publisher_place(events)) if events.publish else None,
+            fetches=self._fetches,
             report=lambda: {
                 **settings.report,
                 "began_s": began_s,
                 "pool_bytes": ranks.pool_bytes,
                 "copies_bytes": {} if look_ups is None else look_ups.num_bytes(),
                 "late_look_ups": 0 if look_ups is None else look_ups.num_late,
+                "fetched": {} if self._fetches is None else asdict(self._fetches.counts),
                 "restarts_left": self._restarts.num_left(time.monotonic()),
             },
         )
@@ -234,7 +257,22 @@ class Engine:
         event(logger, "engine_serving", pid=os.getpid(), ranks=len(self._world_ranks))
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
         self._thread.start()
-        return clients.address
+        return EngineSockets(clients.address, blocks)
+
+    def _share_blocks(self, settings: EngineSettings, place: CachePlace) -> BlockSource | None:
+        """With prefill groups, serve the files of blocks on this node to other nodes, and prepare
+        to fetch files from other nodes. Return where other groups fetch the files.
+        """
+        config, at = self._config, self._clients_at
+        if not config.parallel.prefill_groups:
+            return None
+        assert at is not None
+        self._block_server = BlockServer(at, settings.token, tiers_of(config, place))
+        # Workers on other nodes would not find the files that are fetched to this node.
+        if not self._spans_nodes:
+            group = str(settings.group)
+            self._fetches = BlockFetches(config, at.node_id, settings.token, group)
+        return BlockSource(self._block_server.address, cache_identity(config), place)
 
     def _raise_if_dead(self) -> None:
         assert self._loop is not None
@@ -292,6 +330,10 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
+        if self._fetches is not None:
+            self._fetches.close()
+        if self._block_server is not None:
+            self._block_server.close()
         self._directory.remove()
 
     def leave_copies(self) -> None:

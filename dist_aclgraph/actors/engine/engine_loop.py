@@ -22,6 +22,7 @@ from dist_aclgraph.actors.engine.hand_overs import HandOvers
 from dist_aclgraph.actors.engine.kv_events import KVEvents
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.engine.resumption import Resumption
+from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
 from dist_aclgraph.actors.wire.messages import GroupList, Submit
 from dist_aclgraph.actors.wire.step_channel import StepSender
@@ -99,6 +100,7 @@ class EngineLoop:
             sends nothing to workers or clients.
         kv_events: publishes the changes of the prefix caches; None if they are not published. The
             loop closes it when the group ends.
+        fetches: fetches blocks from groups on other nodes; None if nothing is fetched.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class EngineLoop:
         resumption: Resumption,
         report: Callable[[], dict[str, Any]],
         kv_events: KVEvents | None = None,
+        fetches: BlockFetches | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._channel = channel
@@ -136,6 +139,7 @@ class EngineLoop:
         if scheduler.copies:
             self._copies = CopyLink(scheduler, channel, step_timeout_s)
         self._kv_events = kv_events
+        self._fetches = fetches
         self._seen_s = time.monotonic()  # time when the loop last showed progress
         self._failure = ""
         self._has_dismissed = False
@@ -187,6 +191,8 @@ class EngineLoop:
     def set_groups(self, groups: GroupList) -> None:
         """Send the deployment's list of groups to all clients."""
         self._links.set_groups(groups)
+        if self._fetches is not None:
+            self._fetches.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
         """Wait until all requests have ended, and all clients use this version of the group list.
@@ -413,6 +419,8 @@ class EngineLoop:
                 cache_salt=submit.cache_salt,
                 hands_over=submit.hands_over and self._copies is not None,
             )
+            if submit.source and self._fetches is not None:
+                request.fetch = self._fetches.fetch_from(submit.source, lambda: not request.is_over)
             self._scheduler.add(request)
         except DistAclGraphError as e:
             self._links.send(link, last_words(submit.number, e))

@@ -37,7 +37,7 @@ def group_metrics(
         costs: costs of all graphs that exist.
         ranks_report: facts about the ranks, from the controller.
     """
-    stats = scheduler.stats()
+    stats, fetched = scheduler.stats(), ranks_report.get("fetched", {})
     return {
         "num_requests_running": stats["running"],
         "num_requests_waiting": stats["waiting"],
@@ -57,6 +57,9 @@ def group_metrics(
         "kv_read_blocks": counts.num_read,
         "kv_copies_bytes": ranks_report.get("copies_bytes", {}),
         "kv_late_look_ups": ranks_report.get("late_look_ups", 0),
+        "kv_fetched_blocks": fetched.get("blocks", 0),
+        "kv_fetched_bytes": fetched.get("num_bytes", 0),
+        "kv_failed_fetches": fetched.get("failures", 0),
         "spec_decode_num_drafts": stats["drafts"],
         "spec_decode_num_draft_tokens": stats["draft_tokens"],
         "spec_decode_num_accepted_tokens": stats["accepted_tokens"],

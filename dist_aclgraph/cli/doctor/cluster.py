@@ -20,7 +20,7 @@ from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # Starting a process and loading CANN take long on a busy node.
-PORTS_OF_A_GROUP = 4
+PORTS_OF_A_GROUP = 4  # without the port for KV blocks
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
@@ -198,8 +198,9 @@ def port_findings(opened: Mapping[str, OpenPorts], config: Config | None) -> lis
             findings.append(Finding(name, True, found))
             continue
         found = f"{found}, in use: {', '.join(map(str, ports.in_use))}"
-        is_enough = len(ports.listening) >= PORTS_OF_A_GROUP
-        remedy = f"widen cluster.ports: a group takes up to {PORTS_OF_A_GROUP}"
+        num_needed = PORTS_OF_A_GROUP + bool(config.parallel.prefill_groups)
+        is_enough = len(ports.listening) >= num_needed
+        remedy = f"widen cluster.ports: a group takes up to {num_needed}"
         findings.append(Finding(name, is_enough, found, remedy, is_warning=is_enough))
     return findings
 

@@ -122,6 +122,15 @@ def test_a_port_in_use_is_a_warning_while_a_group_finds_enough() -> None:
     assert [finding.mark for finding in findings] == ["ok  ", "warn", "FIX "]
     assert findings[1].found == "4 free, in use: 20003"
     assert port_findings(opened, make_config({"model": "m"})) == []
+    prefill = make_config(
+        {
+            "model": "m",
+            "cluster": {"ports": "20000-20004"},
+            "kv": {"host_gib": 1},
+            "parallel": {"dp": 2, "prefill_groups": 1},
+        }
+    )
+    assert [finding.mark for finding in port_findings(opened, prefill)] == ["ok  ", "FIX ", "FIX "]
 
 
 def test_a_host_that_another_does_not_reach_is_found() -> None:
