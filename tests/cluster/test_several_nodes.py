@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -70,11 +73,19 @@ class Deployed:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    npus = {"NPU": 2}
-    made = Nodes(
-        [{}, *({"resources": npus, "labels": {"rack": name}} for name in ("left", "right"))]
-    )
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Each node with NPUs has a home of its own, so that nodes share no files below their homes."""
+
+    def with_npus(name: str) -> dict[str, Any]:
+        home = str(tmp_path_factory.mktemp(name))
+        token = str(Path.home() / ".ray" / "auth_token")
+        return {
+            "resources": {"NPU": 2},
+            "labels": {"rack": name},
+            "env_vars": {"HOME": home, "RAY_AUTH_TOKEN_PATH": token},
+        }
+
+    made = Nodes([{}, with_npus("left"), with_npus("right")])
     yield made
     made.end()
 
@@ -107,6 +118,35 @@ def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes
     assert sorted(where) == [[LEFT, LEFT], [RIGHT, RIGHT]]
     config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
     alone = on_one_node(config, PROMPTS, NUM_TOKENS)
+    tokenizer = Tokenizer(config.model)
+    assert [answer.choices[0].text for answer in answers] == [
+        tokenizer.decode(tokens) for tokens in alone
+    ]
+
+
+@pytest.mark.rare
+def test_a_group_fetches_prompts_from_a_group_on_another_node(nodes: Nodes) -> None:
+    """This test must also be before those that share a deployment."""
+    copies = {"kv.disk": "~/kv", "kv.disk_gib": 0.1, "kv.block_size": 16}
+    roles = {"parallel.prefill_groups": 1, "parallel.prefill_from_tokens": 64}
+    prompts = [[first, *range(3, 100)] for first in range(4)]
+    with service(nodes, {**APART, **copies, **roles}) as (where, client):
+        answers = [
+            client.completions.create(
+                model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        address = client.base_url.join("/metrics")
+        with urllib.request.urlopen(str(address)) as reply:
+            metrics = reply.read().decode()
+
+    assert sorted(where) == [[LEFT, LEFT], [RIGHT, RIGHT]]
+    counts = re.findall(r"^dist_aclgraph_kv_fetched_blocks_total\{.*\} (\S+)$", metrics, re.M)
+    assert sum(map(float, counts)) > 0, metrics
+    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
+    alone = on_one_node(config, prompts, NUM_TOKENS)
     tokenizer = Tokenizer(config.model)
     assert [answer.choices[0].text for answer in answers] == [
         tokenizer.decode(tokens) for tokens in alone
