@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import Answer, Files, LookUp, LookUps
 from dist_aclgraph.steps.copies import CopyJob
 from tests.unit.scheduler.fake_worker import FakeWorker
@@ -41,12 +42,14 @@ class _LateLookUps(LookUps):
 class FakeFiles:
     """Copies blocks of all data-parallel ranks, in random order and at random times.
 
-    Files disappear now and then, and a rank sometimes fails to read a block.
+    Files disappear now and then, and a rank sometimes fails to read a block. A fetch brings files
+    of blocks back.
     """
 
     def __init__(self, chance: random.Random, workers: list[FakeWorker], tp: int) -> None:
         self.contents: dict[bytes, np.ndarray] = {}
         self.states: dict[bytes, int] = {}
+        self._elsewhere: dict[bytes, np.ndarray] = {}  # blocks whose files have disappeared
         self._chance = chance
         self._workers = workers
         self._tp = tp
@@ -62,8 +65,24 @@ class FakeFiles:
             ranks = list(range(dp_rank * self._tp, (dp_rank + 1) * self._tp))
             self._running += (_Running(job, dp_rank, list(ranks)) for job in each)
 
+    def fetch(self, hashes: Sequence[BlockHash], depth: int) -> Answer[bool]:
+        """Bring back the files of leading blocks at a random time; see ``FetchBlocks``."""
+        late = iter(range(self._chance.choice([0, 1, 3])))
+
+        def ended() -> bool | None:
+            if next(late, None) is not None:
+                return None
+            for name in hashes:
+                if name not in self._elsewhere:
+                    break
+                self.contents[name] = self._elsewhere[name]
+            return True
+
+        return ended
+
     def advance(self) -> Iterator[tuple[int, int, int]]:
         """Continue some copies; yield number, rank and count of each that has ended."""
+        self._elsewhere |= self.contents
         for files in (self.contents, self.states):
             if files and self._chance.random() < 0.05:
                 del files[self._chance.choice(list(files))]

@@ -258,7 +258,9 @@ class World:
         prompt, params = arrival.prompt(index), arrival.params()
         output, _ = arrival.expected(index)
         output = output[: min(arrival.emitted, len(output) - 1)]
-        self.scheduler.add(submit(str(index), prompt, params, output=output))
+        request = submit(str(index), prompt, params, output=output)
+        request.fetch = self.files.fetch if index % 2 else None
+        self.scheduler.add(request)
         self.got[str(index)] = output
 
     def take(self, outputs: Iterable[RequestDelta]) -> None:
