@@ -115,7 +115,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # a busy machine is not a silent source
     made = World(tmp_path)
     yield made
     made.close()
@@ -207,6 +208,19 @@ def test_a_fetch_ends_with_its_request(world: World) -> None:
     looks = iter([True, True, True])
     world.fetch(is_wanted=lambda: next(looks, False))
     assert world.found() == NAMES[:1], "one look at the beginning, and one for each file"
+
+
+def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
+    """As from a source that is slow, but not silent."""
+    world.write(*NAMES)
+
+    def wait() -> bool:
+        world.now_s += LIMIT_S / 4
+        return True
+
+    world.fetch(is_wanted=wait)
+    world.fetches.close(WAIT_S)
+    assert world.found() == NAMES[:2] and world.fetches.counts.failures == 0
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_fetched_prompts_are_continued_and_a_lost_source_costs_time_alone(
             return send(tiers, name, max_bytes)
 
         with monkeypatch.context() as patch:
-            patch.setattr(block_fetches, "SILENCE_S", 0.5)
+            patch.setattr(block_fetches, "SILENCE_S", 5.0)
             patch.setattr(KVTiers, "file_bytes", send_some)
             assert pair.answer("struck", OTHERS) == pair.wanted[len(PROMPTS) :]
         assert NUM_FULL < pair.fetches.counts.blocks <= NUM_FULL + NUM_FULL // 2
