@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,9 @@ from dist_aclgraph.planning.planner import Planner
 from tests.actors.kv_sockets import LOOPBACK
 from tests.actors.leftovers import wait_until
 from tests.actors.serving_ranks import NODE, TOKEN, WAIT_S, ServingRanks, serving_ranks
-from tests.checkpoints import make_prompts
+from tests.checkpoints import make_prompts, make_reference
 from tests.deployments import Answer, greedy_params, make_deployment_config, tokens_of
+from tests.slow import rare
 
 PROMPTS, OTHERS = make_prompts([100, 65, 180, 97]), make_prompts([97, 180, 66, 99], seed=1)
 BLOCK, TOKENS, ANSWER_S = 16, 24, 240.0
@@ -30,10 +32,10 @@ NUM_FULL = sum(len(prompt) // BLOCK for prompt in PROMPTS)
 PREFILL, DECODE = "0", "1"
 
 
-def configure(checkpoint: Path, folder: Path) -> Config:
+def configure(checkpoint: Path, folder: Path, tp: int) -> Config:
     folder.mkdir()
     kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(folder), "host_gib": 0.1}
-    return make_deployment_config(checkpoint, kv=kv)
+    return make_deployment_config(checkpoint, kv=kv, parallel={"tp": tp})
 
 
 @dataclass
@@ -64,8 +66,9 @@ class Pair:
 
 
 @contextmanager
-def serving_pair(checkpoint: Path, folder: Path) -> Iterator[Pair]:
-    there, here = (configure(checkpoint, folder / name) for name in ("there", "here"))
+def serving_pair(checkpoint: Path, folder: Path, prefill_tp: int = 1) -> Iterator[Pair]:
+    there = configure(checkpoint, folder / "there", prefill_tp)
+    here = configure(checkpoint, folder / "here", 1)
     place = CachePlace.of(there, Planner.from_config(there).facts)
     assert place is not None
     with ExitStack() as stack:
@@ -119,3 +122,20 @@ def test_fetched_prompts_are_continued_and_a_lost_source_costs_time_alone(
             patch.setattr(KVTiers, "file_bytes", send_some)
             assert pair.answer("struck", OTHERS) == pair.wanted[len(PROMPTS) :]
         assert NUM_FULL < pair.fetches.counts.blocks <= NUM_FULL + NUM_FULL // 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prefill_tp"),
+    [rare("Qwen3ForCausalLM", 2), rare("Qwen3NextForCausalLM", 1)],
+)
+@pytest.mark.timeout(900)
+def test_other_divisions_of_heads_and_recurrent_states_are_fetched(
+    npu: Any, tmp_path: Path, architecture: str, prefill_tp: int
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    make_reference(architecture, checkpoint)
+    with serving_pair(checkpoint, tmp_path, prefill_tp) as pair:
+        assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
+        counts = pair.copied(DECODE)
+        assert counts["loaded"] > 0 and counts["missed"] == 0
+        assert pair.fetches.counts.blocks == NUM_FULL

@@ -193,6 +193,8 @@ class BlockFetches:
                 count = self._copy(link, fetch, "block", files["block"], fetch.names, fetch.depth)
                 # A request starts from the last checkpoint before the first missing block.
                 for index in reversed(range(count if files["state"] else 0)):
+                    if not self._goes_on(fetch):
+                        break
                     name, depth = fetch.names[index], fetch.depth + index
                     if self._copy(link, fetch, "state", files["state"], [name], depth):
                         break
