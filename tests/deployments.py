@@ -22,7 +22,7 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 
-ANSWER_S = 60.0
+ANSWER_S = 180.0
 # Limits of a start on a machine that other programs keep busy. The usual limits are for hosts that
 # only serve.
 LONG_STARTS = {"timeouts.place_s": 300, "timeouts.join_s": 300, "timeouts.negotiate_s": 300}

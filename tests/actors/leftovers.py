@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 
 NPUS = 8.0  # NPUs of the session's cluster
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:

@@ -155,7 +155,7 @@ def test_groups_are_added_and_drain_side_by_side_under_streams(pair: Pair) -> No
         answers = [
             service.submit(f"long{i}", PROMPTS[i % 4], greedy_params(LONG)) for i in range(9)
         ]
-        assert all(answer.began.wait(60) for answer in answers)
+        assert all(answer.began.wait(180) for answer in answers)
         scaling = threading.Thread(target=service.deployment.scale, args=[1], daemon=True)
         scaling.start()
 
@@ -219,7 +219,7 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
     with streams(service) as found:
         # All streams of a group can pause at once; these long requests are running.
         held = [service.submit(f"d{i}", PROMPTS[i % 4], greedy_params(LONG)) for i in range(8)]
-        assert all(answer.began.wait(60) for answer in held)
+        assert all(answer.began.wait(180) for answer in held)
         os.kill(pids_of(service)[1], signal.SIGKILL)
 
         wait_until(lambda: bool(service.report()["missing_groups"]["reason"]), "no word", START_S)

@@ -165,7 +165,7 @@ def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: fl
         os.kill(run.pids[0], signal.SIGSTOP)
 
         for answer in run.answers:
-            assert answer.ended.wait(60)
+            assert answer.ended.wait(ANSWER_S)
             assert answer.error.startswith("rank 0 in SERVING"), answer.error
         wait_until(lambda: is_dead(run.service), "the client does not know")
         assert_processes_are_gone(run.pids)
@@ -253,7 +253,7 @@ def test_reports_disturb_nothing_and_shutting_down_in_the_middle_ends_requests(
             service.submit(f"later{i}", prompt, greedy_params(LONG))
             for i, prompt in enumerate(make_prompts([20] * 4))
         ]
-        assert all(answer.began.wait(30) for answer in answers)
+        assert all(answer.began.wait(ANSWER_S) for answer in answers)
         service.deployment.shut_down()
 
         assert_processes_are_gone(run.pids)

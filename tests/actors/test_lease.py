@@ -169,5 +169,5 @@ def test_an_actor_that_nobody_asks_ends_itself(keep: Any) -> None:
 
     asks.clear()
 
-    actor.join(60)
+    actor.join(180)
     assert actor.exitcode == 1

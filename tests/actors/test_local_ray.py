@@ -32,7 +32,7 @@ from tests.slow import rare, slow
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 START_RAY = """
 import sys, ray

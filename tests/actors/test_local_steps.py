@@ -31,7 +31,7 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError, WorkerLostEr
 from dist_aclgraph.steps.step import StepResult
 from tests.actors.test_step_channel import EPOCH, NODE, make_plan
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 fork = multiprocessing.get_context("fork")
 
 

@@ -14,7 +14,7 @@ from dist_aclgraph.actors.deployment.owner_link import (
 )
 from dist_aclgraph.actors.wire.addresses import Reach
 
-WAIT_S = 20.0
+WAIT_S = 180.0
 
 
 class Answers:

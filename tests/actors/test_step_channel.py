@@ -36,7 +36,7 @@ from dist_aclgraph.steps.step import (
 from tests.actors.leftovers import wait_until
 from tests.actors.strangers import NUM_JUNK
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 EPOCH = 3
 NODE, HOST = "node", "127.0.0.1"
 

@@ -17,7 +17,7 @@ from ray.core.generated.common_pb2 import PYTHON
 from dist_aclgraph.actors.forks.forking_starter import WORKER_SETUP
 from dist_aclgraph.actors.forks.worker_setup import command_of, take_over
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 text = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=20)
 variables = st.dictionaries(
     st.sampled_from(["A_ONE", "A_TWO", "A_THREE"]),

@@ -14,7 +14,7 @@ from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
 MARK = "TEST_OF_SUPERVISION"  # environment variable of all processes of a service
 OWNER, INGRESS = "serve:owner", "serve:ingress"
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 PARTS = r"""
 SILENT_S = END_S = 60.0

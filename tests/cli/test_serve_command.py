@@ -25,7 +25,7 @@ from tests.serve.conftest import CONFIG, until
 from tests.serve.test_llm import FakeDeployment
 
 MODEL = "tiny-qwen3"
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class Obedient(FakeDeployment):

@@ -11,7 +11,7 @@ import pytest
 
 from dist_aclgraph.cli.signals import Signals
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 # The timer's signal arrives a little later each time, so it arrives at each step of a wait.
 UNDER_FIRE = """

@@ -40,7 +40,7 @@ NUM_FULL = sum(
     (len(prompt) - 1) // BLOCK_SIZE for prompt in PROMPTS
 )  # blocks that a prefix can have
 FAMILIES = {"deepseek": "DeepseekV3ForCausalLM", "hybrid": "Qwen3NextForCausalLM"}
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class Service:

@@ -41,7 +41,7 @@ class Service:
         self.engine.reply = lambda submit: ids
 
 
-WAIT_S = 60.0  # a time limit that tests never reach on an idle machine
+WAIT_S = 180.0  # a time limit that tests never reach on an idle machine
 # Time limit of silence in services whose engines become silent. On a busy machine, the thread of a
 # fake engine can get no CPU time for more than a second; the limit is longer than this.
 SILENT_S = 2.0

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 def ask_all(port: int, count: int, status: int, request: bytes) -> list[float]:

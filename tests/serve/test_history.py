@@ -167,7 +167,7 @@ def test_metrics_that_cannot_be_collected_cost_their_points_alone_and_are_logged
         return [running]
 
     history.watch(collect, client)
-    assert client.is_closed.wait(60)
+    assert client.is_closed.wait(180)
 
     assert history.report(0.0)["series"]["running"] == [3, 3]
     failed = [record for record in caplog.records if record.levelno == logging.ERROR]

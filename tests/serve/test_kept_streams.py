@@ -34,7 +34,7 @@ from tests.serve.fake_engine import FakeEngine
 from tests.slow import slow
 
 INGRESS = "serve:ingress"
-WAIT_S = 60.0
+WAIT_S = 180.0
 MANY_BYTES = 64 << 20  # more than the kernel buffers for a connection
 BY_CHANCE = re.compile(rb'"(id|item_id|created|created_at)":("[^"]*"|[0-9]+),')
 HEADERS = "Host: x\r\nContent-Type: application/json\r\n"

@@ -23,7 +23,7 @@ LIMITS = {
     "serve.max_connections": 20,
     "serve.max_bodies_mib": 4,
 }
-WAIT_S = 30.0
+WAIT_S = 180.0
 
 
 @pytest.fixture(scope="module")

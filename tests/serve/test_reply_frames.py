@@ -30,7 +30,7 @@ class Texts(Shape):
         if piece.text == "bad":
             raise InvalidParameterError("no report")
         if piece.prompt_logprobs:
-            assert self.is_free.wait(60)
+            assert self.is_free.wait(180)
         return f"{piece.text}{usage} ".encode()
 
     def last_frames(self, generation):

@@ -12,7 +12,7 @@ import pytest
 from dist_aclgraph.device.launch_gate import LaunchGate
 from dist_aclgraph.errors import DeviceError
 
-WAIT_S, MOMENT_S = 20.0, 0.2
+WAIT_S, MOMENT_S = 120.0, 0.2
 
 
 class Beside:

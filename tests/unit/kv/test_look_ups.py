@@ -24,7 +24,7 @@ from dist_aclgraph.kv.look_ups import (
 from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
 
 NEAR, FAR = b"n" * 16, b"f" * 16
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class World:
