@@ -32,7 +32,7 @@ from dist_aclgraph.scheduler.rank_step import (
     StepKind,
 )
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
+from dist_aclgraph.scheduler.rows import EVERY, TRIES, WAITS, Indices, Places, RunningRows
 from dist_aclgraph.steps.delta import FinishReason
 from dist_aclgraph.steps.padding import padding_blocks
 from dist_aclgraph.steps.step import RankBatch, RowStart
@@ -195,7 +195,7 @@ class RankScheduler:
         service.
         """
         rows = self.rows
-        is_unserved = (rows.known == rows.started) & (rows.held == 0)
+        is_unserved = (rows.known == rows.started) & (rows.held != WAITS)
         if kind != "mixed":
             is_unserved &= (rows.computed < rows.prompt_end) == (kind == "prompt")
         unserved: list[int] = np.flatnonzero(is_unserved).tolist()
@@ -208,7 +208,7 @@ class RankScheduler:
         """
         rows = self.rows
         is_open: npt.NDArray[np.bool_] = (
-            (rows.known > rows.started) & (rows.known < rows.limit) & (rows.held == 0)
+            (rows.known > rows.started) & (rows.known < rows.limit) & (rows.held != WAITS)
         )
         return is_open
 
@@ -286,6 +286,7 @@ class RankScheduler:
             next_full=cached + size,
             prompt_end=min(request.prompt_end, num_tokens) if self._exact else num_tokens,
         )
+        request.tries_grammar = False
         builder.add_chunk(index)
         return True
 
@@ -480,7 +481,7 @@ class RankScheduler:
                 left = list(victims.values())
                 self._free_rows = [*left, *(row for row in self._free_rows if row not in left)]
         if self._steady is None and rows.held.any():
-            rows.held &= np.isin(rows.row, list(compiling))
+            rows.held[:] = (rows.held > 0) & np.isin(rows.row, list(compiling))
         return victims
 
     def _take_back(self, places: Places) -> None:
@@ -491,7 +492,7 @@ class RankScheduler:
             self.rows.put_back(at[is_taken], flight.step.records[is_taken])
             flight.indices = np.where(is_taken, -1, at)
         self._steady = None
-        self.rows.held[places] = 1
+        self.rows.held[places] = WAITS
         self._appended = self._appended[~np.isin(self._appended[:, 0], self.rows.row[places])]
         for place in places.tolist():
             self.rows.settle(place)
@@ -501,11 +502,13 @@ class RankScheduler:
     def free_held(self) -> int:
         """Let the requests run again that wait for their grammars, and return their number.
 
-        Only the result of a step shows whether a grammar is compiled.
+        Only the result of a step shows whether a grammar is compiled. If the model has recurrent
+        state, a token that was sampled too early costs the whole row. So such a request runs its
+        known tokens one by one, until a result shows that its grammar is compiled.
         """
-        num_held = int(self.rows.held.sum())
-        self.rows.held[:] = 0
-        return num_held
+        is_held = self.rows.held == WAITS
+        self.rows.held[is_held] = 0 if self.pool.checkpoints is None else TRIES
+        return int(is_held.sum())
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
         """Apply the results of the oldest step; return the new tokens and the finished requests."""

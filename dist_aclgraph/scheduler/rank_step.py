@@ -17,7 +17,7 @@ from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.checkpoints import BlockHash, Checkpoints
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
+from dist_aclgraph.scheduler.rows import EVERY, TRIES, Indices, Places, RunningRows
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs, RowStart, StepResult
 
 NO_INTS: IntArray = np.empty(0, np.int32)
@@ -158,11 +158,12 @@ class StepBuilder:
         kept = end
         if self.checkpoints is not None:
             kept = self.checkpoints.next_position(computed, end, self.block_size)
-        length = min(kept - computed, self.max_chunk, self.budget)
+        last = computed + 1 if rows.held[index] == TRIES else kept
+        length = min(last - computed, self.max_chunk, self.budget)
         if length > 0:
             self.budget = 0 if self.kind == "prompt" else self.budget - length
             known = int(rows.known[index])
-            self.chunks.append(Chunk(index, computed, length, kept, known, kept < end))
+            self.chunks.append(Chunk(index, computed, length, last, known, last == kept < end))
 
     def serve_chunks(self, before: Request | None = None) -> None:
         """Add chunks of running requests that have not sampled a token, in order of service.

@@ -89,6 +89,7 @@ class Request:
         "sampling",
         "stop_ids",
         "tokens",
+        "tries_grammar",
     )
 
     def __init__(
@@ -136,6 +137,7 @@ class Request:
         self.look_up: Callable[[], int | None] | None = None
         self.fetch: FetchBlocks | None = None
         self.is_over = False
+        self.tries_grammar = False  # see ``RankScheduler.free_held``
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens

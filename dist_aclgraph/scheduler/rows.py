@@ -19,6 +19,8 @@ Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 15
+# Values of the column ``held``.
+WAITS, TRIES = 1, 2
 # Columns that change at the same time are next to each other, so that one operation changes all of
 # them. When a step is decided, ``computed`` to ``slack`` change. When the tokens of the step
 # arrive, ``flying`` to ``num_recent`` change.
@@ -67,7 +69,8 @@ class Columns:
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which one more block is full.
         can_verify: 1 if drafts may be accepted, 0 if penalties make tokens depend on drafts.
-        held: 1 while the request waits for its grammar, else 0.
+        held: ``WAITS`` while the request waits for its grammar and does not run; ``TRIES`` if it
+            runs one token per step, to learn whether its grammar is compiled; else 0.
     """
 
     def _name_columns(self, columns: IntArray) -> None:
@@ -147,7 +150,7 @@ class RunningRows(Columns):
             covered,
             next_full,
             not request.sampling.has_penalties,
-            0,
+            TRIES if request.tries_grammar else 0,
         )
         self._index_of_row[request.row] = index
         self._update_names()

@@ -270,6 +270,8 @@ class Scheduler:
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks) + len(self._compiling)
+        for request in self._compiling:
+            request.tries_grammar = True
         self._end_compiling(list(self._compiling))
         return self.schedule() if num_held else None
 

@@ -19,18 +19,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.engine.masks import grammar_row
 from dist_aclgraph.engine.masks.grammar_row import NotReadyError
 from dist_aclgraph.engine.masks.grammars import Grammars
 from dist_aclgraph.engine.masks.slow_row import SlowRow
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import GrammarError
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams, Structure
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.text.tokenizer import Tokenizer
-from tests.engine.runners import make_runner, turn
+from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner, turn
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals
 from tests.engine.test_steps_in_flight import DEMO, Got, capture, make_scheduler, play
 from tests.laws import examples
@@ -286,6 +289,30 @@ def test_a_request_alone_gets_its_answer_when_its_grammar_is_compiled(
         tokens += [token for delta in turn(scheduler, runner) for token in delta.tokens]
 
     assert TOKENIZER.decode(tokens[:-1]) in CHOICES
+
+
+def test_a_hybrid_runs_its_prompt_at_most_twice_while_a_grammar_is_compiled(
+    npu: Any, gate: threading.Event
+) -> None:
+    runner = make_runner(npu, DEMO.with_name("tiny-qwen3.5"), MAX_SEQS)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=64),
+        [BlockPool(40, BLOCK_SIZE, checkpoints=Checkpoints(0, 1))],
+        GraphDispatcher(EAGER),
+        max_model_len=MAX_LEN,
+    )
+    structure = Structure(grammar=GRAMMARS["choice"], salt="hybrid")
+    params = SamplingParams(max_tokens=8, temperature=0.0, structure=structure)
+    scheduler.add(submit("alone", range(5, 45), params))
+    for _ in range(20):
+        assert not list(turn(scheduler, runner))
+    gate.set()
+    tokens = []
+    while scheduler.has_work or runner.is_busy:
+        tokens += [token for delta in turn(scheduler, runner) for token in delta.tokens]
+
+    assert any(choice.startswith(TOKENIZER.decode(tokens)) for choice in CHOICES)
+    assert scheduler.num_preemptions == 1
 
 
 # At each letter, a matcher must try many of these rules, because the rules contain each other.

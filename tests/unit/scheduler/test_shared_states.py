@@ -172,8 +172,35 @@ def test_a_request_that_compiles_alone_repeats_only_the_tokens_after_its_last_ch
         group.turn()
 
     assert group.got == {"form": 3}
-    assert group.num_starts == 1 + 5 + 4
+    assert group.num_starts == 1 + 5 + 2, "each of the last two starts runs two tokens"
     assert group.num_tokens <= len(PROMPT) + 2 + (group.num_starts - 1) * BLOCK
+
+
+@pytest.mark.parametrize("num_steps", [3, 20, 70])
+def test_a_request_that_compiles_alone_runs_one_token_per_step(num_steps: int) -> None:
+    """Without checkpoints, the prompt is not repeated in each step of the compilation."""
+    prompt = range(100, 131)
+    group = Group(num_checkpoints=0, compile_steps=[num_steps])
+    group.submit("form", prompt, count=2)
+    while group.scheduler.has_work:
+        group.turn()
+
+    assert group.got == {"form": 2}
+    assert group.num_starts == 2 + (num_steps - 1) // len(prompt)
+    assert group.num_tokens <= 2 * len(prompt) + num_steps + 1
+
+
+def test_a_request_that_runs_one_token_per_step_waits_in_its_row_while_others_run() -> None:
+    group = Group(num_checkpoints=0, compile_steps=[12])
+    group.submit("form", range(100, 131), count=2)
+    for _ in range(4):
+        group.turn()
+    group.submit("other", range(200, 231), count=30)
+    while "form" not in group.got:
+        group.turn()
+
+    assert group.num_tokens == 31 + 3 + 31 + 8 + 28, "only the other request runs"
+    assert group.num_starts == 3
 
 
 def test_a_request_returns_to_the_row_in_which_its_grammar_was_compiled() -> None:
