@@ -98,12 +98,13 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
     """Return a step's cost at each size: seconds if any time was measured, else padded tokens.
 
     Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
-    proportional to the tokens.
+    proportional to the tokens. A step is at most as long as a step of a larger size: the difference
+    is noise, because a measured time also contains pauses of the host.
     """
     if not seconds:
         return [float(size) for size in sizes]
     known = sorted(seconds)
-    times = [seconds[size] for size in known]
+    times = np.minimum.accumulate([seconds[size] for size in reversed(known)])[::-1]
     inside = np.interp(sizes, [0, *known], [0.0, *times])
     return [
         float(time) if size <= known[-1] else times[-1] * size / known[-1]

@@ -75,15 +75,32 @@ def test_a_step_that_takes_as_long_is_not_worth_a_bucket() -> None:
     assert choose([1, 2, 4, 8], {1: 1.0, 2: 1.0, 8: 1.0}, by_time, 3) == (2, 8)
 
 
-@given(st.dictionaries(st.integers(1, 99), st.floats(0.001, 9), min_size=1, max_size=5))
+SECONDS = st.dictionaries(st.integers(1, 99), st.floats(0.001, 9), min_size=1, max_size=5)
+
+
+@given(SECONDS)
 def test_measured_steps_keep_their_time_and_others_lie_between(seconds) -> None:
     sizes = sorted(seconds)
+    seconds = dict(zip(sizes, sorted(seconds.values()), strict=True))
 
     assert step_costs(sizes, seconds) == pytest.approx([seconds[size] for size in sizes])
     low, high = min(seconds.values()), max(seconds.values())
     inside = range(sizes[0], sizes[-1] + 1)
     assert all(low - 1e-9 <= cost <= high + 1e-9 for cost in step_costs(inside, seconds))
     assert step_costs([2 * sizes[-1]], seconds) == pytest.approx([2 * seconds[sizes[-1]]])
+
+
+@given(SECONDS)
+def test_noise_of_measured_steps_makes_no_bucket_dearer_than_a_larger_bucket(seconds) -> None:
+    sizes = sorted(seconds)
+    costs = step_costs(sizes, seconds)
+    cost_of = dict(zip(sizes, costs, strict=True))
+
+    assert costs == sorted(costs)
+    assert all(cost <= seconds[size] for size, cost in cost_of.items())
+    weights = dict.fromkeys(sizes, 1.0)
+    best = choices(sizes, weights, costs, len(sizes)).costs[-1]
+    assert best == pytest.approx(expected_cost(sizes, weights, cost_of)), "all sizes are best"
 
 
 def test_four_times_as_many_sizes_take_at_most_the_square_as_long() -> None:
