@@ -23,7 +23,14 @@ from npu_emulator.errors import EmulatorError
 from npu_emulator.files import read_files
 from npu_emulator.torch_build import check_torch
 
-_BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
+_BEFORE_TORCH = (
+    "ascendcl",
+    "ascend_hal",
+    "acl_op_compiler",
+    "ge_runner",
+    "graph",
+    "acl_tdt_channel",
+)
 _AFTER_TORCH = ("hccl", "hcomm", "atb", "opapi", "nnopbase")
 
 _loaded_settings: dict[str, str] | None = None

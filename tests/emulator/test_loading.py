@@ -4,6 +4,7 @@ import pytest
 
 from dist_aclgraph.device import emulator
 from dist_aclgraph.errors import DeviceError
+from tests.forks import forks, run_code
 
 
 def test_the_build_is_fresh():
@@ -80,6 +81,36 @@ def test_only_visible_devices_are_there_numbered_from_zero(run_script, visible, 
     assert "REFUSED" in output
 
 
-def test_a_process_without_a_visible_device_is_told_so(run_script):
-    status, output = run_script("", environment={"ASCEND_RT_VISIBLE_DEVICES": "none"})
+COUNTING = """
+import ctypes, os
+from dist_aclgraph.device import emulator
+emulator.load({"devices": 4})
+import torch, torch_npu
+
+def runtime_count():
+    count = ctypes.c_uint32()
+    assert ctypes.CDLL("libascendcl.so").aclrtGetDeviceCount(ctypes.byref(count)) == 0
+    return count.value
+
+counts = [torch.npu.device_count()]
+for visible in ("1", "1,2,3"):
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = visible
+    counts += [torch.npu.device_count(), runtime_count()]
+print("COUNTS", counts, torch.ones(2).npu().sum().item())
+"""
+
+
+def test_visible_devices_are_read_once_when_devices_are_first_used(tmp_path):
+    out = tmp_path / "out"
+    process = forks().Process(target=run_code, args=(COUNTING, {}, out), daemon=True)
+    process.start()
+    process.join(90)
+
+    output = out.read_text()
+    assert process.exitcode == 0 and "COUNTS [4, 1, 1, 3, 1] 2.0" in output, output
+
+
+@pytest.mark.parametrize("visible", ["none", "", "1,3,0"])
+def test_a_process_without_a_visible_device_is_told_so(run_script, visible):
+    status, output = run_script("", environment={"ASCEND_RT_VISIBLE_DEVICES": visible})
     assert status == 1 and "No NPUs are available" in output, output

@@ -17,11 +17,13 @@ using namespace emu;
 static const char *cann_version() { return settings().cann.c_str(); }
 
 // The devices that ASCEND_RT_VISIBLE_DEVICES selects: ids between commas, up to the first invalid
-// one (CANN's document of the variable). The process counts them from zero.
-static std::vector<int> visible_devices() {
+// one (CANN's document of the variable). If an id is not larger than the id before it, no device is
+// selected (torch_npu's test of its own count, which it compares with CANN's). The process counts
+// the devices from zero.
+static std::vector<int> parse_visible_devices() {
   std::vector<int> ids;
   const char *p = getenv("ASCEND_RT_VISIBLE_DEVICES");
-  if (!p || !*p) {
+  if (!p) {
     ids.resize(settings().devices);
     std::iota(ids.begin(), ids.end(), 0);
     return ids;
@@ -29,6 +31,8 @@ static std::vector<int> visible_devices() {
   const char *end = p + strlen(p);
   for (int id = 0; p < end; p++) {
     auto [after, error] = std::from_chars(p, end, id);
+    if (error == std::errc() && !ids.empty() && id <= ids.back())
+      return {};
     if (error != std::errc() || id < 0 || id >= settings().devices)
       break;
     ids.push_back(id);
@@ -36,6 +40,12 @@ static std::vector<int> visible_devices() {
     if (p == end || *p != ',')
       break;
   }
+  return ids;
+}
+
+// CANN reads the variable once in each process.
+static const std::vector<int> &visible_devices() {
+  static const std::vector<int> ids = parse_visible_devices();
   return ids;
 }
 
@@ -66,8 +76,14 @@ EMU_API aclError aclrtGetDeviceCount(uint32_t *count) {
   *count = static_cast<uint32_t>(visible_devices().size());
   return 0;
 }
+// A function of the driver, which does not read ASCEND_RT_VISIBLE_DEVICES. torch_npu reads the
+// variable itself until it opens a device.
+EMU_API int drvGetDevNum(uint32_t *count) {
+  *count = static_cast<uint32_t>(settings().devices);
+  return 0;
+}
 EMU_API aclError aclrtSetDevice(int32_t device) {
-  static const int count = static_cast<int>(visible_devices().size());  // fixed from now on
+  const int count = static_cast<int>(visible_devices().size());
   if (device < 0 || device >= count)
     return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d of %d", device, count);
   t_device = device;
@@ -81,7 +97,7 @@ EMU_API aclError aclrtGetDevice(int32_t *device) {
   return 0;
 }
 EMU_API aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t *const logical) {
-  const std::vector<int> visible = visible_devices();
+  const std::vector<int> &visible = visible_devices();
   if (user < 0 || user >= static_cast<int>(visible.size()))
     return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d of %zu", user, visible.size());
   *logical = visible[user];
