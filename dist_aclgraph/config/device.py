@@ -121,6 +121,11 @@ class EmulatorConfig(Section):
     fault: FaultConfig = FaultConfig()
     second_fault: FaultConfig = FaultConfig()
 
+    @property
+    def checks_data(self) -> bool:
+        """Whether the operators refuse wrong values in tensors."""
+        return self.strict and self.kernels == "compute"
+
 
 class DeviceConfig(Section):
     """Which device runs the model."""

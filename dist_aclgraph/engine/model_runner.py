@@ -201,7 +201,13 @@ class ModelRunner:
         self._states: StateSteps | None = None
         if state_slots is not None and model.spec.linear is not None:
             passed = None if self._drafts is None else self._drafts.passed
-            self._states = StateSteps(npu, state_slots, passed, model.spec.linear.conv_width)
+            self._states = StateSteps(
+                npu,
+                state_slots,
+                passed,
+                model.spec.linear.conv_width,
+                poisons=npu.kind == "emulated" and config.device.emulator.checks_data,
+            )
         self._work = GraphWork(
             model=model,
             buffers=self._buffers,
@@ -415,8 +421,11 @@ class ModelRunner:
                 records[:, 1] += begins
             if batch.cleaned:
                 self._clean(unpack_ints(batch.cleaned))
-            if self._states is not None and batch.restored:
-                self._states.restore(batch.restored, self._state_tensors())
+            if self._states is not None and batch.started:
+                states = self._state_tensors()
+                self._states.begin([start.row for start in batch.started], states)
+                if batch.restored:
+                    self._states.restore(batch.restored, states)
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dist_aclgraph.context.state_slots import StateSlots
@@ -31,10 +32,15 @@ class StateSteps:
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
+        poisons: whether a row that is given to a request contains no valid state. The strict
+            emulator then notices a step that continues from the state of an earlier request.
     """
 
-    def __init__(self, npu: Npu, slots: StateSlots, passed: Tensor | None, width: int) -> None:
+    def __init__(
+        self, npu: Npu, slots: StateSlots, passed: Tensor | None, width: int, *, poisons: bool
+    ) -> None:
         self._npu = npu
+        self._poisons = poisons
         self._slots = slots
         self._passed = passed
         self._width = width
@@ -77,6 +83,19 @@ class StateSteps:
             direct=self._direct(sent_bases, sent_rows) if num_direct else None,
             prompts=PromptStates.of_step(sent, ends) if has_prompts else None,
         )
+
+    def begin(self, rows: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Give rows to requests, before ``restore``.
+
+        Args:
+            states: all tensors with slots.
+        """
+        if not (self._poisons and rows):
+            return
+        bases = self._slots.bases(np.array(rows, np.int64))
+        index = self._npu.upload(np.add.outer(bases, np.arange(self._slots.num_places)).ravel())
+        for tensor in states:
+            tensor.view(torch.int16).index_fill_(0, index, -1)  # as fresh memory of the emulator
 
     def restore(self, restored: bytes, states: Sequence[Tensor]) -> None:
         """Copy checkpoints to the rows that start from them.

@@ -232,6 +232,54 @@ def test_strided_inputs():
     assert torch.equal(out, recurrent(inputs, states, *arguments)[0])
 
 
+UNWRITTEN = """
+torch.manual_seed(3)
+q, k, v = (torch.randn(4, heads, 128).bfloat16().npu() for heads in (2, 2, 4))
+state = torch.randn(6, 4, 128, 128).bfloat16()
+state[0], state[1], state[5] = torch.nan, -torch.nan, torch.inf
+state = state.npu()
+rest = {"beta": torch.rand(4, 4).bfloat16().npu(), "scale": 0.5, "g": -torch.rand(4, 4).npu()}
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32).npu()
+
+def recurrent(source):
+    torch_npu.npu_recurrent_gated_delta_rule(
+        q, k, v, state, actual_seq_lengths=ints(4), ssm_state_indices=ints(source, 2, 3, 4),
+        num_accepted_tokens=ints(1), **rest)
+
+def chunk(source):
+    torch_npu.npu_chunk_gated_delta_rule(
+        q, k, v, initial_state=state[[2, source]], actual_seq_lengths=ints(1, 3), **rest)
+
+for source in (0, 1, 5):
+    OPERATOR(source)
+torch.npu.synchronize()
+print("NAN IS ACCEPTED")
+state.view(torch.int16)[3].fill_(-1)  # as fresh memory
+OPERATOR(3)
+torch.npu.synchronize()
+print("UNWRITTEN IS ACCEPTED")
+os._exit(0)  # the device is stopped
+"""
+
+
+@pytest.mark.parametrize(
+    "name,rule,strict",
+    [
+        ("recurrent", RECURRENT + "request 0 starts from slot 3 of state", 1),
+        ("chunk", CHUNK + "request 1 starts from slot 1 of initial_state", 1),
+        ("recurrent", RECURRENT + "request 0 starts", 0),
+    ],
+)
+def test_a_state_that_nothing_has_written_is_refused(run_script, name, rule, strict):
+    _, output = run_script(UNWRITTEN.replace("OPERATOR", name), strict=strict)
+
+    assert "NAN IS ACCEPTED" in output, output
+    assert (rule in output) == (strict == 1), output
+    assert ("UNWRITTEN IS ACCEPTED" in output) == (strict == 0), output
+
+
 @pytest.mark.parametrize(
     "rule,changes",
     [

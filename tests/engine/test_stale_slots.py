@@ -11,7 +11,7 @@ import pytest
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, make_runner
+from tests.engine.runners import FLOAT32, Sequences, make_runner
 from tests.engine.stale_slots import poison_stale_slots
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, run
 
@@ -32,6 +32,22 @@ def test_only_a_stored_checkpoint_can_be_read(npu: Any, hybrid: Path, source: st
     )
 
     assert bool(result.non_finite) == (source != "checkpoint")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_strict_emulator_gives_a_request_a_row_without_state(
+    npu: Any, hybrid: Path, strict: bool
+) -> None:
+    """A request that reads the state of its row's earlier request is noticed."""
+    device = {"device": {"emulator": {"strict": strict}}}
+    sequences = Sequences(
+        make_runner(npu, hybrid, MAX_SEQS, settings=FLOAT32 | device), make_prompts([37])
+    )
+    sequences.prefill()
+
+    result = sequences.step(None, [0, 32, 5, 1], started=(sequences.start(0),))
+
+    assert bool(result.non_finite) == strict
 
 
 def test_the_state_after_a_rejected_draft_cannot_be_read(npu: Any, hybrid: Path) -> None:

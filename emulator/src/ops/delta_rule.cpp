@@ -2,6 +2,7 @@
 #include "kernels/delta_rule.h"
 #include "ops/bind.h"
 
+#include <cstring>
 #include <map>
 
 using namespace emu;
@@ -97,6 +98,17 @@ struct BoundRule {
   }
 };
 
+// Fresh memory consists of bytes 0xFF. A caller can fill a slot with such bytes when it gives the
+// slot to a request, so that the emulator refuses a read of the state of an earlier request.
+void require_written(const char *what, const Tensor &states, int64_t slot, int64_t request) {
+  if (!settings().strict)
+    return;
+  Tensor state = states[slot];
+  auto *bytes = static_cast<const unsigned char *>(state.const_data_ptr());
+  TORCH_CHECK(bytes[0] != 0xFF || memcmp(bytes, bytes + 1, state.nbytes() - 1), "request ", request,
+              " starts from slot ", slot, " of ", what, ", which nothing has written");
+}
+
 // Reads the lengths, which are data of the device, and returns the first token of each request.
 std::vector<int64_t> starts_of(const Tensor &lengths, int64_t tokens, int64_t longest) {
   std::vector<int64_t> starts;
@@ -166,6 +178,7 @@ OP(aclnnRecurrentGatedDeltaRule,
          TORCH_CHECK(kept >= 1 && kept <= count, "num_accepted_tokens[", i, "] is ", kept,
                      ", not 1 to ", count, ", the request's length");
          check_slots(slot, i, start, count, limit, owners);
+         require_written("state", state, slot[start + kept - 1], i);
          found.push_back({start, count, slot[start + kept - 1], slot + start});
        }
        BoundRule bound(d, scale, state);
@@ -202,6 +215,7 @@ OP(aclnnChunkGatedDeltaRule,
        std::vector<int64_t> starts = starts_of(each, tokens, tokens);
        BoundRule bound(d, scale, final);
        for (int64_t i = 0; i < requests; i++) {
+         require_written("initial_state", initial, i, i);
          std::vector<int32_t> slots(each.data_ptr<int32_t>()[i], -1);
          slots.back() = static_cast<int32_t>(i);
          kernels::delta_rule(bound.rule, {starts[i], static_cast<int64_t>(slots.size()), i,
