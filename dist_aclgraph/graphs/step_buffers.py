@@ -107,7 +107,8 @@ class StepBuffers:
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
         # the block table of the last step; None if ``_table`` differs from it
         self._latest_table: IntArray | None = None
-        self._written_rows = 0
+        self._written_rows = 0  # number of rows of the last step
+        self._is_forgotten = False  # Whether the next step must send all rows.
         self._stream = runtime().current_stream()
 
     def write(self, graph: BatchDescriptor, step: HostStep) -> None:
@@ -140,12 +141,10 @@ class StepBuffers:
             _fill(arrays[-1], self._state_slots.bases(step.rows), 0)
         twins.graph, twins.held = graph, values
         layout.inputs.copy_(layout.twins[index], non_blocking=True)
-        num_rows = len(step.block_table)
-        if self._update_block_table(num_rows, step.block_table):
-            rows = max(num_rows, self._written_rows)
-            twins.table[:rows] = self._table[:rows]
-            self._block_table[:rows].copy_(twins.block_table[:rows], non_blocking=True)
-            self._written_rows = num_rows
+        rows = self._update_block_table(step.block_table)
+        if rows is not None:
+            twins.table[rows] = self._table[rows]
+            self._block_table[rows].copy_(twins.block_table[rows], non_blocking=True)
         twins.copied.record(self._stream)
         twins.is_read = False
 
@@ -156,7 +155,8 @@ class StepBuffers:
         self.mark_read(self.num_written)
         self._table[:] = 0
         self._latest_table = None
-        self._written_rows = len(self._table)  # The next step writes all rows.
+        self._written_rows = 0
+        self._is_forgotten = True
 
     def write_padding(self, graph: BatchDescriptor) -> None:
         """Fill all inputs of a graph with padding."""
@@ -220,20 +220,28 @@ class StepBuffers:
         has_state = self._state_slots is not None
         return input_sizes(graph.num_tokens, self._reqs_of(graph), num_drafts, has_state=has_state)
 
-    def _update_block_table(self, n: int, block_table: IntArray) -> bool:
-        """Update the host's copy of the block table; return whether anything changed."""
+    def _update_block_table(self, block_table: IntArray) -> slice | None:
+        """Update the host's copy of the block table; return the rows to send, or None.
+
+        A row is as wide as the longest possible request, so unchanged rows before the first and
+        after the last change are not sent.
+        """
         if block_table is self._latest_table:
-            return False
+            return None
         self._latest_table = block_table
-        width = block_table.shape[1]
+        n, width = block_table.shape
         live = self._table[:n, :width]
-        stale = self._written_rows > n
-        if not stale and np.array_equal(live, block_table):
-            return False
-        live[:] = block_table
-        # Rows that were live before and are padding now must contain the dummy block again.
-        self._table[n : self._written_rows] = 0
-        return True
+        changed = np.flatnonzero((live != block_table).any(1))
+        live[changed] = block_table[changed]
+        first, end = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (n, 0)
+        if self._written_rows > n:
+            # Rows that were live before and are padding now must contain the dummy block again.
+            end = self._written_rows
+            self._table[n:end] = 0
+        self._written_rows = n
+        if self._is_forgotten:
+            first, end, self._is_forgotten = 0, len(self._table), False
+        return slice(first, end) if first < end else None
 
 
 class _Layout(NamedTuple):

@@ -54,6 +54,26 @@ def assert_has(inputs: DeviceStep, step: HostStep, bucket: int) -> None:
     assert not table[live:].any()
 
 
+def test_only_rows_between_the_first_and_the_last_change_are_sent(npu: Any) -> None:
+    buffers, graph = make_buffers(npu), decode_graph(8)
+    table = np.arange(1, 7, dtype=np.int32).repeat(2).reshape(6, 2)
+    one = np.ones(6, np.int32)
+    step = replace(NO_STEP, **dict.fromkeys(COLUMNS, one), block_table=table)
+    buffers.write(graph, step)
+    sent = buffers.inputs(graph).block_table
+    sent.fill_(99)
+
+    buffers.write(graph, replace(step, block_table=np.add(table, [[0], [0], [1], [0], [1], [0]])))
+    assert sent[:, 0].tolist() == [99, 99, 4, 4, 6, 99, 99, 99]
+
+    buffers.write(graph, replace(step, **dict.fromkeys(COLUMNS, one[:4]), block_table=table[:4]))
+    assert sent[:, 0].tolist() == [99, 99, 3, 4, 0, 0, 99, 99]
+
+    buffers.forget()
+    buffers.write(graph, replace(step, block_table=table * [[0], [1], [1], [1], [1], [1]]))
+    assert sent[:, 0].tolist() == [0, 2, 3, 4, 5, 6, 0, 0]
+
+
 @laws.examples(100)
 @given(data=st.data())
 def test_the_device_has_the_last_step_whatever_was_written_before(
