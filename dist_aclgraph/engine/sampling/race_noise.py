@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from dist_aclgraph.engine.sampling.token_counts import ToDevice
@@ -63,6 +64,7 @@ class RaceNoise:
         table = chance.integers(-(1 << 31), 1 << 31, (2, vocab_size)).astype(np.int32)
         table[0] |= 1  # an odd factor loses no bit of a key
         self._factors, self._summands = map(to_device, table)
+        self._largest = to_device(np.array([-_SMALLEST], np.float32))  # of the numbers -u
 
     def log_exponentials(self, keys: Tensor) -> Tensor:
         """Return [n, vocab] float32: logarithms of standard exponential numbers.
@@ -76,5 +78,6 @@ class RaceNoise:
         h = (keys * self._factors).add_(self._summands)
         h = h.add_(h * h, alpha=2).bitwise_and_(0x7FFFFFFF)
         # Small numbers decide the race. Near 0, u has 31 bits, but 1 - u has only 24: so u is used.
-        minus_u = h.float().mul_(-_LESS_THAN_ONE / (1 << 31)).sub_(_SMALLEST)
+        # One operator converts the integers, multiplies and adds.
+        minus_u = torch.add(self._largest, h, alpha=-_LESS_THAN_ONE / (1 << 31))
         return minus_u.log1p_().neg_().log_()
