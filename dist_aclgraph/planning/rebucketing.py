@@ -133,8 +133,32 @@ def propose(
     gain = 1 - after / before if before else 0.0
     if gain < min_gain or new.families == plan.families:
         return None
+    new = _with_old_graphs(plan, new, offers, budget_model)
     reason = f"chosen again for {traffic.weight:.0f} steps seen: expected cost falls by {gain:.0%}"
     return msgspec.structs.replace(new, reasons=(*plan.reasons, reason)[-MAX_REASONS:])
+
+
+def _with_old_graphs(
+    old: GraphPlan, new: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel
+) -> GraphPlan:
+    """Return the new plan with all graphs of the old plan for which there is room.
+
+    A graph that is released because of a little noise would be captured again later.
+    """
+    rank_limits = tightest_limits(share_cards(offers), new.families, budget_model)
+    limits = [item.limit for item in rank_limits]
+    graphs = list(new.capture_order)
+    for graph in old.capture_order:
+        if graph not in graphs and _admitted([*graphs, graph], new, limits):
+            graphs.append(graph)
+    families = (
+        msgspec.structs.replace(
+            family,
+            buckets=tuple(sorted(graph.num_tokens for graph in graphs if family.is_kind_of(graph))),
+        )
+        for family in new.families
+    )
+    return msgspec.structs.replace(new, families=tuple(families))
 
 
 def transition(

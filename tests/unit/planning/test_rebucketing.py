@@ -244,6 +244,33 @@ def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
     )
 
 
+@pytest.mark.parametrize(("spare", "kept"), [(1, {8, 16, 64}), (0, {16, 64})])
+def test_a_size_is_released_only_if_another_size_needs_its_streams(spare, kept) -> None:
+    """The sizes 8 and 16 take equally long, and batches have 20 to 32 requests."""
+    family, workload = FAMILIES[0], Workload(num_layers=3)
+    probe = Probe(graph=family.describe(64, 64), streams=1, bytes=640, replay_s=4.0)
+    old = msgspec.structs.replace(make_plan((8, 16, 64), (64,)), families=())
+    families = (msgspec.structs.replace(family, buckets=(8, 16, 64)),)
+    old = msgspec.structs.replace(old, families=families)
+    offers = [StreamOffer(rank=0, available=3 + spare, probes=(probe,))]
+    wanted = msgspec.structs.replace(family, buckets=(8, 16, 32, 64))
+
+    found = choose_again(
+        old,
+        Traffic(decode=dict.fromkeys(range(20, 33), 100.0)),
+        offers,
+        {family.describe(size, size): 1.0 for size in (8, 16)},
+        [wanted],
+        MODEL(workload),
+        GraphConfig(),
+    )
+
+    assert found is not None
+    new, actions = found
+    assert set(new.families[0].buckets) == {32, *kept}
+    assert [a.graph.num_tokens for a in actions if isinstance(a, Capture)] == [32]
+
+
 def test_groups_that_differ_come_to_what_all_have_and_forget_no_refusal() -> None:
     first = plan_of(1, 8, 32, mixed=(16, 64), version=4)
     failure = CaptureFailure(decode_graph(8), 1, "streams")
