@@ -6,16 +6,15 @@ of a given tool.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.formats.lark import Lark, choice_of, parameters_of
-from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
+from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
-from dist_aclgraph.formats.typed_values import as_json, has_type, property_of, types_of
+from dist_aclgraph.formats.typed_values import as_json, has_type, property_of, read_value, types_of
 
 TAGS = ("<|python_start|>", "<|python_end|>")
 MARKERS = TAGS
@@ -138,12 +137,8 @@ def _as_json(text: str, types: set[str]) -> str:
     """
     stripped = text.strip()
     try:
-        try:
-            value = json.loads(stripped)
-        except ValueError:
-            value = ast.literal_eval(stripped)
-        found = with_pairs(json.dumps(value, ensure_ascii=False, allow_nan=False))
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        value, found = read_value(stripped)
+    except ValueError:
         value, found = stripped, json.dumps(stripped, ensure_ascii=False)
     if has_type(value, types):
         return found

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
-from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
+from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 
 MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 # The constants as Python writes them. Some templates write them instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}
+_JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 class Arguments:
@@ -135,16 +137,46 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
     """
     stripped = text.strip()
     if len(text) <= MAX_HELD_CHARS:
-        if stripped in WORDS:
-            stripped = json.dumps(WORDS[stripped])
         try:
-            value = json.loads(stripped, parse_constant=_refuse)
-        except (ValueError, RecursionError):
+            value, found = read_value(stripped)
+        except ValueError:
             pass
         else:
-            if has_type(value, types):
-                return stripped
+            # Any other Python literal may be a string without quotes, unless no string is allowed.
+            is_sure = found == stripped or stripped in WORDS
+            is_needed = bool(types & {"array", "object"}) and "string" not in types
+            if has_type(value, types) and (is_sure or is_needed):
+                return found
     return json.dumps(text, ensure_ascii=False)
+
+
+def read_value(text: str) -> tuple[Any, str]:
+    """Return the value of JSON or of a Python literal, and the value as JSON. JSON is not changed.
+
+    A text may mix the constants of both languages, and its strings may contain line breaks.
+
+    Raises:
+        ValueError: the text is neither, or JSON has no such value.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse), text
+    except (ValueError, RecursionError):
+        pass
+    for each in (text, text.replace("\n", "\\n")):
+        try:
+            value = ast.literal_eval(_PythonWords().visit(ast.parse(each, mode="eval")))
+            found = with_pairs(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        return json.loads(found), found
+    raise ValueError("the text is neither JSON nor a Python literal")
+
+
+class _PythonWords(ast.NodeTransformer):
+    """Replaces the constants of JSON by those of Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - the name that ast calls
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
 
 def has_type(value: Any, types: frozenset[str] | set[str]) -> bool:

@@ -280,6 +280,12 @@ def test_what_is_no_call_is_content(text):
         ("word", "red", "red"),
         ("word", "7", "7"),
         ("word", "null", None),
+        ("more", "{'a': [True, None]}", {"a": [True, None]}),
+        ("more", '{"a": True, "b": null}', {"a": True, "b": None}),
+        ("more", "{'a'", "{'a'"),
+        ("unknown", "{'a': 1}", "{'a': 1}"),
+        ("word", "['a']", "['a']"),
+        ("n", "0x10", "0x10"),
     ],
 )
 def test_the_schema_gives_a_text_its_type(name, value, expected):
@@ -313,6 +319,14 @@ def test_the_schema_gives_a_text_its_type(name, value, expected):
         ("word=7", "7"),
         ("unknown='7'", "7"),
         ("unknown=7", 7),
+        ('unknown=[{"a": None, \'b\': (true, 2)}, null]', [{"a": None, "b": [True, 2]}, None]),
+        ("unknown={1: {}}", {"1": {}}),
+        ("unknown={1, 2}", "{1, 2}"),
+        ("unknown=1e400", float("inf")),
+        ("unknown=1.0000000000000000001", 1.0),
+        ('text="two\nlines"', "two\nlines"),
+        ("text='two\nlines'", "two\nlines"),
+        ('more={"a": "two\nlines"}', {"a": "two\nlines"}),
     ],
 )
 def test_the_schema_gives_a_python_value_its_type(argument, expected):
