@@ -20,8 +20,11 @@ TAGS = ("<|python_start|>", "<|python_end|>")
 MARKERS = TAGS
 BEGINS = ()  # only the first character of an answer can begin a call
 MAX_NAME_CHARS = 256
+_TOOL_NAME = re.compile(r"[\w.:/-]+")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,99}/"  # name of a parameter that the schema does not list
+_AFTER_PARAMETER = re.compile(r",\s*(?:[A-Za-z_][\w.-]*\s*=?|\))?")
+_PREFIXES = {"r", "b", "u", "f"}  # letters that Python writes before a string
 _NO_NAME = re.compile(r"^(?![A-Za-z_][\w.-]*\Z)")
 
 
@@ -57,19 +60,21 @@ def _copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
     """Read ``f(a=1)``; return whether the call is complete. If the text is no call, the scanner
     keeps the text.
     """
-    name = yield from _read_name(scanner, "(")
+    name = yield from _read_name(scanner, _TOOL_NAME, "(")
     if name not in tools:
         return False
+    yield from scanner.skip_space()
+    key = ""
+    if not (is_whole := (yield from scanner.match(")")) is not None):
+        key = yield from _read_name(scanner, _NAME, "=")
+        if not key:
+            return False
     scanner.let_go()
     scanner.begin_call(name)
     separator = "{"
-    while True:
-        yield from scanner.skip_space()
-        if (yield from scanner.match(")")):
-            break
-        key = yield from _read_name(scanner, "=")
+    while not is_whole:
         text = (yield from _read_literal(scanner)) if key else ""
-        if not key or not text:
+        if not text:
             return False
         scanner.arguments(f"{separator}{json.dumps(key)}: ")
         separator = ", "
@@ -79,12 +84,15 @@ def _copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
         schema = property_of(key, tools[name])
         scanner.arguments(_as_json(scanner.shown(text), types_of(schema, tools[name])))
         yield from scanner.match(",")
+        yield from scanner.skip_space()
+        is_whole = (yield from scanner.match(")")) is not None
+        key = "" if is_whole else (yield from _read_name(scanner, _NAME, "="))
     scanner.arguments("{}" if separator == "{" else "}")
     scanner.end_call()
     return True
 
 
-def _read_name(scanner: Scanner, end: str) -> Scan[str]:
+def _read_name(scanner: Scanner, pattern: re.Pattern[str], end: str) -> Scan[str]:
     """Read a name and the ``end`` after it; return the name, or "" if there is no name."""
     text = ""
     while len(text) < MAX_NAME_CHARS:
@@ -92,7 +100,7 @@ def _read_name(scanner: Scanner, end: str) -> Scan[str]:
         if sign == end:
             yield from scanner.match(end)
             return text.strip()
-        if not sign or not _NAME.fullmatch((text + sign).strip()):
+        if not sign or not pattern.fullmatch((text + sign).strip()):
             return ""
         yield from scanner.match(sign)
         text += sign
@@ -100,30 +108,47 @@ def _read_name(scanner: Scanner, end: str) -> Scan[str]:
 
 
 def _read_literal(scanner: Scanner) -> Scan[str]:
-    """Return the text of a Python literal; empty if it is too long. The literal ends before a comma
-    or bracket that is not a part of it, or at the end of the answer.
+    """Return the text of a Python literal, or of a string without quotes; empty if it is too long.
+
+    The text ends before a closing parenthesis that is not a part of it, before a comma that another
+    parameter follows, or at the end of the answer. A quote behind a letter is an apostrophe.
     """
     text, depth, quote = "", 0, ""
     while len(text) < MAX_HELD_CHARS:
         sign = yield from scanner.peek()
         if not sign:
             return text
-        if not quote and depth == 0 and sign in ",)":
+        may_end = not quote and depth == 0 and sign in ",)"
+        if may_end and (sign == ")" or (yield from _ends_parameter(scanner))):
             return text
         yield from scanner.match(sign)
-        text += sign
         if quote:
             if sign == "\\":
                 escaped = yield from scanner.peek()
                 yield from scanner.match(escaped)
-                text += escaped
+                sign += escaped
             elif sign == quote:
                 quote = ""
         elif sign in "'\"":
-            quote = sign
+            is_apostrophe = text[-1:].isalnum() and text.lower() not in _PREFIXES
+            quote = "" if is_apostrophe else sign
         else:
             depth += (sign in "([{") - (sign in ")]}")
+        text += sign
     return ""
+
+
+def _ends_parameter(scanner: Scanner) -> Scan[bool]:
+    """Return whether the comma that comes next ends a parameter. Nothing is read."""
+    text, sign = "", ""
+    while len(text) < MAX_NAME_CHARS and text[-1:] not in ("=", ")"):
+        sign = yield from scanner.peek()
+        if not sign or not _AFTER_PARAMETER.fullmatch(text + sign):
+            break
+        yield from scanner.match(sign)
+        text += sign
+    scanner.unread(text)
+    return not sign or text[-1:] in ("=", ")")
 
 
 def _as_json(text: str, types: set[str]) -> str:
@@ -139,7 +164,10 @@ def _as_json(text: str, types: set[str]) -> str:
     try:
         value, found = read_value(stripped)
     except ValueError:
-        value, found = stripped, json.dumps(stripped, ensure_ascii=False)
+        value = stripped
+        if stripped[:1] in ("'", '"') and stripped[:1] == stripped[1:][-1:]:
+            value = stripped[1:-1]  # a string whose quotes are not escaped
+        found = json.dumps(value, ensure_ascii=False)
     if has_type(value, types):
         return found
     if isinstance(value, str):

@@ -314,12 +314,20 @@ def test_the_schema_gives_a_text_its_type(name, value, expected):
         ("deep='null'", None),
         ('more="{\\"a\\": 1}"', {"a": 1}),
         ("more={'a': True}", {"a": True}),
+        ("text=San Francisco, CA", "San Francisco, CA"),
+        ("text=a, b = c", "a"),
+        ("text=it's fine, isn't it", "it's fine, isn't it"),
+        ("text='it's fine, isn't it'", "it's fine, isn't it"),
+        ('text="the "best", they say"', 'the "best", they say'),
+        ("text=say (hi), then go", "say (hi), then go"),
+        (r"text=r'a\d'", r"a\d"),
+        ("text='x',", "x"),
         ("word=None", None),
         ("word='None'", "None"),
         ("word=7", "7"),
         ("unknown='7'", "7"),
         ("unknown=7", 7),
-        ('unknown=[{"a": None, \'b\': (true, 2)}, null]', [{"a": None, "b": [True, 2]}, None]),
+        ("unknown=[{\"a\": None, 'b': (true, 2)}, null]", [{"a": None, "b": [True, 2]}, None]),
         ("unknown={1: {}}", {"1": {}}),
         ("unknown={1, 2}", "{1, 2}"),
         ("unknown=1e400", float("inf")),
@@ -335,7 +343,27 @@ def test_the_schema_gives_a_python_value_its_type(argument, expected):
     ((_, arguments, is_whole),) = read(form, f"[find({argument})]").calls
 
     assert is_whole
-    assert json.loads(arguments) == {argument.partition("=")[0]: expected}
+    name = argument.partition("=")[0]
+    assert json.loads(arguments)[name] == expected
+
+
+@pytest.mark.parametrize(
+    "text", ['[find("Rome")]', '[find(**{"n": 1})]', "[find(n)]", "[find(=1)]"]
+)
+def test_python_calls_without_names_of_parameters_are_content(text):
+    assert read(make_format("pythonic", has_tokens=True), text, tools=TOOLS) == Message(text)
+
+
+@EACH
+@pytest.mark.parametrize("tool", ["2go", "-x", "a.b", "a:b", "a/b", "_"])
+def test_every_name_that_a_request_may_give_a_tool_is_read(name, tool):
+    text = ANSWERS[name][0].replace("find", tool)
+
+    calls = read(make_format(name, has_tokens=True), text, tools={tool: {}, "stop": {}}).calls
+
+    assert [each[0] for each in calls] == [
+        each[0].replace("find", tool) for each in ANSWERS[name][1].calls
+    ]
 
 
 def test_json_with_a_string_that_never_ends_ends_at_the_first_tag():
