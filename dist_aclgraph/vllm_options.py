@@ -64,7 +64,7 @@ OPTIONS: dict[str, Option] = {
     "cudagraph_mode": Option("graph.mode", str, note="in vLLM inside compilation_config"),
     "cudagraph_capture_sizes": Option("graph.sizes", list),
     "compilation_config": Option(
-        "graph", dict, note="with cudagraph_mode and cudagraph_capture_sizes"
+        "graph", dict, short=("cc",), note="with cudagraph_mode and cudagraph_capture_sizes"
     ),
     "async_scheduling": Option("scheduler.steps_in_flight", bool, {True: 2, False: 1}),
     "enforce_eager": Option("graph.mode", bool, {True: "NONE", False: None}),
@@ -110,12 +110,14 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 TLS = "put a proxy with TLS in front of the service"
+GRAPHS = "use --enforce-eager, --cudagraph-mode or --cudagraph-capture-sizes"
 REFUSED: dict[str, str] = {
     "additional_config": "see the keys of graph, parallel and scheduler",
     "api_key": "set DIST_ACLGRAPH_API_KEY, or name a file of keys by serve.api_keys_file=FILE",
     "api_server_count": "serve.replicas=N serves from N processes, each at its own port",
     "chat_template": "the template of the checkpoint is used",
     "chat_template_content_format": "the template's code tells whether it reads texts or parts",
+    "config": "name the file as the first argument: it has our keys, see `dist-aclgraph keys`",
     "config_format": "config.json of the checkpoint is read",
     "cpu_offload_gb": "weights stay on the device; raise --tensor-parallel-size",
     "cuda_graph_sizes": "use --cudagraph-capture-sizes",
@@ -138,8 +140,10 @@ REFUSED: dict[str, str] = {
     "limit_mm_per_prompt": "prompts are texts",
     "max_logprobs": "up to 20 log-probabilities may be asked for: leave it out",
     "model_impl": "the models of this package are used",
+    "model": "write the model as the first argument",
     "nnodes": "RAY_ADDRESS names a Ray cluster, whose nodes are used",
     "node_rank": "RAY_ADDRESS names a Ray cluster, whose nodes are used",
+    "optimization_level": GRAPHS,
     "override_generation_config": "set parameters in requests, or change generation_config.json",
     "pipeline_parallel_size": "use --tensor-parallel-size and --data-parallel-size",
     "pp": "use --tensor-parallel-size and --data-parallel-size",
@@ -157,7 +161,8 @@ REFUSED: dict[str, str] = {
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
     "uvicorn_log_level": "there is no log of requests: leave it out",
 }
-REFUSED_SHORT = ("-pp",)  # refused options that begin with a single dash
+# refused options that begin with a single dash
+REFUSED_SHORT = {"-pp": "pp", "-O": "optimization_level"}
 # Values of these options that ask for our normal behaviour. An option with such a value has no
 # effect.
 HARMLESS: dict[str, Collection[Any]] = {
@@ -184,6 +189,7 @@ HARMLESS: dict[str, Collection[Any]] = {
     "model_impl": ("auto", "vllm"),
     "nnodes": (1,),
     "node_rank": (0,),
+    "optimization_level": (1, 2, 3),
     "override_generation_config": ({},),
     "pipeline_parallel_size": (1,),
     "pp": (1,),

@@ -26,7 +26,9 @@ OF_VLLM = """\
 
 `dist-aclgraph serve MODEL` takes these options of `vllm serve`, and `LLM(MODEL, ...)` takes them as
 arguments. `run` and `plan` take the same options, except the options of the HTTP service.
-`key=value` goes before an option.
+`key=value` goes before an option. As with vLLM, a name may have underscores in place of hyphens, an
+integer may have a unit (`1k` is 1000, `1K` is 1024), and a part of a mapping may be an option:
+`--compilation-config.cudagraph_mode NONE`.
 
 | vLLM | here |
 | --- | --- |

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,7 @@ from dist_aclgraph.vllm_options import (
 if TYPE_CHECKING:
     from dist_aclgraph.config import Config
 
+_MAPPINGS = [name for name, option in OPTIONS.items() if option.kind is dict]
 OF_SERVICE = ("served_model_name", "host", "port", "uds", "allowed_origins")
 
 
@@ -43,38 +47,98 @@ class ModelCommand(TyperCommand):
 
 
 def _known_arguments(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments, but leave out options that have no effect.
+    """Yield the arguments as the command declares them, but leave out options without effect.
 
-    If an option has several values, repeat the option before each value.
+    If an option has several values, repeat the option before each value. The parts of a mapping
+    (``--compilation-config.cudagraph_mode NONE``) become one option, at the end.
 
     Raises:
         ConfigError: an option has no counterpart here.
     """
     left = deque(args)
+    parts: dict[str, dict[str, Any]] = {}
     # If the model followed these values, it would be read as a further value.
     is_model_first = bool(args) and not args[0].startswith("-")
     while left:
-        argument = left.popleft()
-        dashed, _, value = argument.partition("=")
-        name = dashed.lstrip("-").replace("-", "_")
-        is_off, base = name.startswith("no_"), name.removeprefix("no_")
-        is_option = argument.startswith("--") or dashed in REFUSED_SHORT
-        if not is_option or base in SAME or base not in REFUSED | OPTIONS:
-            yield argument
-        elif base in REFUSED:
+        argument = re.sub(r"^-O(?=\d)", "-O=", left.popleft())  # -O3
+        dashed, equals, value = argument.partition("=")
+        whole, _, part = dashed.partition(".")
+        base, is_on = _option_of(whole)
+        if part and base in _MAPPINGS:
+            value = value if equals else left.popleft() if left else ""
+            _set_part(parts.setdefault(base, {}), part.split("."), value)
+        elif base in REFUSED and base not in SAME:
             if is_switch(base):
-                value = value.capitalize() if value else str(not is_off)
+                value = value.capitalize() if value else str(is_on)
             elif not value and left:
                 value = left.popleft()
             if not is_harmless(base, value):
                 raise ConfigError(refusal(base))
-        else:
+        elif base not in OPTIONS or part or not (equals or left or OPTIONS[base].kind is bool):
             yield argument
-            if OPTIONS[base].kind is tuple and is_model_first:
-                if not value and left:
-                    yield left.popleft()
+        elif OPTIONS[base].kind is bool:
+            is_on = is_on == (value.lower() != "false")
+            is_known = not value or value.lower() in ("true", "false")
+            yield f"--{'' if is_on else 'no-'}{_dashed(base)}" if is_known else argument
+        else:
+            option = OPTIONS[base]
+            value = value if equals else left.popleft()
+            values = [_plain_int(value) if option.kind is int else value]
+            if option.kind in (tuple, list) and is_model_first:
                 while left and not left[0].startswith("-") and "=" not in left[0]:
-                    yield from (dashed, left.popleft())
+                    values.append(left.popleft())
+            if option.kind is list:
+                values = [",".join(each.strip("[]") for each in values)]
+            for each in values:
+                yield from (f"--{_dashed(base)}", each)
+    for base, mapping in parts.items():
+        yield from (f"--{_dashed(base)}", json.dumps(mapping))
+
+
+def _option_of(dashed: str) -> tuple[str, bool]:
+    """Return the name of the option that an argument begins with, and whether the argument turns
+    the option on; the name is empty if the table does not have the option.
+    """
+    name = dashed.lstrip("-").replace("-", "_")
+    is_long = dashed.startswith("--")
+    if is_long and name.removeprefix("no_") in REFUSED | OPTIONS:
+        return name.removeprefix("no_"), not name.startswith("no_")
+    if dashed in REFUSED_SHORT:
+        return REFUSED_SHORT[dashed], True
+    found = [each for each, option in OPTIONS.items() if name in option.short]
+    return (found[0] if found and dashed.startswith("-") else ""), True
+
+
+def _set_part(mapping: dict[str, Any], names: Sequence[str], value: str) -> None:
+    """Set a part of nested mappings to a value, which is JSON or a text."""
+    *outer, last = names
+    for name in outer:
+        mapping = mapping.setdefault(name, {})
+        if not isinstance(mapping, dict):
+            raise ConfigError(f"{'.'.join(names)}: {name} is {mapping!r:.80}, not a mapping")
+    try:
+        mapping[last] = json.loads(value)
+    except ValueError:
+        mapping[last] = value
+
+
+def _plain_int(text: str) -> str:
+    """Return an integer that may have a unit (1k is 1000, 1K is 1024) without the unit, as vLLM
+    reads it. Any other text is not changed.
+    """
+    if text == "auto":
+        return "-1"
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG])", text)
+    if found is None:
+        return text
+    number, unit, whole, binary = found.groups()
+    if binary:
+        return str(int(whole) << 10 * ("KMG".index(binary) + 1))
+    return str(int(Decimal(number) * 1000 ** ("kmg".index(unit) + 1)))
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -165,7 +229,7 @@ def _parameter(name: str, option: Option | None) -> inspect.Parameter:
     """Return a command's parameter for an option; an option of ``SAME`` is hidden."""
     is_hidden = option is None
     option = option or Option(SAME[name], str)
-    dashed = name.replace("_", "-")
+    dashed = _dashed(name)
     names = [f"--{dashed}", *(f"{dash}{each}" for each in option.short for dash in ("--", "-"))]
     kind: Any = option.kind
     words = f"as {option.key}" + (f": {option.note}" if option.note else "")

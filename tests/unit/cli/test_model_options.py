@@ -88,3 +88,64 @@ def test_several_names_need_the_model_first() -> None:
     assert load("--tp", "2", MODEL, *names[:2]).names == ("a",)
     with pytest.raises(ConfigError, match=r"'b' is not .* write the model before all options"):
         load("--tp", "2", MODEL, *names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "expected"),
+    [
+        (("--tensor_parallel_size", "2"), "parallel.tp", 2),
+        (("--tensor_parallel_size=2",), "parallel.tp", 2),
+        (("--no-enable_prefix_caching",), "scheduler.prefix_cache", False),
+        (("--enable-prefix-caching=False",), "scheduler.prefix_cache", False),
+        (("--enforce_eager=true",), "graph.mode", "NONE"),
+        (("--max-model-len", "1k"), "max_model_len", 1000),
+        (("--max-model-len=1K",), "max_model_len", 1024),
+        (("--max-model-len", "1.5k"), "max_model_len", 1500),
+        (("--max-model-len", "auto"), "max_model_len", None),
+        (("--max-num-batched-tokens", "2k"), "scheduler.max_num_batched_tokens", 2000),
+        (("--compilation-config.cudagraph_mode", "NONE"), "graph.mode", "NONE"),
+        (("-cc.cudagraph_capture_sizes=[1,4]",), "graph.sizes", (1, 4)),
+        (("-cc", '{"cudagraph_capture_sizes": [1, 4]}'), "graph.sizes", (1, 4)),
+        (("--cudagraph-capture-sizes", "1", "2", "4"), "graph.sizes", (1, 2, 4)),
+        (("--cudagraph-capture-sizes=[1,2]",), "graph.sizes", (1, 2)),
+        (("--cudagraph-capture-sizes", "1", "4", "seed=3"), "graph.sizes", (1, 4)),
+        (("--cudagraph-capture-sizes", "1", "4", "seed=3"), "seed", 3),
+        (
+            ("--hf_overrides.rope_scaling.factor", "2.0", "--hf-overrides.a.b=x"),
+            "model_overrides",
+            {"rope_scaling": {"factor": 2.0}, "a": {"b": "x"}},
+        ),
+        (("-O3",), "parallel.tp", 1),
+    ],
+)
+def test_arguments_are_written_as_for_vllm(
+    arguments: tuple[str, ...], key: str, expected: Any
+) -> None:
+    found: Any = load(MODEL, *arguments)
+    for name in key.split("."):
+        found = getattr(found, name)
+
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-model-len", "1.5K"), "valid integer"),
+        (("--enable-prefix-caching=maybe",), "does not take a value"),
+        (("--hf-overrides.a=1", "--hf-overrides.a.b=2"), "a.b: a is 1, not a mapping"),
+        (("-O0",), "use --enforce-eager"),
+        (("--model", "x"), "write the model as the first argument"),
+        (("--config=x.yaml",), "name the file as the first argument"),
+        (("--tensor_paralel_size", "2"), "--tensor-parallel-size"),
+        (("--tensor-parallel-size.x", "2"), "No such option"),
+        (("--max-model-len",), "requires an argument"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_the_nearest(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(MODEL, *arguments)
+
+    assert words in " ".join(str(refused.value).split())
