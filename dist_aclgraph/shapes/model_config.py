@@ -50,6 +50,40 @@ KEY_NAMES = {
         "num_shared_experts": "n_shared_experts",
     }
 }
+_DEEPSEEK_V3 = {
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
+# for each family, the values of keys that config.json may lack, as in transformers; without keys
+# whose default is the same in all families
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 128},
+    "DeepseekV2ForCausalLM": {"n_shared_experts": 2},
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "KimiK25ForConditionalGeneration": _DEEPSEEK_V3,
+    "DeepseekV32ForCausalLM": _DEEPSEEK_V3,
+    "GlmMoeDsaForCausalLM": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    "Glm4MoeForCausalLM": {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+    },
+    "KimiLinearForCausalLM": {
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+        "rms_norm_eps": 1e-5,
+    },
+    "MiniMaxM2ForCausalLM": {"head_dim": 128, "rope_theta": 5e6},
+    "GptOssForCausalLM": {"head_dim": 64, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
+    "Qwen3NextForCausalLM": {"head_dim": 256},
+    "Qwen3_5ForCausalLM": {"head_dim": 256},
+    "Qwen3_5MoeForCausalLM": {"head_dim": 256},
+    "Qwen3_5ForConditionalGeneration": {"head_dim": 256},
+    "Qwen3_5MoeForConditionalGeneration": {"head_dim": 256},
+}
 
 
 @dataclass(frozen=True)
@@ -242,7 +276,8 @@ def read_model_config(
     shape = _overridden(path, _joined(read_json_object(path)), _joined(overrides or {}))
     config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
     names = KEY_NAMES.get(config.architecture, {})
-    return replace(config, raw={names.get(key, key): value for key, value in shape.items()})
+    renamed = {names.get(key, key): value for key, value in shape.items()}
+    return replace(config, raw=FAMILY_DEFAULTS.get(config.architecture, {}) | renamed)
 
 
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:

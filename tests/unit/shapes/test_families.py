@@ -23,6 +23,36 @@ def read(directory: Path, shape: str, **changes: Any) -> ModelSpec:
     return read_model_spec(directory)
 
 
+@pytest.mark.parametrize(
+    ("shape", "defaults"),
+    [
+        ("deepseek-v3", {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}),
+        ("deepseek-v3", {"n_shared_experts": 1, "first_k_dense_replace": 3}),
+        ("kimi-k2", {"routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6}),
+        ("deepseek-v3.2", {"routed_scaling_factor": 2.5, "n_group": 8, "rope_theta": 10000.0}),
+        ("glm-5", {"routed_scaling_factor": 2.5, "n_group": 1, "rms_norm_eps": 1e-5}),
+        ("glm-4.5", {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+        ("kimi-linear-48b-a3b", {"routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5}),
+        ("kimi-linear-48b-a3b", {"num_shared_experts": 1}),
+        ("minimax-m2", {"rope_theta": 5e6, "rms_norm_eps": 1e-6}),
+        ("gpt-oss-20b", {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "head_dim": 64}),
+        ("qwen3-next-80b-a3b", {"head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}),
+        ("qwen3.5-397b-a17b", {"head_dim": 256, "rms_norm_eps": 1e-6}),
+    ],
+)
+def test_a_key_that_is_absent_has_the_default_of_transformers(
+    tmp_path: Path, shape: str, defaults: dict[str, Any]
+) -> None:
+    config = json.loads((SHAPES / shape / "config.json").read_text())
+    config |= config.pop("text_config", {}) | {"architectures": config["architectures"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | defaults))
+    stated = read_model_spec(tmp_path)
+    absent = {key: value for key, value in config.items() if key not in defaults}
+    (tmp_path / "config.json").write_text(json.dumps(absent))
+
+    assert read_model_spec(tmp_path) == stated
+
+
 def test_glm_4_5_as_published() -> None:
     spec = read_model_spec(SHAPES / "glm-4.5")
 
