@@ -47,7 +47,13 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         recipient = _RECIPIENT.search(shown)
         if recipient is not None:
             scanner.begin_call(recipient.group(1))
-            marker = yield from scanner.copy_until(ends, scanner.arguments, in_call=True)
+            yield from scanner.skip_space()
+            if (marker := (yield from scanner.match(*ends))) is not None:
+                scanner.arguments("{}")
+            else:
+                if (yield from scanner.peek()) == "{":
+                    yield from scanner.copy_json(scanner.arguments)
+                marker = yield from scanner.copy_until(ends, scanner.arguments, in_call=True)
             if marker is not None:
                 scanner.end_call()
         elif name.startswith("analysis"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container
 from enum import Enum
 
-from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner
+from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner, with_pairs
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 KEYS = ("name", "type", "id", "index", *ARGUMENT_KEYS)
@@ -62,7 +63,7 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
         if name is not None and not is_begun:
             is_begun = True
             scanner.begin_call(name)
-            scanner.arguments(held or "{}")
+            scanner.arguments(_object_of(held or ""))
     if not is_begun:
         return Outcome.NO_CALL
     scanner.end_call()
@@ -70,16 +71,29 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
 
 
 def copy_arguments(scanner: Scanner) -> Scan[bool]:
-    """Pass on the arguments, which may also be a JSON text within a string.
+    """Pass on the arguments, which may also be a JSON text within a string. If there are none, they
+    are an empty object.
 
     Returns:
         whether the arguments are complete.
     """
-    if (yield from scanner.peek()) == '"':
-        text = yield from scanner.read_json_string()
-        scanner.arguments(text or "")
-        return text is not None
-    return (yield from scanner.copy_json(scanner.arguments))
+    text: str | None = yield from scanner.match("null")
+    first = yield from scanner.peek()
+    if text is None and first in ("{", "["):
+        return (yield from scanner.copy_json(scanner.arguments))
+    is_absent = first in ("}", "`", "<") or scanner.has_marker(first)
+    if text is None and not is_absent:
+        text = yield from scanner.read_json()
+    if is_absent or text is not None:
+        scanner.arguments(_object_of(text or ""))
+    return is_absent or text is not None
+
+
+def _object_of(text: str) -> str:
+    """Return the arguments in a text of JSON, which may be a string; null is an empty object."""
+    if text.startswith('"'):
+        text = with_pairs(json.loads(text, strict=False))
+    return "{}" if text.strip() in ("", "null") else text
 
 
 def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:

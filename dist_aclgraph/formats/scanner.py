@@ -36,7 +36,7 @@ MAX_HEAD_CHARS = 256  # maximum length of the text between a call's first marker
 MAX_HELD_CHARS = 1 << 16  # maximum length of a value that is read whole before it is passed on
 _SPACE = re.compile(r"\s*")
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]\ud800-\udfff]')
-_INSIDE_STRINGS = re.compile(r'["\\\ud800-\udfff]')
+_INSIDE_STRINGS = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 _END_OF_WORD = re.compile(r"[\s,\]}\ud800-\udfff]")
 
 
@@ -228,7 +228,8 @@ class Scanner:
     # ---- JSON
 
     def copy_json(self, emit: Emit, most: int | None = None) -> Scan[bool]:
-        """Read one JSON value and pass it on piece by piece, as the model wrote it.
+        """Read one JSON value and pass it on piece by piece, as the model wrote it. In strings,
+        control characters, which JSON does not allow, become escapes.
 
         A marker token ends the value, even within a string.
 
@@ -257,6 +258,10 @@ class Scanner:
                         at -= 1
                         break
                     at += 1
+                elif sign < " ":
+                    emit(self._text[start : at - 1] + json.dumps(sign)[1:-1])
+                    num_read += at - start
+                    start = at
                 elif sign == '"':
                     is_string = not is_string
                     ended = True if not is_string and depth == 0 else None
