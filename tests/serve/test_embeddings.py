@@ -114,6 +114,8 @@ def test_many_inputs_run_in_portions(embedder):
         ({"input": [[5]] * (MAX_INPUTS + 1)}, "input"),
         ({"input": [5] * 2048}, "input"),
         ({"input": [[5] * 2048]}, "input"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "dimensions": 10**6}, "dimensions"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
@@ -131,6 +133,22 @@ def test_texts_that_are_too_long_are_refused(embedder):
 
     assert_error(reply, 400)
     assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("given", ["x y " * 3000, [5, 6] * 3000], ids=["text", "ids"])
+@pytest.mark.parametrize("most", [3, -1])
+def test_inputs_may_be_truncated(embedder, given, most):
+    embedder.engine.submitted.clear()
+
+    reply = embedder.http.post(
+        URL, json={"model": MODEL, "input": given, "truncate_prompt_tokens": most}
+    )
+
+    assert reply.status_code == 200, reply.text
+    (submit,) = embedder.engine.submitted
+    ids = given if isinstance(given, list) else embedder.state.tokenizer.encode(given)
+    kept = most if most > 0 else embedder.state.context_len - 1
+    assert unpack_ints(submit.prompt).tolist() == ids[-kept:]
 
 
 def test_a_failed_input_fails_the_request(embedder):

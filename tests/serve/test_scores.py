@@ -73,6 +73,24 @@ def test_only_the_best_documents_and_no_texts(reranker):
     assert [result["index"] for result in reply["results"]] == [1, 2]
 
 
+def test_no_number_of_best_documents_means_all(reranker):
+    body = {"model": MODEL, "query": "q", "documents": DOCUMENTS, "top_n": 0}
+
+    assert len(reranker.http.post("/v1/rerank", json=body).json()["results"]) == len(DOCUMENTS)
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
+def test_the_end_of_a_long_document_may_be_left_out(reranker, path):
+    reranker.engine.submitted.clear()
+    names = ("text_1", "text_2") if path == "/v1/score" else ("query", "documents")
+    body = {"model": MODEL, **dict(zip(names, ("q", ["x y " * 4000]), strict=True))}
+
+    for most, expected in ((400, 400), (-1, reranker.state.context_len - 1)):
+        reply = reranker.http.post(path, json={**body, "truncate_prompt_tokens": most})
+        assert reply.status_code == 200, reply.text
+        assert len(unpack_ints(reranker.engine.submitted[-1].prompt)) == expected
+
+
 def test_the_engine_gets_the_prompt_of_the_model(reranker):
     reranker.engine.submitted.clear()
 
@@ -121,8 +139,19 @@ def test_every_pair_has_its_score(reranker, base, first, second, pairs, names):
         ("/v1/rerank", {"query": "q", "documents": [1]}, "documents.0"),
         ("/v1/rerank", {"query": "q", "documents": [{}]}, "documents.0.text"),
         ("/v1/rerank", {"query": "q", "documents": ["x"] * (MAX_INPUTS + 1)}, "documents"),
-        ("/v1/rerank", {"query": "q", "documents": ["x"], "top_n": 0}, "top_n"),
-        ("/v1/rerank", {"query": "q", "documents": ["x " * 4000]}, "prompt"),
+        ("/v1/rerank", {"query": "q", "documents": ["x"], "top_n": -1}, "top_n"),
+        ("/v1/rerank", {"query": "q", "documents": ["x " * 4000]}, "documents"),
+        ("/v1/score", {"text_1": "q", "text_2": "x " * 4000}, "text_2"),
+        (
+            "/v1/score",
+            {"text_1": "q", "text_2": "x", "truncate_prompt_tokens": 9},
+            "truncate_prompt_tokens",
+        ),
+        (
+            "/v1/rerank",
+            {"query": "q", "documents": ["x"], "truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens",
+        ),
         ("/v1/score", {"text_1": "q"}, "text_2"),
         ("/v1/score", {"text_2": "q"}, "text_1"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import truncated
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.completions import encode_prompts
 from dist_aclgraph.serve.openai.errors import json_response
@@ -35,7 +36,11 @@ async def embeddings(state: ApiState, request: Request) -> Response:
         )
 
     def encode() -> list[list[int]]:
-        prompts = encode_prompts(state, given, state.context_len, "input")
+        most, kept = body.most_prompt_tokens(state.context_len), body.truncate_prompt_tokens
+        prompts = [
+            truncated(ids, kept, state.context_len, 1)
+            for ids in encode_prompts(state, given, most, "input")
+        ]
         for ids in prompts:
             state.fit(len(ids), 1, None, "input")
         return prompts

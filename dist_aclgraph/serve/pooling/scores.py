@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dist_aclgraph.errors import RequestTooLongError
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ClientGoneError
@@ -28,7 +29,7 @@ async def score(state: ApiState, request: Request) -> Response:
 
     body, pairs = await read_body(request, ScoreRequest, convert, state.config.serve)
     try:
-        scores, usage = await _score_pairs(state, request, pairs, body.instruction, "text_2")
+        scores, usage = await _score_pairs(state, request, pairs, body, "text_2")
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
     data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores)]
@@ -54,11 +55,11 @@ async def rerank(state: ApiState, request: Request) -> Response:
     body, documents = await read_body(request, RerankRequest, convert, state.config.serve)
     pairs = [(body.query, document) for document in documents]
     try:
-        scores, usage = await _score_pairs(state, request, pairs, body.instruction, "documents")
+        scores, usage = await _score_pairs(state, request, pairs, body, "documents")
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
     results = []
-    for index in sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]:
+    for index in sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]:
         result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
         if body.return_documents is not False:
             result["document"] = {"text": documents[index]}
@@ -87,7 +88,7 @@ async def _score_pairs(
     state: ApiState,
     request: Request,
     pairs: Sequence[tuple[str, str]],
-    instruction: str | None,
+    body: ScoreRequest | RerankRequest,
     param: str,
 ) -> tuple[list[float], dict[str, int]]:
     """Return the scores of pairs of a query and a document, and the usage.
@@ -101,9 +102,16 @@ async def _score_pairs(
     assert reranker is not None  # ``admit`` has checked the task
 
     def encode() -> list[list[int]]:
-        prompts = []
+        prompts, most = [], body.truncate_prompt_tokens
+        if most == -1:
+            most = state.context_len - 1
         for query, document in pairs:
-            ids = reranker.encode(query, document, instruction, max_tokens=state.context_len)
+            try:
+                ids = reranker.encode(
+                    query, document, body.instruction, max_tokens=state.context_len, most=most
+                )
+            except RequestTooLongError as e:
+                raise RequestTooLongError(str(e), param) from None
             state.fit(len(ids), 1, None, param)
             prompts.append(ids)
         return prompts

@@ -7,8 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import check_truncation
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings, decode_prompts
+from dist_aclgraph.serve.openai.types import MAX_PROMPT
 from dist_aclgraph.text.rerank import paired
 
 MAX_INPUTS = 1024  # maximum number of inputs, or of pairs, in one request
@@ -21,12 +23,28 @@ _DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": _TEX
 DOCUMENTS = Meta(extra_json_schema=_TEXTS | {"items": {"anyOf": [_TEXT, _DOCUMENT]}})
 
 
-class EmbeddingRequest(Body, kw_only=True):
+class Truncated(Body, kw_only=True):
+    """Attributes:
+    truncate_prompt_tokens: number of tokens that a longer prompt is truncated to; -1 stands for
+        as many as the context allows.
+    """
+
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+
+    def check_fields(self) -> None:
+        check_truncation(self.truncate_prompt_tokens)
+
+
+class EmbeddingRequest(Truncated, kw_only=True):
     model: str
     input: Annotated[Raw, INPUT]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     user: str | None = None
+
+    def most_prompt_tokens(self, context_len: int) -> int:
+        """Return how many tokens an input may have before it is truncated."""
+        return context_len if self.truncate_prompt_tokens is None else max(context_len, MAX_PROMPT)
 
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return a list with one entry per input.
@@ -36,7 +54,9 @@ class EmbeddingRequest(Body, kw_only=True):
                 empty.
             RequestTooLongError: there are more token ids than the context allows.
         """
-        found = decode_prompts(self.input, MAX_INPUTS, context_len, "input")
+        found = decode_prompts(
+            self.input, MAX_INPUTS, self.most_prompt_tokens(context_len), "input"
+        )
         if len(found) > MAX_INPUTS:
             raise _too_many("input", len(found))
         if not found or not all(found):
@@ -48,7 +68,7 @@ class Document(Body, kw_only=True):
     text: str
 
 
-class ScoreRequest(Body, kw_only=True):
+class ScoreRequest(Truncated, kw_only=True):
     """``queries`` and ``documents`` are other names of ``text_1`` and ``text_2``."""
 
     model: str
@@ -82,18 +102,19 @@ class ScoreRequest(Body, kw_only=True):
         return texts
 
 
-class RerankRequest(Body, kw_only=True):
+class RerankRequest(Truncated, kw_only=True):
     PARTS: ClassVar = {"documents": Document}
 
     model: str
     query: str
     documents: Annotated[Raw, DOCUMENTS]
-    top_n: Annotated[int, Meta(ge=1)] | None = None
+    top_n: Annotated[int, Meta(ge=0)] | None = None  # 0 stands for all documents
     return_documents: bool | None = None
     instruction: str | None = None
     user: str | None = None
 
     def check_fields(self) -> None:
+        super().check_fields()
         if not self.query:
             raise InvalidParameterError("query must not be empty", "query")
 
