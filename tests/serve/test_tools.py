@@ -118,6 +118,42 @@ def test_tokenize_takes_tools_and_fields_of_templates_as_a_chat_does(tooled):
     assert tooled.state.tokenizer.decode(prompt, skip_special_tokens=False).endswith("<think>\n")
 
 
+@pytest.mark.parametrize(
+    ("message", "plain"),
+    [
+        ({"role": "assistant", "refusal": "No"}, {"role": "assistant", "content": "No"}),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "No"}]},
+        ),
+        (
+            {"role": "user", "content": ["a", {"type": "input_text", "text": "b"}]},
+            {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {"role": "assistant", "content": "a"},
+        ),
+        ({"role": "assistant", "content": []}, {"role": "assistant", "content": ""}),
+        ({"role": "tool", "content": []}, {"role": "tool", "content": ""}),
+        ({"role": "tool", "content": None}, {"role": "tool", "content": ""}),
+        ({"role": "tool", "tool_call_id": "1"}, {"role": "tool", "content": ""}),
+        (
+            {"role": "assistant", "content": "a", "annotations": [{"type": "url_citation"}]},
+            {"role": "assistant", "content": "a"},
+        ),
+    ],
+    ids=repr,
+)
+def test_messages_may_have_the_forms_of_other_servers(tooled, message, plain):
+    found = [
+        tooled.http.post("/tokenize", json={"messages": [*HI, each]}).json()
+        for each in (message, plain)
+    ]
+
+    assert found[0]["tokens"] == found[1]["tokens"]
+
+
 @pytest.mark.parametrize("choice", ["none", None])
 def test_without_tools_calls_stay_text(tooled, choice):
     tooled.answer(CALLS)

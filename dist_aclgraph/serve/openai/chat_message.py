@@ -11,12 +11,16 @@ from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS
+from dist_aclgraph.serve.openai.text_parts import not_offered
 from dist_aclgraph.serve.openai.tools import ToolCall, read_calls
 
 
 class ContentPart(Body):
+    """Part of a content. Clients send the parts that other APIs of the same model have, too."""
+
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(Body):
@@ -29,10 +33,10 @@ class ChatMessage(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[Raw, schemas.NOTHING] = ABSENT
+    annotations: Annotated[Raw, schemas.ANNOTATIONS] = ABSENT
     tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
     tool_call_id: str | None = None
 
@@ -47,8 +51,8 @@ class ChatMessage(Body):
             raise InvalidParameterError(
                 f"{param}.tool_calls: only an assistant's message has calls", f"{param}.tool_calls"
             )
-        if bytes(self.annotations) not in (b"", b"null", b"[]"):
-            raise InvalidParameterError(f"{param}: annotations are not offered", param)
+        if not (bytes(self.annotations) or b"null").startswith((b"[", b"null")):
+            raise InvalidParameterError(f"{param}.annotations must be an array or null", param)
         return {
             "role": self.role,
             "content": self._content(f"{param}.content"),
@@ -59,25 +63,34 @@ class ChatMessage(Body):
         }
 
     def _content(self, param: str) -> str | list[dict[str, str]] | None:
-        """Return a text or text parts; None if an assistant's message has no content."""
+        """Return a text or text parts; None if an assistant's message has no content. A refusal is
+        text, too; the result of a tool may be absent.
+        """
         data = bytes(self.content)
         if data in (b"", b"null"):
             if self.role == "assistant":
-                return None
+                return self.refusal
+            if self.role == "tool":
+                return ""
             raise InvalidParameterError(f"{param} is missing", param)
         if not data.startswith(b"["):
             return str(decode(data, str, param))
         check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
         kind = self.kind_of_part(ContentPart)
-        parts = decode(data, list[kind], param)  # type: ignore[valid-type]
-        if not 1 <= len(parts) <= MAX_PARTS:
-            raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
-        for part in parts:
-            if part.type != "text" or part.text is None:
-                raise InvalidParameterError(
-                    f"{param}: content of type {part.type!r:.40} is not offered; send text", param
-                )
-        return [{"type": "text", "text": part.text} for part in parts]
+        parts = decode(data, list[str | kind], param)  # type: ignore[valid-type]
+        if len(parts) > MAX_PARTS:
+            raise InvalidParameterError(
+                f"{param} has {len(parts)} parts; at most {MAX_PARTS} are allowed", param
+            )
+        texts = [part if isinstance(part, str) else _text_of(part, param) for part in parts]
+        return [{"type": "text", "text": text} for text in texts] or ""
+
+
+def _text_of(part: ContentPart, param: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in schemas.TEXT_PARTS or text is None:
+        raise not_offered(part.type, param)
+    return text
 
 
 def messages_for_template(body: Body, raw: Raw) -> list[dict[str, Any]]:

@@ -22,10 +22,19 @@ MAX_TOOLS = 512  # maximum number of tools of one request
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # types of parts of a message
 _PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "anyOf": [
+        {"type": "string"},
+        *(
+            {
+                "type": "object",
+                "required": ["type", key],
+                "properties": {"type": {"enum": kinds}, key: {"type": "string"}},
+            }
+            for key, kinds in (("text", TEXT_PARTS[:-1]), ("refusal", TEXT_PARTS[-1:]))
+        ),
+    ]
 }
 
 
@@ -37,9 +46,8 @@ def _or_null(*schemas: dict[str, Any]) -> Meta:
     return _field(anyOf=[*schemas, {"type": "null"}])
 
 
-CONTENT = _or_null(
-    {"type": "string"}, {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS}
-)
+ANNOTATIONS = _or_null({"type": "array"})
+CONTENT = _or_null({"type": "string"}, {"type": "array", "items": _PART, "maxItems": MAX_PARTS})
 DOCUMENTS = _or_null({"type": "array", "items": {"type": "object"}})
 IGNORED = _field(description="accepted, and without effect")
 KV_TRANSFER = _or_null(
@@ -67,7 +75,6 @@ MESSAGES = _field(
     minItems=1,
     maxItems=MAX_MESSAGES,
 )
-NOTHING = _or_null({"type": "array", "maxItems": 0})
 PROMPT = _field(
     anyOf=[
         _TEXT,
