@@ -46,6 +46,32 @@ def test_reasoning_that_has_no_limit_and_no_end_is_refused(
     assert error.get("param", param) == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_on"),
+    [
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False),
+        ({"thinking": {"type": "auto"}}, None),
+        ({"thinking": True}, True),
+        ({"thinking": None}, None),
+        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, False),
+        ({"thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+def test_reasoning_is_turned_on_and_off_as_by_other_servers(
+    tooled: Any, fields: dict[str, Any], is_on: bool | None
+) -> None:
+    expected = {} if is_on is None else {"enable_thinking": is_on}
+    asked = [
+        tooled.http.post("/tokenize", json={"messages": HI, **each}) for each in (fields, expected)
+    ]
+
+    assert asked[0].json()["tokens"] == asked[1].json()["tokens"]
+    assert "x-ignored-parameters" not in asked[0].headers
+    assert_error(tooled.http.post(CHAT, json=body_of(CHAT) | {"thinking": [1]}), 400)
+
+
 @pytest.mark.parametrize("field", ["thinking_tokens", "thinking_budget"])
 def test_a_limit_without_an_end_token_names_the_clients_field(
     tooled: Any, monkeypatch: pytest.MonkeyPatch, field: str

@@ -123,6 +123,10 @@ STREAM_OPTIONS = _or_null(
         "additionalProperties": False,
     }
 )
+THINKING = _or_null(
+    {"type": "boolean"},
+    {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+)
 TOKEN_IDS = _field(**_IDS)
 VARIABLES = _or_null({"type": "object"})
 _NAMED = {

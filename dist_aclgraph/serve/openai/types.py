@@ -72,6 +72,12 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+class ThinkingSwitch(Body):
+    """Turns reasoning on or off. The type auto or adaptive leaves this to the model."""
+
+    type: str
+
+
 class GenerateRequest(Body, kw_only=True):
     """The fields that chat and text completions share.
 
@@ -270,6 +276,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         "messages": ChatMessage,
         "response_format": ResponseFormat,
         "structured_outputs": Structured,
+        "thinking": ThinkingSwitch,
         "tools": Tool,
     }
 
@@ -288,6 +295,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
+    thinking: Annotated[Raw, schemas.THINKING] = ABSENT
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -385,7 +393,7 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
 
 class TokenizeRequest(Body):
-    PARTS: ClassVar = {"messages": ChatMessage, "tools": Tool}
+    PARTS: ClassVar = {"messages": ChatMessage, "thinking": ThinkingSwitch, "tools": Tool}
 
     model: str | None = None
     prompt: str | None = None
@@ -400,6 +408,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
+    thinking: Annotated[Raw, schemas.THINKING] = ABSENT
 
     def check_fields(self) -> None:
         if (self.prompt is None) == is_empty(self.messages):
@@ -425,7 +434,7 @@ class DetokenizeRequest(Body, kw_only=True):
 
 
 def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
-    is_on = body.enable_thinking
+    is_on = _asked_thinking(body) if body.enable_thinking is None else body.enable_thinking
     own = {} if is_on is None else thinking_variables(is_on=is_on)
     begins = body.add_generation_prompt
     return ChatOptions(
@@ -438,6 +447,17 @@ def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
         | own
         | read_variables(body.chat_template_kwargs),
     )
+
+
+def _asked_thinking(body: ChatRequest | TokenizeRequest) -> bool | None:
+    """Return whether ``thinking`` turns reasoning on or off; None if it does neither."""
+    if is_empty(body.thinking):
+        return None
+    kind = body.kind_of_part(ThinkingSwitch)
+    found = decode(body.thinking, bool | kind, "thinking")
+    if isinstance(found, bool):
+        return found
+    return {"enabled": True, "disabled": False}.get(found.type)
 
 
 def read_variables(raw: Raw) -> dict[str, Any]:
