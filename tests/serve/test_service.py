@@ -151,7 +151,7 @@ EXTRA = {
         {"role": "user", "content": "x", "color": "y"},
         {"role": "user", "content": [PART], "color": "y", "odd name": 1, "name": None},
     ],
-    "response_format": {"type": "text", "schema": {}},
+    "response_format": {"type": "text", "dialect": {}},
     "max_tokens": 1,
     "plugins": [],
     "nonsense": 1,
@@ -162,7 +162,7 @@ EXTRA = {
 def test_unknown_fields_are_ignored_and_named(service, caplog, stream):
     options = {"stream": True, "stream_options": {"nonsense": 1}} if stream else {}
     names = "messages[].color, messages[].content[].cache_control, nonsense, plugins, "
-    names += "response_format.schema" + (", stream_options.nonsense" if stream else "")
+    names += "response_format.dialect" + (", stream_options.nonsense" if stream else "")
     # Other tests may have logged these names already.
     service.state.ignored_fields._names.difference_update(names.split(", "))
 
@@ -210,7 +210,7 @@ def test_a_strict_service_refuses_unknown_fields():
     assert [each.json()["error"]["param"] for each in inner] == [
         "messages.1.color",
         "messages.0.content.0.cache_control",
-        "response_format.schema",
+        "response_format.dialect",
         "stream_options.nonsense",
     ]
 

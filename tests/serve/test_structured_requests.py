@@ -20,6 +20,7 @@ from tests.serve.test_tools import HI, WEATHER, ask
 from tests.serve.tooled import MODEL
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+CLOSED = {"type": "array", "items": SCHEMA}
 LETTERS = "abcdefghijklmnopqrstu"  # there are 21 ** 3 texts of three letters
 AMBIGUOUS = "start: r0\n" + "\n".join(
     f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
@@ -40,7 +41,13 @@ def structure_of(service):
     [
         ({"response_format": FORMAT}, '"b":{"type":"integer"},"a"'),
         ({"response_format": {"type": "json_object"}}, '"type":"object"'),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '"integer"'),
+        ({"response_format": {"type": "json_object", "schema": None}}, '"type":"object"'),
         ({"structured_outputs": {"json": SCHEMA}}, '"integer"'),
+        (
+            {"structured_outputs": {"json": CLOSED, "disable_additional_properties": True}},
+            '"items":{"additionalProperties":false,"type":"object","properties"',
+        ),
         ({"structured_outputs": {"regex": "a+b"}}, "a+b"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes" | "no"'),
         ({"structured_outputs": {"grammar": 'start: "x"'}}, 'start: "x"'),

@@ -90,7 +90,13 @@ PROMPT = _field(
 )
 _KIND = {"type": "object", "required": ["type"]}
 RESPONSE_FORMAT = _or_null(
-    _KIND | {"properties": {"type": {"enum": ["text", "json_object"]}}},
+    _KIND
+    | {
+        "properties": {
+            "type": {"enum": ["text", "json_object"]},
+            "schema": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+        }
+    },
     _KIND
     | {
         "required": ["type", "json_schema"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -36,12 +37,16 @@ class _JsonSchema(Body, kw_only=True):
 
 
 class ResponseFormat(Body, kw_only=True):
-    """The output format, in the fields of OpenAI's API."""
+    """The output format, in the fields of OpenAI's API.
+
+    ``schema`` of a json_object is a field of other servers.
+    """
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: _JsonSchema | None = None
+    schema: Raw = Raw()
 
 
 class TextFormat(Body, kw_only=True):
@@ -149,9 +154,13 @@ def _read(body: Body, name: str, raw: Raw, whitespace: str | None) -> Structured
         found: Structured = decode(raw, body.kind_of_part(Structured), name)
         if found.structural_tag is not None:
             raise InvalidParameterError("structured_outputs.structural_tag is not offered", name)
-        has_json = bytes(found.json) not in (b"", b"null")
+        text = None
+        if bytes(found.json) not in (b"", b"null"):
+            text = _schema(found.json, f"{name}.json")
+            if found.disable_additional_properties:
+                text = json.dumps(_closed(json.loads(text)))
         return StructuredOutputs(
-            json=_schema(found.json, f"{name}.json") if has_json else None,
+            json=text,
             regex=found.regex,
             choice=found.choice,
             grammar=found.grammar,
@@ -175,13 +184,27 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
             "response_format",
         )
     if found.type == "json_object":
-        return StructuredOutputs(json_object=True, whitespace_pattern=whitespace)
+        if bytes(found.schema) in _NOTHING:
+            return StructuredOutputs(json_object=True, whitespace_pattern=whitespace)
+        text = _schema(found.schema, "response_format.schema")
+        return StructuredOutputs(json=text, whitespace_pattern=whitespace)
     if found.json_schema is None:
         raise InvalidParameterError(
             "response_format.json_schema is missing", "response_format.json_schema"
         )
     text = _schema(found.json_schema.schema, "response_format.json_schema.schema")
     return StructuredOutputs(json=text, whitespace_pattern=whitespace)
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties besides the listed ones."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _closed(value) for key, value in schema.items()}
+    is_open = "properties" in schema and "patternProperties" not in schema
+    return {"additionalProperties": False, **inner} if is_open else inner
 
 
 def _schema(raw: Raw, param: str) -> str:
