@@ -104,7 +104,11 @@ OPTIONS: dict[str, Option] = {
         "serve.reasoning_format",
         str,
         dict.fromkeys(
-            ("deepseek_r1", "deepseek_v3", "glm45", "minimax_m2", "qwen3", "openai_gptoss"), None
+            (
+                *("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "qwen3"),
+                "openai_gptoss",
+            ),
+            None,
         ),
         note="the checkpoint's template tells the markers",
     ),
@@ -269,6 +273,8 @@ def _value(name: str, option: Option, value: Any) -> Any:
     """Return the value of our key; None leaves the key out."""
     if name == "dtype":  # a dtype of torch, such as torch.bfloat16, is accepted, too
         value = str(value).removeprefix("torch.")
+    if name == "cudagraph_mode" and isinstance(value, str):
+        return value.upper()
     is_list = isinstance(value, list | tuple) and all(isinstance(item, int) for item in value)
     if name == "cudagraph_capture_sizes" and is_list:
         return sorted(set(value))
@@ -294,7 +300,7 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
         raise ConfigError(
             f"{name} has {', '.join(sorted(unknown))}; what it may have here is {', '.join(known)}"
         )
-    sizes = "cudagraph_capture_sizes"
-    if sizes in given:
-        given[sizes] = _value(sizes, OPTIONS[sizes], given[sizes])
-    return {known[part]: item for part, item in given.items()}
+    return {
+        known[part]: _value(part, OPTIONS[part], item) if part in OPTIONS else item
+        for part, item in given.items()
+    }
