@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from json import dumps as to_json
 from typing import Any
 
@@ -240,6 +240,7 @@ class SamplingParams:
             raise InvalidParameterError(
                 f"max_tokens is {self.max_tokens}; a request for an embedding needs 1", "max_tokens"
             )
+        self.structured_outputs = _structured(self.structured_outputs)
         self.logit_bias = _biases(self.logit_bias)
         self.allowed_token_ids = _allowed(self.allowed_token_ids)
         self.bad_words = _words(self.bad_words)
@@ -248,6 +249,10 @@ class SamplingParams:
             _integer("thinking_tokens", self.thinking_tokens, 0, 2**31 - 1)
         if GREEDY_EPSILON <= self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+
+    def clone(self) -> SamplingParams:
+        """Return a copy, whose values are checked again."""
+        return replace(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -318,6 +323,19 @@ def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     if not all(isinstance(s, str) and s for s in strings):
         raise InvalidParameterError(f"{name} must be non-empty strings", name)
     return strings
+
+
+def _structured(value: object) -> StructuredOutputs | None:
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    names = {field.name for field in fields(StructuredOutputs)}
+    if isinstance(value, Mapping) and value.keys() <= names:
+        return StructuredOutputs(**value)
+    raise InvalidParameterError(
+        f"structured_outputs is {value!r:.80}; it must be StructuredOutputs, or a mapping with one "
+        "of its fields, such as json or choice",
+        "structured_outputs",
+    )
 
 
 def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[Any, ...]:

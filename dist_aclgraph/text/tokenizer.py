@@ -271,14 +271,24 @@ class Tokenizer:
     def apply_chat_template(
         self,
         conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """Return the prompt of messages as ids or as text, like a tokenizer of transformers."""
+        """Return the prompt of messages as ids or as text, like a tokenizer of transformers.
+
+        Args:
+            chat_template: name of one of the checkpoint's templates.
+        """
         options = ChatOptions(
+            tools=tools,
+            documents=documents,
+            template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -162,6 +163,22 @@ def test_a_prompt_may_be_text_ids_or_a_mapping(llm):
     assert llm.generate([], params) == []
 
 
+def test_prompts_may_be_any_iterable_and_ids_may_be_numpys(llm):
+    params = SamplingParams(max_tokens=1)
+    ids = llm.tokenizer.encode("one two")
+
+    for prompts in (iter(["one two"]), np.array(ids), [np.array(ids)], [list(np.array(ids))]):
+        request = only(llm.generate(prompts, params))
+        assert request.prompt_token_ids == ids
+        assert all(type(token_id) is int for token_id in request.prompt_token_ids)
+    for wrong in (None, 5, [[1.5]], [["a"]]):
+        with pytest.raises(InvalidParameterError, match="must be text or a list of token ids"):
+            llm.generate(wrong, params)
+    for given in ({"max_tokens": 1}, [params, None]):
+        with pytest.raises(InvalidParameterError, match="it must have SamplingParams"):
+            llm.generate(["a", "b"], given)
+
+
 def test_a_text_of_any_length_may_be_truncated(llm):
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=3)
 
@@ -294,6 +311,22 @@ def test_chat_takes_one_conversation_or_several(llm):
 
     assert [request.prompt for request in found] == [text] * 3
     assert found[0].prompt_token_ids == tokenizer.encode_chat(asked)
+    assert only(llm.chat(asked, params, False, mm_processor_kwargs=None)).prompt == text
+    ids = tokenizer.apply_chat_template(asked, None, None, "default", add_generation_prompt=True)
+    assert ids == found[0].prompt_token_ids
+    with pytest.raises(InvalidParameterError, match="mm_processor_kwargs is given"):
+        llm.chat(asked, params, mm_processor_kwargs={})
+
+
+def test_the_tokenizer_renders_tools_as_chat_does(llm):
+    asked = [{"role": "user", "content": "Count."}]
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    tokenizer = llm.get_tokenizer()
+
+    request = only(llm.chat(asked, SamplingParams(max_tokens=1), tools=tools))
+
+    ids = tokenizer.apply_chat_template(asked, tools, add_generation_prompt=True)
+    assert request.prompt_token_ids == ids
 
 
 def test_a_model_is_enough_and_options_are_those_of_vllm(deployment):
@@ -350,6 +383,10 @@ def test_structured_outputs_reach_the_engine_as_a_grammar(llm, deployment):
     llm.generate("a", SamplingParams(max_tokens=2, structured_outputs=form))
 
     assert "[0-9]{3}" in deployment.engine.submitted[-1].sampling.structure.grammar
+
+    llm.generate("a", SamplingParams(max_tokens=2, structured_outputs={"choice": ["yes"]}))
+
+    assert '"yes"' in deployment.engine.submitted[-1].sampling.structure.grammar
 
 
 @pytest.fixture

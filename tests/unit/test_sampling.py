@@ -92,3 +92,20 @@ def test_temperatures_near_zero_are_greedy_or_raised() -> None:
 )
 def test_penalties_are_noticed(params: dict[str, float], expected: bool) -> None:
     assert SamplingParams(**params).has_penalties is expected
+
+
+@pytest.mark.parametrize("value", [5, "json", {}, {"json": {}, "regex": "a"}, {"schema": {}}])
+def test_an_output_format_has_exactly_one_of_its_fields(value: object) -> None:
+    with pytest.raises(InvalidParameterError, match="structured_outputs"):
+        SamplingParams(structured_outputs=value)  # type: ignore[arg-type]
+
+
+def test_a_copy_is_checked_again() -> None:
+    params = SamplingParams(top_k=3)
+    copy = params.clone()
+    copy.top_k = 5
+
+    assert (params.top_k, copy.clone().top_k) == (3, 5)
+    copy.top_k = -7
+    with pytest.raises(InvalidParameterError, match="top_k"):
+        copy.clone()

@@ -28,7 +28,13 @@ from dist_aclgraph.actors.deployment.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from dist_aclgraph.actors.deployment.prompts import Prompt, as_prompt, check_absent, listed
+from dist_aclgraph.actors.deployment.prompts import (
+    Prompt,
+    as_prompt,
+    check_absent,
+    listed,
+    token_ids,
+)
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.config import Config, load_with_options
 from dist_aclgraph.errors import (
@@ -164,7 +170,6 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
         lora_request: None = None,
         chat_template: str | None = None,
@@ -173,6 +178,8 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Return the outputs for a conversation, or for several conversations; see ``generate``.
 
@@ -182,12 +189,13 @@ class LLM:
             chat_template_content_format: has no effect, because the template's code tells whether
                 it reads texts or parts.
             chat_template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
+            mm_processor_kwargs: must be None.
 
         Raises:
             InvalidParameterError: the model has no template, or its template refuses the messages.
         """
         self._check_task("chat", "generate", "rerank")
-        check_absent(lora_request=lora_request)
+        check_absent(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         options = ChatOptions(
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -341,10 +349,10 @@ class LLM:
         client = self._open_client()
         if params is None:
             params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            each = [self._prepare_params(params)] * len(prompts)
-        else:
+        if isinstance(params, Sequence):
             each = [self._prepare_params(own) for own in params]
+        else:
+            each = [self._prepare_params(params)] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
         waiting: deque[_Choice] = deque()
@@ -390,8 +398,13 @@ class LLM:
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with token ids and a compiled grammar."""
-        # ``replace`` checks the values again, because the user may have changed attributes.
-        checked = replace(params)
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(
+                f"sampling_params has {params!r:.80}; it must have SamplingParams",
+                "sampling_params",
+            )
+        # ``clone`` checks the values again, because the user may have changed attributes.
+        checked = params.clone()
         found = with_token_ids(self.tokenizer, checked)
         return with_structure(found, self._grammars)
 
@@ -405,9 +418,7 @@ class LLM:
         self, text: str | None, given: Sequence[int] | None, params: SamplingParams
     ) -> list[_Choice]:
         """Check a prompt; return its choices."""
-        ids = self._encode(text or "") if given is None else list(given)
-        if not all(isinstance(token_id, int) for token_id in ids):
-            raise InvalidParameterError("a prompt must be text or a list of token ids", "prompt")
+        ids = self._encode(text or "") if given is None else token_ids(given)
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 from dist_aclgraph.errors import InvalidParameterError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+FORMS = "a prompt must be text or a list of token ids"
 # Arguments of vLLM that must be None, and why.
 ABSENT = {
     "lora_request": "LoRA is not offered: merge the weights into the checkpoint",
+    "mm_processor_kwargs": "prompts are texts",
     "pooling_params": "the checkpoint tells how its states are pooled; embed has dimensions",
 }
 
@@ -22,12 +26,24 @@ def check_absent(**given: object) -> None:
             raise InvalidParameterError(f"{name} is given, but {ABSENT[name]}", name)
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def listed(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
     """Return a list of prompts, even for a single prompt."""
-    is_one = isinstance(prompts, str | Mapping) or (
-        len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
-    )
-    return cast(Sequence[Prompt], [prompts] if is_one else prompts)
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidParameterError(f"prompts is {prompts!r:.80}; {FORMS}", "prompts")
+    items = list(prompts)
+    if items and all(isinstance(item, Integral) for item in items):
+        return [cast(Sequence[int], items)]
+    return cast(Sequence[Prompt], items)
+
+
+def token_ids(given: Iterable[int]) -> list[int]:
+    """Return token ids, which may be integers of numpy, as a list of integers."""
+    try:
+        return [operator.index(token_id) for token_id in given]
+    except TypeError:
+        raise InvalidParameterError(FORMS, "prompt") from None
 
 
 def as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
