@@ -13,7 +13,7 @@ from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments
 
 # The patterns match whole words from the beginning, so that matching takes linear time.
-_ATTRIBUTE = re.compile(r'\b(\w++)\s*+=\s*+"([^"]*+)"')
+_ATTRIBUTE = re.compile(r"""\b(\w++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
         is_first = True
         while True:
             head, closing = yield from scanner.read_head([">"])
-            attributes = dict(_ATTRIBUTE.findall(scanner.shown(head)))
+            attributes = _attributes(scanner.shown(head))
             if closing is None or not attributes.get("name"):
                 scanner.content((begin if is_first else "") + scanner.give_back())
                 break
@@ -78,7 +78,7 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
         head, closing = yield from scanner.read_until([">"])
         if closing is None:
             return False
-        attributes = dict(_ATTRIBUTE.findall(scanner.shown(head)))
+        attributes = _attributes(scanner.shown(head))
         is_text = {"true": True, "false": False}.get(attributes.get("string", ""))
         ends = [end_parameter]
         key = attributes.get("name", "")
@@ -89,6 +89,11 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
     arguments.end()
     yield from scanner.match(tags.invoke[1])
     return True
+
+
+def _attributes(head: str) -> dict[str, str]:
+    """Return the attributes of a tag, whose values may be in quotes of either kind, or in none."""
+    return {name: "".join(values) for name, *values in _ATTRIBUTE.findall(head)}
 
 
 def lark_call(

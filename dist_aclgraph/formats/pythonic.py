@@ -39,6 +39,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while (yield from scanner.match(begin)):
         yield from scanner.skip_space()
     if (yield from scanner.match("[")):
+        yield from scanner.skip_space()
         is_call = yield from _copy_call(scanner, tools)
         while is_call:
             scanner.keep()

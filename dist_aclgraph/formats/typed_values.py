@@ -136,6 +136,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
         types: names of JSON schema's types; empty if every type is allowed.
     """
     stripped = text.strip()
+    if stripped.lower() in ("true", "false") and "boolean" in types and "string" not in types:
+        return stripped.lower()
     if len(text) <= MAX_HELD_CHARS:
         try:
             value, found = read_value(stripped)

@@ -81,6 +81,8 @@ def test_arguments_may_be_json_within_a_string(kind, text, expected):
         ("n", "many", "many"),
         ("deep", "None", None),
         ("deep", "False", False),
+        ("deep", "TRUE", True),
+        ("word", "TRUE", "TRUE"),
         ("text", "7", "7"),
         ("more", '{"a": 1}', {"a": 1}),
         ("unknown", "[1]", [1]),
@@ -171,3 +173,20 @@ def test_half_a_surrogate_pair_becomes_a_character_that_can_be_sent():
     for name, text in (("hermes", marked), ("pythonic", f"[find(query='{halves}')]")):
         ((_, arguments, _),) = read(make_format(name, has_tokens=False), text).calls
         assert "\U0001f600 \ufffd" in arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", '[ find( text = "a b" , n = 2 ) ]'),
+        (
+            "minimax_m2",
+            "<minimax:tool_call><invoke name=find><parameter name='text'>a b</parameter>"
+            "<parameter name=n>2</parameter></invoke></minimax:tool_call>",
+        ),
+    ],
+)
+def test_spaces_and_quotes_around_names_may_vary(name, text):
+    expected = [("find", '{"text": "a b", "n": 2}', True)]
+
+    assert read(make_format(name, has_tokens=True), text) == Message(calls=expected)
