@@ -98,8 +98,13 @@ class Lark:
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
 
     def arguments(self, schema: Mapping[str, Any] | None) -> str:
-        """Return an expression for arguments as a JSON object; None allows all objects."""
-        return self.json(ANY_OBJECT if schema is None else schema)
+        """Return an expression for arguments as a JSON object; None allows all objects.
+
+        Many schemas of tools do not say that the arguments are an object.
+        """
+        kinds = (schema or {}).get("type", ["object"])
+        is_open = isinstance(kinds, list) and "object" in kinds
+        return self.json({**schema, **ANY_OBJECT} if schema and is_open else schema or ANY_OBJECT)
 
     def spellings(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
         """Return expressions for the values that a part of the schema ``root`` allows: one for all

@@ -10,7 +10,7 @@ from tests.formats.answers import TOOLS, Message, make_format
 from tests.formats.test_formats import read
 
 BETWEEN = {  # the text around the arguments of a call of find
-    "hermes": ('<tool_call>{"name": "find", "arguments": ', "}</tool_call>"),
+    "hermes": ('<tool_call>\n{"name": "find", "arguments": ', "}\n</tool_call>"),
     "hermes, name last": ('<tool_call>{"arguments": ', ', "name": "find"}</tool_call>'),
     "llama3_json": ('{"name": "find", "parameters": ', "}"),
     "deepseek_v3": (

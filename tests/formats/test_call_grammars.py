@@ -15,6 +15,7 @@ from dist_aclgraph.formats.choice import FORMATS
 from dist_aclgraph.sampling import StructuredOutputs
 from tests import laws
 from tests.formats.answers import Message
+from tests.formats.test_arguments import BETWEEN
 from tests.formats.walk import Walk
 
 TOOLS = {
@@ -60,6 +61,29 @@ def test_required_calls_are_calls_of_the_tools(name):
         assert not message.content
         check(message, set(TOOLS))
     assert found > 5
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi_k2", "llama3_json", "deepseek_v31", "gpt_oss"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"n": {"type": "integer"}}},
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"n": {"type": "integer"}}}}},
+        {"anyOf": [{"required": ["n"]}, {"properties": {"n": {"type": "integer"}}}]},
+    ],
+)
+def test_arguments_are_an_object_although_the_schema_does_not_say_so(name, schema):
+    walk = Walk(name, {"find": schema})
+    form = walk.form.structured(None, {"find": schema}, {"find"}, is_required=True)
+    assert form is not None
+
+    for arguments, is_allowed in (
+        ('{"n": 1}', True), ('"n"', False), ("[1]", False), ("null", False), ("1", False)
+    ):  # fmt: skip
+        begin, end = BETWEEN[name]
+        tokens = walk.tokens(begin + arguments + (end if name != "gpt_oss" else ""))
+        assert walk.allows(form, tokens) == is_allowed, arguments
 
 
 @EACH
