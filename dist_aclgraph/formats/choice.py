@@ -43,6 +43,8 @@ FORMATS: dict[str, ModuleType] = {
     "llama3_json": llama3_json,
 }
 AUTO, NONE = "auto", "none"
+# Formats of models that often begin a call without ending the reasoning.
+CALLS_END_THOUGHT = ("kimi_k2",)
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,13 @@ class AnswerFormat:
             assert self.name is not None
             read = partial(FORMATS[self.name].read, tools=tools or {})
         if self.thought is not None:
+            ends = FORMATS[self.name].BEGINS if self.name in CALLS_END_THOUGHT and may_call else ()
             read = partial(
-                read_thought, thought=self.thought, read_answer=read, is_open=is_thinking
+                read_thought,
+                thought=self.thought,
+                read_answer=read,
+                is_open=is_thinking,
+                calls=ends,
             )
         return Reader(read, self.token_ids, holds_space=may_call)
 

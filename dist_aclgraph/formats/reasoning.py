@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dist_aclgraph.formats.scanner import Scan, Scanner
@@ -36,12 +36,15 @@ def read_thought(
     read_answer: Callable[[Scanner], Scan[None]],
     *,
     is_open: bool,
+    calls: Sequence[str] = (),
 ) -> Scan[None]:
     """Read reasoning, if there is any, and then the answer.
 
     Args:
         is_open: whether the prompt has already opened the reasoning. Then only the marker that ends
             the reasoning is necessary.
+        calls: markers of calls that also end the reasoning if they are tokens. The marker that
+            should have ended it may follow later, and is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()
@@ -53,9 +56,14 @@ def read_thought(
         else:
             scanner.reasoning(scanner.give_back().lstrip("\n"))
         yield from scanner.begin_reasoning()
-        if (yield from scanner.copy_until([end], scanner.reasoning)) is None:
+        tokens = [code for text in calls if (code := scanner.coded(text)) != text]
+        marker = yield from scanner.copy_until([end, *tokens], scanner.reasoning)
+        if marker is None:
             return
         scanner.end_reasoning()
+        if marker != end:
+            scanner.left_out = end
+            scanner.unread(marker)
     else:
         scanner.content(scanner.give_back())
     yield from read_answer(scanner)

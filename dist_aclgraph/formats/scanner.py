@@ -50,6 +50,7 @@ class Scanner:
     Attributes:
         in_thought: whether the text that was read last is reasoning.
         num_calls: number of calls that have begun.
+        left_out: text that is not passed on as content.
     """
 
     def __init__(self, token_ids: Mapping[str, int], *, holds_space: bool) -> None:
@@ -70,6 +71,7 @@ class Scanner:
         self._has_content = False
         self.in_thought = False
         self.num_calls = 0
+        self.left_out = ""
         self.strings_end = True  # whether all strings within JSON values were closed so far
 
     # ---- text
@@ -326,6 +328,8 @@ class Scanner:
     # ---- events
 
     def content(self, text: str) -> None:
+        if self.left_out:
+            text = text.replace(self.left_out, "")
         if self._is_after_reasoning:
             text = text.lstrip("\n")
             if not text:
