@@ -45,6 +45,8 @@ def load(*arguments: str) -> Config:
         ("--no-enable-lora",),
         ("--enable-lora=False",),
         ("-pp", "1"),
+        ("--disable-uvicorn-access-log", "--enable-server-load-tracking"),
+        ("--guided-decoding-backend", "auto", "--kv-transfer-config={}"),
         ("-pp=1",),
         ("--pp", "1"),
         ("--tokenizer", MODEL, "--kv-cache-dtype=bfloat16"),
