@@ -194,7 +194,7 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
 def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """Return an expression for a value of this schema, as JSON or as a Python literal.
 
-    The expression excludes strings without quotes, because the reader ends them at a comma.
+    The expression excludes strings without quotes, because the reader ends them at a parenthesis.
     """
     return choice_of([*lark.spellings(schema, root), *lark.single_quoted(schema, root)])
 
