@@ -25,7 +25,13 @@ from dist_aclgraph.serve.openai.completions import completions
 from dist_aclgraph.serve.openai.errors import error_response, json_response, plain_error
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.pooling.embeddings import embeddings
-from dist_aclgraph.serve.pooling.scores import rerank, rerank_as_cohere, rerank_as_jina, score
+from dist_aclgraph.serve.pooling.scores import (
+    rerank,
+    rerank_as_cohere,
+    rerank_as_jina,
+    score,
+    score_as_vllm,
+)
 from dist_aclgraph.serve.responses.responses import responses
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
@@ -37,6 +43,7 @@ POSTS: dict[str, Endpoint] = {
     "/v1/messages/count_tokens": count_tokens,
     "/v1/embeddings": embeddings,
     "/v1/score": score,
+    "/score": score_as_vllm,
     "/v1/rerank": rerank,
     "/rerank": rerank_as_jina,
     "/v2/rerank": rerank_as_cohere,

@@ -36,6 +36,7 @@ BODIES: dict[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/score": ScoreRequest,
+    "/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
     "/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
@@ -78,6 +79,7 @@ _VECTOR: Json = {"anyOf": [_list({"type": "number"}), _STRING]}
 _EMBEDDING = _object(object=_STRING, index=_INTEGER, embedding=_VECTOR)
 _SCORE = _object(object=_STRING, index=_INTEGER, score={"type": "number"})
 _RESULT = _object(index=_INTEGER, relevance_score={"type": "number"})
+_SCORED = _object(**_HEAD, data=_list(_SCORE), usage=_PROMPT_USAGE)
 _RERANKED = _object(id=_STRING, model=_STRING, results=_list(_RESULT), usage=_PROMPT_USAGE)
 _MODEL = _object(id=_STRING, object=_STRING, created=_INTEGER, owned_by=_STRING)
 REPLIES: dict[str, Json] = {
@@ -110,7 +112,8 @@ REPLIES: dict[str, Json] = {
     "/v1/embeddings": _object(
         object=_STRING, data=_list(_EMBEDDING), model=_STRING, usage=_PROMPT_USAGE
     ),
-    "/v1/score": _object(**_HEAD, data=_list(_SCORE), usage=_PROMPT_USAGE),
+    "/v1/score": _SCORED,
+    "/score": _SCORED,
     "/v1/rerank": _RERANKED,
     "/rerank": _RERANKED,
     "/v2/rerank": _RERANKED,

@@ -116,11 +116,18 @@ def test_the_engine_gets_the_prompt_of_the_model(reranker):
         (["q", "r"], DOCUMENTS[:2], [("q", DOCUMENTS[0]), ("r", DOCUMENTS[1])]),
     ],
 )
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
-def test_every_pair_has_its_score(reranker, base, first, second, pairs, names):
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("/v1/score", ("text_1", "text_2")),
+        ("/v1/score", ("queries", "documents")),
+        ("/score", ("text_1", "text_2")),
+    ],
+)
+def test_every_pair_has_its_score(reranker, base, first, second, pairs, path, names):
     body = {"model": MODEL, names[0]: first, names[1]: second}
 
-    reply = reranker.http.post("/v1/score", json=body).json()
+    reply = reranker.http.post(path, json=body).json()
 
     assert [each["index"] for each in reply["data"]] == list(range(len(pairs)))
     found = [each["score"] for each in reply["data"]]

@@ -40,6 +40,7 @@ GENERATING = frozenset(
         "/v1/messages",
         "/v1/embeddings",
         "/v1/score",
+        "/score",
         "/v1/rerank",
         "/rerank",
         "/v2/rerank",

@@ -45,6 +45,11 @@ async def score(state: ApiState, request: Request) -> Response:
     )
 
 
+async def score_as_vllm(state: ApiState, request: Request) -> Response:
+    """The same as /v1/score, under the path of vLLM's clients."""
+    return await score(state, request)
+
+
 async def rerank(state: ApiState, request: Request) -> Response:
     """Documents in the order of their relevance for a query."""
 
