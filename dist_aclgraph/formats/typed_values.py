@@ -11,6 +11,7 @@ from typing import Any
 
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 
+MAX_LITERAL_CHARS = 1 << 13  # Python's parser takes 50 ms for a hostile text of this length
 MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 # The constants as Python writes them. Some templates write them instead of JSON.
@@ -153,7 +154,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
 
 
 def read_value(text: str) -> tuple[Any, str]:
-    """Return the value of JSON or of a Python literal, and the value as JSON. JSON is not changed.
+    """Return the value of JSON or of a short Python literal, and the value as JSON. JSON is not
+    changed.
 
     A text may mix the constants of both languages, and its strings may contain line breaks.
 
@@ -164,7 +166,8 @@ def read_value(text: str) -> tuple[Any, str]:
         return json.loads(text, parse_constant=_refuse), text
     except (ValueError, RecursionError):
         pass
-    for each in (text, text.replace("\n", "\\n")):
+    texts = (text, text.replace("\n", "\\n")) if len(text) <= MAX_LITERAL_CHARS else ()
+    for each in dict.fromkeys(texts):
         try:
             value = ast.literal_eval(_PythonWords().visit(ast.parse(each, mode="eval")))
             found = with_pairs(json.dumps(value, ensure_ascii=False, allow_nan=False))

@@ -190,3 +190,13 @@ def test_spaces_and_quotes_around_names_may_vary(name, text):
     expected = [("find", '{"text": "a b", "n": 2}', True)]
 
     assert read(make_format(name, has_tokens=True), text) == Message(calls=expected)
+
+
+def test_long_texts_are_no_python_literals():
+    form = make_format("pythonic", has_tokens=True)
+    for length, expected in ((4000, [None] * 1000), (40_000, "[" + "None," * 10_000 + "]")):
+        values = "None," * (length // 4)
+
+        ((_, arguments, _),) = read(form, f"[find(unknown=[{values}])]", (100,)).calls
+
+        assert json.loads(arguments) == {"unknown": expected}
