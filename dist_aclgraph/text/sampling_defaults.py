@@ -33,6 +33,9 @@ def read_sampling_defaults(config: Config) -> dict[str, Any]:
     model = read_model_config(config.model, config.model_overrides)
     given = {ours: model.generation.get(theirs) for theirs, ours in NAMES.items()}
     found = {name: value for name, value in given.items() if value is not None}
+    for name in ("top_k", "max_tokens"):
+        if isinstance(value := found.get(name), float) and value.is_integer():
+            found[name] = int(value)  # some files have 50.0
     try:
         SamplingParams(**found)
     except InvalidParameterError as e:

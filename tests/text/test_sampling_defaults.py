@@ -25,6 +25,8 @@ def described(directory: Path, generation: object, **keys: str) -> Config:
         ({"temperature": None, "min_p": 0.1}, {"min_p": 0.1}),
         ({"repetition_penalty": 1.05, "max_new_tokens": 9, "top_k": 0},
          {"repetition_penalty": 1.05, "max_tokens": 9, "top_k": 0}),
+        ({"top_k": 50.0, "max_new_tokens": 64.0, "temperature": 1.0},
+         {"top_k": 50, "max_tokens": 64, "temperature": 1.0}),
         ({}, {}),
     ],
 )  # fmt: skip
