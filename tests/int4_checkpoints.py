@@ -50,24 +50,24 @@ def packed_ints(module: str, values: Tensor, scales: Tensor) -> Tensors:
 
 
 def bytes_each(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Write one value per byte, as compressed-tensors (int-quantized) and older ModelSlim do."""
+    """Return one value per byte, as in compressed-tensors (int-quantized) and old ModelSlim."""
     return {f"{module}.weight": values, f"{module}.weight_scale": scales}
 
 
 def pairs_of_inputs(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Write as ModelSlim does for W4A16 with one scale for each output."""
+    """Return the form of ModelSlim's W4A16 with one scale for each output."""
     low, high = values[:, ::2].int(), values[:, 1::2].int()
     return _modelslim(module, low, high, scales)
 
 
 def pairs_of_outputs(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Write as ModelSlim does for W4A16 with groups, and for W4A8 with a scale for each output."""
+    """Return the form of ModelSlim's W4A16 with groups, and of its W4A8 with a scale per output."""
     low, high = values[::2].int(), values[1::2].int()
     return _modelslim(module, low, high, scales.reshape(-1, 1))
 
 
 def pairs_with_two_scales(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Write as ModelSlim does for W4A8 with groups."""
+    """Return the form of ModelSlim's W4A8 with groups."""
     whole = scales.amax(1, keepdim=True)
     tensors = pairs_of_outputs(module, values, whole)
     second = scales / whole

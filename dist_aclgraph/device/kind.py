@@ -43,8 +43,9 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
 
 
 def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
-    """Return whether ``kind`` means an emulated NPU on this machine; false if a required NPU is
-    missing.
+    """Return whether ``kind`` selects the emulated NPU on this machine.
+
+    Unlike ``resolve_kind``, this raises no error for ``npu`` on a machine without NPUs.
     """
     return kind != "npu" and resolve_kind(kind) == "emulated"
 

@@ -1,8 +1,8 @@
 """BlockCopier: copies KV blocks of one rank between the device and files. A second copier copies
-recurrent states; for it, a block is the state in one slot of the state cache.
+recurrent states; each of its blocks is one entry of the state cache.
 
-Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. A
-block's parts of all layers are gathered in a slot, so that one transfer moves them together. The
+Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. The
+parts of a block in all layers are gathered in a slot, so that one transfer moves them together. The
 main stream gathers and scatters blocks in the order of the engine's messages, so a block has the
 contents that the scheduler expects. The transfers run on another stream, while steps run. A thread
 reads and writes the files; it never uses the device.
@@ -49,7 +49,7 @@ class _Piece:
 
 @dataclass
 class _Upkeep:
-    """A job that uses files alone."""
+    """A job that deletes or touches files, without using the device."""
 
     number: int
     kind: JobKind
@@ -133,7 +133,7 @@ class BlockCopier:
         self._pieces: deque[_Piece] = deque()  # wait for a slot
         self._jobs: dict[int, _Job] = {}
         self._ended: list[tuple[int, int]] = []
-        self._upkeep: set[int] = set()  # numbers of the jobs that use files alone
+        self._upkeep: set[int] = set()  # numbers of the jobs that delete or touch files
         self._for_files: queue.SimpleQueue[_Slot | _Upkeep | None] = queue.SimpleQueue()
         self._from_files: queue.SimpleQueue[_Slot | _Upkeep] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work_on_files, name="kv-files", daemon=True)
@@ -162,7 +162,9 @@ class BlockCopier:
         )
 
     def begin_upkeep(self, number: int, kind: JobKind, files: Sequence[FileName]) -> None:
-        """Begin a job that uses files alone. Blocks of earlier jobs may be written later."""
+        """Begin a job that deletes or touches files. It may run before blocks of earlier jobs are
+        written.
+        """
         self._upkeep.add(number)
         self._for_files.put(_Upkeep(number, kind, deque(files)))
 
@@ -280,7 +282,7 @@ class BlockCopier:
             self._from_files.put(work)
 
     def _next_work(self) -> _Slot | _Upkeep | None:
-        """Return the next work for the thread; None at the end. While there is none, write blocks
+        """Return the next work for the thread; None at the end. While no work waits, write blocks
         to the second tier.
         """
         try:
@@ -291,10 +293,10 @@ class BlockCopier:
         return self._for_files.get()
 
     def _keep_up(self, work: _Upkeep) -> bool:
-        """Continue a job that uses files alone; return whether it has ended.
+        """Continue a job that deletes or touches files; return whether it has ended.
 
-        A "touch" lets other work go first, for which requests wait. A "delete" does not, because a
-        later job can write the same blocks again.
+        A "touch" stops when other work waits, because requests may wait for that work. A "delete"
+        does not stop, because a later job can write the same blocks again.
         """
         while work.files:
             block_hash, depth = work.files.popleft()
@@ -308,7 +310,7 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of written blocks, or of leading
-        blocks that were read. A block that cannot be read makes the following ones useless.
+        blocks that were read. After a block that cannot be read, no further block is useful.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):
@@ -337,7 +339,7 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def end_files(self, timeout_s: float) -> bool:
-        """Let the thread end after the pieces that it has; return whether it ended in time."""
+        """Let the thread end after the work that waits; return whether it ended in time."""
         self._for_files.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

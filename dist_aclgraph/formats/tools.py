@@ -5,5 +5,5 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-TOOL_PART = "the tool "  # beginning of the name of a grammar's part for one tool
-Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # schemas by name
+TOOL_PART = "the tool "  # beginning of a grammar part's name; the tool's name follows
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas, by the tool's name

@@ -21,7 +21,7 @@ Orders on the device:
   update stream waits for the recorded events and resets them, as a replay would do, and the main
   stream waits for the resets before the replay. All tasks are patched after the replay is queued.
 3. Steps of other graphs and eager steps change nothing: tasks stay open until their graph is
-  replayed. Then their lengths are correct, or the tasks are closed.
+  replayed. Before this replay, open tasks are closed if their lengths differ from the step's.
 4. A graph is released only while the device is idle. By then, updates that were sent ahead have
   run, or they are released with the graph.
 """

@@ -33,13 +33,15 @@ MAGIC = b"DAGKV\0\0\1"
 COUNT = struct.Struct("<Q")
 COUNT_FILE = "bytes.count"
 UNFINISHED = ".part"  # suffix of a file that is being written
-OWN_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")  # names of blocks; other files are never touched
+# Names of block files; other files are neither counted nor deleted.
+OWN_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
 ABANDONED_S = 60.0  # after this time, the process that wrote an unfinished file counts as ended
 LOCK_S = 1.0  # maximum wait for the lock of the count
 LOCK_POLL_S = 0.005  # pause between two tries to lock the count
 COPY_BYTES = 1 << 24
-# A block counts as used this many seconds before the previous block of its prompt. This is longer
-# than a block takes to compute.
+# A block counts as used this many seconds earlier than the previous block of its prompt. The value
+# must exceed the time in which a block is computed; otherwise a later block would count as used
+# later.
 BLOCK_AGE_S = 1.0
 MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
 
@@ -80,7 +82,7 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return os.path.exists(self.path_of(block_hash))  # False also if the disk fails
+        return os.path.exists(self.path_of(block_hash))  # also False if the disk fails
 
     def num_bytes(self) -> int:
         """Return the size of all block files below the root, as last counted; 0 without a count."""
@@ -235,7 +237,7 @@ class BlockFiles:
                 unfinished.unlink(missing_ok=True)
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder and its parents; only this user may use the ones below the root."""
+        """Make a folder and its parents; only this user may use the folders below the root."""
         if folder.is_dir():
             return
         if folder != self._root:
@@ -290,8 +292,8 @@ class BlockFiles:
     def _survey(self) -> int:
         """Find the least recently used files below the root; return the size of all files.
 
-        The found files have about a tenth of ``max_bytes``. After they are deleted, the next survey
-        uses newer times of use.
+        These files have together only about a tenth of ``max_bytes``, because times of use change.
+        After these files are deleted, the next survey reads the times again.
         """
         found = sorted(_files_below(self._root))
         total = sum(size for _, _, size in found)
@@ -321,8 +323,8 @@ class BlockFiles:
         """Lock the count, and yield a list with the count. At the end of the context, the list's
         value is stored.
 
-        Yields None if the file cannot be opened, or if the lock is not free within ``LOCK_S``; a
-        stopped process may hold it.
+        Yields None if the file cannot be opened, or if the lock is not free within ``LOCK_S``,
+        because a stopped process may hold the lock.
         """
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         try:
@@ -407,7 +409,7 @@ def _remove_abandoned(unfinished: Path) -> bool:
 
 
 def _is_removed(file: int) -> bool:
-    """Whether an open file has no name any longer; False for the descriptor -1."""
+    """Return whether an open file has lost its name; False for the descriptor -1."""
     return file >= 0 and os.fstat(file).st_nlink == 0
 
 

@@ -74,10 +74,11 @@ class Checkpoints:
         return self._stored[block_hash]
 
     def begin(self, block_hash: BlockHash) -> int | None:
-        """Return a checkpoint that a step may write; None if this prefix has one, or none is free.
+        """Return a checkpoint that a step may write; None if this prefix already has a checkpoint,
+        or if no checkpoint is free.
 
-        The result may be the checkpoint from which the step starts, so the step must read it before
-        it writes it.
+        The result may be the checkpoint from which the step starts, so the step must read this
+        checkpoint before it writes to it.
         """
         if block_hash in self._stored or block_hash in self._begun:
             return None
@@ -108,8 +109,8 @@ class Checkpoints:
             self._free.append(checkpoint)
 
     def hold(self, block_hash: BlockHash) -> int | None:
-        """Return a stored checkpoint, and keep its contents until ``release``; return None if there
-        is none, or if it is held already.
+        """Return a stored checkpoint, and keep its contents until ``release``; return None if no
+        checkpoint is stored, or if it is already held.
         """
         checkpoint = self._stored.get(block_hash)
         if checkpoint is None or checkpoint in self._held:

@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 Encoding = Literal["array", "map"]
-# Name of the device's memory, the only name of a memory that all routers know.
+# The device's memory; routers have no other name for it in common.
 DEVICE = "GPU"
 NAME_BYTES = 8  # routers name a block by an unsigned integer of 64 bits
 
@@ -24,8 +24,8 @@ class _Stored(msgspec.Struct, gc=False):
     """Consecutive blocks of a prefix that were stored.
 
     Attributes:
-        parent_block_hash: name of the block before the first of these blocks; None if there is no
-            such block.
+        parent_block_hash: name of the block before the first of these blocks; None if the first of
+            these blocks begins the prefix.
         token_ids: the tokens of all these blocks.
         block_size: number of tokens of each block.
         lora_id, lora_name: always None.

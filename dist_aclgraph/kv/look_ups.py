@@ -1,4 +1,4 @@
-"""Look-ups of block files that wait for no disk.
+"""Looks up block files without waiting for a disk.
 
 A file system on a network can hang: then a call that looks up a file does not return. So files on
 a disk are looked up on a thread. A look-up that takes too long counts as one that has found no file
@@ -23,15 +23,16 @@ from dist_aclgraph.logs import event
 LIMIT_S = 1.0  # maximum time of a look-up on the disk
 PAUSE_S = 30.0  # after a look-up was too late, the disk is not used for this time
 # The caller waits this long for an answer, because most answers come sooner than the next step. If
-# an earlier call has no answer, the caller does not wait, so that many requests delay a step once.
+# an earlier call still has no answer, the caller does not wait. So many look-ups delay a step only
+# once.
 GRACE_S = 0.001
 
 T = TypeVar("T")
 HasFile = Callable[[BlockHash], bool]
 Answer = Callable[[], T | None]  # returns the result of a look-up; None while it is unknown
-# Begins to fetch blocks, whose files are then in the node's memory. Takes the blocks' hashes, and
-# the number of blocks before them. The answer is True when the fetch has ended, with or without
-# success.
+# Begins to fetch the files of blocks into the node's first tier. Takes the blocks' hashes, and the
+# number of blocks before the first of them. The answer is True when the fetch has ended, with or
+# without success.
 FetchBlocks = Callable[[Sequence[BlockHash], int], Answer[bool]]
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ def _count_nothing() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Files:
-    """Tells which files exist. The answers may be wrong: only the files of a data-parallel rank's
-    first worker are looked up, and files can be deleted at any time.
+    """Functions that look up files. Their results may be wrong: they look up only the files of a
+    data-parallel rank's first worker, and files can be deleted at any time.
 
     Attributes:
         has: returns whether a block has a file.
@@ -62,7 +63,7 @@ LookUp = Callable[[Files], T]
 
 
 class LookUps:
-    """Looks up files at once: for files in memory, where no call hangs."""
+    """Looks up files in the caller's thread. This suits files in memory, where no call hangs."""
 
     num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
 
@@ -82,7 +83,7 @@ class LookUps:
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, as last known. Any thread may call this."""
-        for _ in range(2):  # an answer to the last question, and perhaps one to a new question
+        for _ in range(2):  # the answer of the last look-up, and perhaps of a new one
             if (found := self._counted()) is None:
                 break
             self._num_bytes, self._counted = found, self.ask(lambda files: files.num_bytes())
@@ -160,7 +161,7 @@ class DiskLookUps(LookUps):
             if not call.is_late:
                 try:
                     call.result = call.run()
-                except Exception:  # only files in memory are found, and the thread must go on
+                except Exception:  # the caller looks in memory; the thread must go on
                     logger.exception("looking up KV files failed")
             call.done.set()
 
@@ -168,7 +169,8 @@ class DiskLookUps(LookUps):
 def find_or_fetch(
     ask: Callable[[], Answer[int]], fetch: FetchBlocks, hashes: Sequence[BlockHash]
 ) -> Answer[int]:
-    """Fetch the blocks without files, and look up the files again; return the answer.
+    """Look up files, fetch the missing files, and look up the files again; return the answer of the
+    last look-up.
 
     Args:
         ask: begins to look up how many leading blocks of ``hashes`` need not be fetched.

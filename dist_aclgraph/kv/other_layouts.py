@@ -49,7 +49,7 @@ class OtherLayouts:
     ) -> None:
         self._part = part
         self._num_slots = num_slots
-        # For each other division of the heads, the files that have heads of this part.
+        # For each other number of parts: the parts that overlap this part, and their files.
         self._divisions = [
             [(other, files_of(other)) for other in part.overlaps(count)]
             for count in range(1, part.total + 1)
@@ -60,7 +60,9 @@ class OtherLayouts:
         return any(_have(division, block_hash) for division in self._divisions)
 
     def read(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
-        """Read a block; return False if no division has all files. See ``BlockFiles.read``."""
+        """Read a block; return False if no division of the heads has all files of the block. See
+        ``BlockFiles.read``.
+        """
         for division in self._divisions:
             if _have(division, block_hash) and all(
                 self._read_part(other, files, block_hash, buffers, depth)

@@ -40,7 +40,7 @@ USERS = "users.lock"
 HOST, DISK = "host", "disk"  # names of the tiers
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
 OTHERS_WRITE = 0o022  # bits of a mode: the group or all users may write
-SAMPLES, SAMPLE_BYTES = 16, 4096  # pieces of a checkpoint's file that its signature contains
+SAMPLES, SAMPLE_BYTES = 16, 4096  # number and size of the pieces that are hashed
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class CachePlace:
     """The part of a data-parallel rank's cache that one worker keeps.
 
     Attributes:
-        heads: index of the worker's part of the key-value heads, of ``num_heads`` different parts.
-            Workers with the same heads have the same index. With latent attention, all workers
-            have the same latents, so there is one part.
+        heads: index of the worker's part of the key-value heads, which are divided into
+            ``num_heads`` parts. Workers with the same heads have the same index. With latent
+            attention, all workers have the same latents, so there is one part.
         shard: index of the worker's shard of the context, of ``num_shards`` shards.
         interleave: number of consecutive tokens on one shard.
         rank: the tensor parallel rank, of ``num_ranks`` ranks; each rank has a different part of
@@ -92,7 +92,7 @@ class CachePlace:
 
     @property
     def all_places(self) -> list[CachePlace]:
-        """The places of all workers of the data-parallel rank that have different blocks."""
+        """One place for each part of the blocks that the data-parallel rank's workers have."""
         parts = product(range(self.num_heads), range(self.num_shards))
         return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
 
@@ -144,8 +144,8 @@ class KVTiers:
         self.num_read: Counter[str] = Counter()
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
-        # Blocks that wait to be written to the second tier. If it is too slow, some are never
-        # written to it.
+        # Blocks that wait to be written to the second tier. If this tier is too slow, the oldest of
+        # these blocks are never written to it.
         self._late: deque[BlockHash] = deque(maxlen=MAX_LATE)
 
     @classmethod
@@ -263,7 +263,7 @@ class KVTiers:
             files.delete(block_hash)
 
     def has_first(self, block_hash: BlockHash) -> bool:
-        """Return whether a block has a file in the first tier, in this layout."""
+        """Return whether a block has a file in the first tier, in the layout of this worker."""
         return self._first.has(block_hash)
 
     def num_bytes(self, *, only: str = "") -> dict[str, int]:
@@ -304,13 +304,13 @@ class HostCopies:
     def __init__(self, config: Config) -> None:
         self._folder = host_root(config) / cache_identity(config)
         self._lock = self._enter()
-        # The last group before this one may delete the folder meanwhile.
+        # A group that was the last user may have deleted the folder meanwhile.
         while os.fstat(self._lock).st_nlink == 0:
             os.close(self._lock)
             self._lock = self._enter()
 
     def _enter(self) -> int:
-        """Make the folder, and share the lock of its users; return the lock's file."""
+        """Make the folder, and take a shared lock on its lock file; return the descriptor."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         while True:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -329,11 +329,12 @@ class HostCopies:
 
 
 def cache_identity(config: Config) -> str:
-    """Return a name that two caches share only if equal tokens have equal contents in both.
+    """Return a name for a cache's contents. Two caches have the same name only if equal tokens have
+    equal KV in both.
 
-    The name depends on the model's files, and on all settings that change values or their
-    layout within a block. Of a file, it depends on name, size, time and samples of the contents,
-    because reading all weights takes minutes.
+    The name depends on the model's files, and on all settings that change values or their layout
+    within a block. For each file, it depends on the file's name, size, time and on samples of the
+    contents, because reading all weights would take minutes.
     """
     directory = Path(config.model)
     files = [directory / MODEL_CONFIG]
@@ -359,8 +360,8 @@ def cache_identity(config: Config) -> str:
 def _signature(file: Path) -> tuple[int, int, str]:
     """Return size and time of a file, and a hash of some of its contents.
 
-    Tools that pack files often give them all the same time, also the files of different checkpoints
-    with the same shapes.
+    Size and time are not enough: tools that pack files often give all files the same time. So two
+    checkpoints with the same shapes can have files of equal sizes and times.
     """
     try:
         status = file.stat()

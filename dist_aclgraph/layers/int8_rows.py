@@ -1,8 +1,9 @@
 """Rows in int8 with one scale each, and the operators that compute them.
 
-``npu_dynamic_quant`` converts rows to int8, so that the largest element of each row becomes 127.
-Fused operators (``models/fusions.py``) convert rows while they compute them: the result of a norm
-or of SwiGLU, which they do not round first; or rows sorted by experts (``LocalExperts``).
+``npu_dynamic_quant`` converts rows to int8. The element of a row that is farthest from zero becomes
+127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them in one launch.
+It converts the results of a norm or of SwiGLU before they are rounded, or the rows that
+``LocalExperts`` sorts by experts.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ def quantised(rows: Rows) -> Int8Rows:
 
 
 def in_floats(rows: Rows) -> Tensor:
-    """Return rows that are not quantised. Layers get int8 rows only if they take them."""
+    """Return the rows, which must not be in int8: only layers that accept int8 rows get them."""
     assert not isinstance(rows, Int8Rows)
     return rows
 
 
 @dataclass(frozen=True)
 class Int8Norm:
-    """A norm after a sum, whose results only int8 products use. torch_npu has no such operator
-    without the sum.
+    """A norm of a sum, with results in int8, which only int8 products use. torch_npu has no such
+    operator without the sum.
     """
 
     norm: RmsNorm
@@ -64,7 +65,7 @@ class Int8Norm:
 
 
 def swiglu_to_int8(gate_up: Tensor) -> Int8Rows:
-    """Return ``silu(gate) * up``: [n, 2 * width] -> [n, width]; the gate comes first."""
+    """Return ``silu(gate) * up``: [n, 2 * width] -> [n, width]; a row has its gate first."""
     values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
         gate_up, activate_left=True, quant_mode=1
     )

@@ -1,8 +1,9 @@
-"""The fused operators: each replaces two operators of a layer with int8 products, and has limits.
+"""The fused operators for layers with int8 products. Each replaces two operators, and can be used
+only with some chips, versions and types.
 
 The limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
 (op-plugin); none was tested on an NPU. Roundings differ: a fused operator quantises float32, while
-separate operators round to the type of activations in between.
+separate operators round to the type of activations before they quantise.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Fusion:
         cann: oldest supported CANN that has the operator.
         lines: release series of torch_npu with the operator.
         dtypes: possible types of activations.
-        multiple: a number that divides the width of the quantised rows.
+        multiple: the width of the quantised rows must be a multiple of this number.
     """
 
     name: FusionName
@@ -62,18 +63,18 @@ class Fusion:
 FUSIONS = (
     Fusion(
         "norm_quant",
-        "npu_add_rms_norm_dynamic_quant",  # npu_add_rms_norm, npu_dynamic_quant
+        "npu_add_rms_norm_dynamic_quant",  # replaces npu_add_rms_norm and npu_dynamic_quant
         dtypes=("bfloat16", "float16"),
     ),
     Fusion(
         "swiglu_quant",
-        "npu_dequant_swiglu_quant",  # npu_swiglu, npu_dynamic_quant
+        "npu_dequant_swiglu_quant",  # replaces npu_swiglu and npu_dynamic_quant
         dtypes=("bfloat16",),
         multiple=32,  # 64 divides the width of gate and up together
     ),
     Fusion(
         "routing_quant",
-        "npu_moe_init_routing_v2 with quant_mode 1",  # npu_dynamic_quant
+        "npu_moe_init_routing_v2 with quant_mode 1",  # replaces npu_dynamic_quant
         dtypes=("bfloat16", "float16"),
     ),
 )
@@ -107,7 +108,7 @@ class Fusions:
         return cls({fusion.name: "not in device.fusions" for fusion in FUSIONS})
 
     def use(self, name: FusionName, width: int) -> bool:
-        """Decide for one place of the model, whose int8 rows have ``width`` elements."""
+        """Return whether a place of the model, whose int8 rows have ``width`` elements, uses it."""
         self._wanted.add(name)
         if self._obstacles[name] is not None:
             return False
@@ -118,8 +119,8 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return for each operator where it is used, or why it is not used. Operators for which
-        the model has no place are left out.
+        """Return for each operator in how many places it is used, or why it is not used. Operators
+        for which the model has no place are left out.
         """
         return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 

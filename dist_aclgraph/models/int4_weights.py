@@ -4,11 +4,13 @@ All functions here run on the host, because an NPU has no fast operators on bits
 -8 and 7. A checkpoint stores an [out, in] matrix in one of four forms, which differ in name and
 shape:
 
-- ``weight_packed`` [out, in / 8] int32: an element has eight inputs, the first input in the lowest
-  bits; 8 is added to each value (compressed-tensors, pack-quantized);
+- ``weight_packed`` [out, in / 8] int32: an element has the values of eight inputs, the first in
+  the lowest bits; 8 is added to each value (compressed-tensors, pack-quantized);
 - ``weight`` [out, in] int8: one value per byte (compressed-tensors, int-quantized; old ModelSlim);
-- ``weight`` [out / 2, in] int8: a byte has two outputs, the first in the low bits (ModelSlim);
-- ``weight`` [out, in / 2] int8: a byte has two inputs (ModelSlim, W4A16 without groups).
+- ``weight`` [out / 2, in] int8: a byte has the values of two outputs, the first in the low
+  bits (ModelSlim);
+- ``weight`` [out, in / 2] int8: a byte has the values of two inputs (ModelSlim, W4A16 without
+  groups).
 
 Scales are stored in ``weight_scale``: as many numbers as [out, groups] has, in any shape.
 ModelSlim's W4A8 with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out,

@@ -241,7 +241,7 @@ class WeightSlices:
         return scales
 
     def fused(self, parts: list[tuple[str, int, int, int]], width: int, has_bias: bool) -> Product:
-        """Return one product for several weights, whose outputs are concatenated.
+        """Return one product that computes the outputs of several weights, one after the other.
 
         Args:
             parts: for each weight, its name, its number of outputs, and [start, stop) of the

@@ -88,8 +88,8 @@ class BlockCopies:
     def __init__(self, pool: BlockPool, look_ups: LookUps, ranks: Collection[int]) -> None:
         self._pool = pool
         self._look_ups = look_ups
-        # The answer to the last question which waiting blocks and checkpoints have files, and the
-        # number of blocks in the question; None if there is no question.
+        # The answer of the look-up which waiting blocks and checkpoints have files, and the number
+        # of blocks that are looked up. The answer is None if no such look-up runs.
         self._existing: Answer[_Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -102,12 +102,12 @@ class BlockCopies:
         self._num_turns = 0  # decisions since a batch last began
         self._new: list[CopyJob] = []
         # Blocks and states that a rank could not read, the oldest first. After they are computed,
-        # they are written again, though some ranks have their files.
+        # they are written again, even if some ranks still have their files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
-        self._is_late = False  # whether no job ends; see ``note_late``
+        self._is_late = False  # whether no job has ended for too long; see ``note_late``
         self.counts = CopyCounts()
 
     @property
@@ -122,7 +122,7 @@ class BlockCopies:
 
     @property
     def _readers(self) -> list[Request]:
-        """The requests that copy jobs read for."""
+        """The requests for which copy jobs read blocks."""
         return [copy.request for copy in self._running.values() if copy.request is not None]
 
     @property
@@ -135,7 +135,7 @@ class BlockCopies:
         """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # else blocks of running requests cost nothing
+        if self._pool.counts_shared:  # else a request's block can be held for free
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 
@@ -157,16 +157,19 @@ class BlockCopies:
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Return whether none of these blocks waits to be written, or is being written; or whether
-        copy jobs are too late.
+        """Return True if none of these blocks waits to be written or is being written, or if copy
+        jobs are too late.
         """
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
     def note_late(self) -> list[Request]:
-        """Let no request wait for copies until a job ends, because no job has ended for too long;
-        return the requests that jobs read for.
+        """Record that no job has ended for too long, for example because a worker's thread for
+        files waits for a disk that does not answer.
 
-        For example, a disk that does not answer holds a worker's thread for files.
+        Until a job ends, no request waits for copies.
+
+        Returns:
+            The requests for which jobs read blocks.
         """
         self._is_late = True
         return self._readers
@@ -180,8 +183,8 @@ class BlockCopies:
     def _save(self) -> None:
         """Begin to write the waiting blocks that are still in the prefix cache and have no file.
 
-        First looks up the files; if the answer comes later, a later call begins to write. Does
-        nothing while there is no room for another block.
+        First looks up the files. If the answer comes later, a later call begins to write. While
+        copy jobs may hold no further block, only checkpoints are written.
         """
         if self._existing is None:
             first = islice(self._pending, max(0, self._num_free))
@@ -197,8 +200,8 @@ class BlockCopies:
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
         depths: list[int] = []
-        # Meanwhile, some of these blocks may have left ``_pending``; then the last blocks here were
-        # not looked up. If they have files, they are not written.
+        # Since the look-up began, some of its blocks may have left ``_pending``. Then the last
+        # blocks of this loop were not looked up; workers skip those that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -236,10 +239,10 @@ class BlockCopies:
     ) -> Answer[int]:
         """Look up how many leading blocks a request can have without computing them: ``first``
         blocks that are cached, and the following blocks that have files. If the model has recurrent
-        state, the last of these files must also have a checkpoint with a file.
+        state, the last of these blocks must also have a checkpoint with a file.
 
         Args:
-            fetch: if blocks have no files, fetches them before the files are looked up again.
+            fetch: fetches the blocks that have no files; then the files are looked up again.
         """
         wanted = hashes[first:]
         if not wanted:  # so that no request waits for a disk
@@ -252,10 +255,11 @@ class BlockCopies:
     def _count(self, hashes: Sequence[BlockHash], files: Files) -> int:
         """Return how many leading blocks have files. May run on the thread for look-ups.
 
-        The binary search assumes that no file exists after the first missing file: files of later
-        blocks are deleted first (``block_files``). If that is wrong, the answer may be wrong, and a
-        missing file is noticed when it is read. The first file is always looked up: while the
-        device's cache has a prefix, its files are not used, so they can be the oldest ones.
+        The binary search assumes that no file exists after the first missing file, because files of
+        later blocks are deleted first (``block_files``). If the assumption is wrong, the result may
+        be too large, and a missing file is noticed when it is read. The first file is always looked
+        up, because it can be missing alone: while the device's cache has a prefix, no request reads
+        the prefix's files, so they can be deleted before the files of later blocks.
         """
 
         def is_missing(index: int) -> bool:
@@ -271,8 +275,9 @@ class BlockCopies:
         return next(ends, 0)
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Let the files of these blocks be deleted, because they might contain NaN. Until then, no
-        request reads them, and blocks that are being read do not enter the prefix cache.
+        """Let the files of these blocks be deleted, because the blocks might contain NaN. Until the
+        files are deleted, no request reads them, and blocks that are now read do not enter the
+        prefix cache.
         """
         self._upkeep.condemn(hashes)
 
@@ -281,8 +286,8 @@ class BlockCopies:
         checkpoint after the last block.
 
         Returns False if copies are late, if no checkpoint is free, if a block was condemned after
-        the look-up, or if too many blocks are being read: blocks that a disk never supplies must
-        leave room for requests that compute.
+        the look-up, or if too many blocks are being read. If a disk never answers, the blocks that
+        wait for it must leave room for the other requests.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
             return False
@@ -359,7 +364,7 @@ class BlockCopies:
 
         Args:
             states: see ``_Copy``.
-            state_hashes: hashes of checkpoints whose files are used without the device.
+            state_hashes: hashes of checkpoints whose files the job touches or deletes.
         """
         number = self._num_jobs
         self._num_jobs += 1

@@ -1,8 +1,9 @@
 """FileUpkeep: decides which files of KV blocks are deleted, and which count as used again.
 
 A file is deleted if its block might contain NaN: the block may have been written before the logits
-of its request showed the NaN. The files of a prefix that the device's cache has are not read, so
-they would count as unused, though the prefix is used often. Now and then they are touched.
+of its request showed the NaN. While the device's cache has a prefix, the prefix's files are not
+read, even if many requests use the prefix. So that these files count as used, some of them are
+touched every ``TOUCH_S``.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from itertools import islice
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-MAX_CONDEMNED = 4096  # maximum number of blocks whose files are not read
+MAX_CONDEMNED = 4096  # maximum number of blocks that are known to be condemned
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
 TOUCH_S = 10.0  # seconds between the beginnings of two such jobs
 
 
 class FileUpkeep:
-    """Owns the hashes of blocks whose files must be deleted, or were not touched lately."""
+    """Owns the hashes of blocks whose files must be deleted, and of blocks whose files must be
+    touched.
+    """
 
     def __init__(self) -> None:
-        # The value says whether a job deletes the files already; the oldest block is first.
+        # The value says whether a job already deletes the files; the oldest block is first.
         self._condemned: dict[BlockHash, bool] = {}
         self._used: dict[BlockHash, int] = {}  # hash, and number of blocks before the block
         self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Let the files of blocks be deleted, and not be read before they are deleted."""
+        """Let the files of blocks be deleted. Until then, no request reads them."""
         for block_hash in hashes:
             self._condemned.pop(block_hash, None)
         self._condemned |= dict.fromkeys(hashes, False)
@@ -38,7 +41,7 @@ class FileUpkeep:
         return block_hash in self._condemned
 
     def take_condemned(self, busy: Collection[BlockHash]) -> list[BlockHash]:
-        """Return the blocks whose files must be deleted now; ``end_deletion`` comes later.
+        """Return the blocks whose files must be deleted now. ``end_deletion`` must follow.
 
         Args:
             busy: blocks that are being copied; their files are deleted later.
@@ -65,7 +68,11 @@ class FileUpkeep:
                 self._condemned[block_hash] = False
 
     def note_used(self, hashes: Sequence[BlockHash], state: BlockHash | None) -> None:
-        """Record that a request starts with cached blocks, and with the checkpoint of ``state``."""
+        """Record that a request starts with cached blocks.
+
+        Args:
+            state: hash of the last block before the checkpoint from which the request starts.
+        """
         room = MAX_TOUCHED - len(self._used)
         if room > 0:
             self._used.update(islice(zip(hashes, range(len(hashes)), strict=True), room))

@@ -362,7 +362,9 @@ class Scheduler:
             insort(self.waiting, request, key=_order)
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests that are not suspect wait again; end and return the suspect requests."""
+        """Let requests wait again if their logits were wrong for the first time; end and return the
+        other requests.
+        """
         failed = []
         for request in requests:
             if request.is_suspect:

@@ -29,7 +29,7 @@ HOST_GB_S, DISK_GB_S = 5.0, 2.0
 
 @dataclass(frozen=True)
 class CopyRates:
-    """Bytes that are copied in a second.
+    """Rates of copies, in bytes per second.
 
     Attributes:
         host: between an NPU and files in memory, for each NPU.
@@ -61,7 +61,7 @@ def copy_rates(host_gbs: float, disk_gbs: float) -> CopyRates:
 
 
 class SimulatedTier:
-    """The files of one tier. If a file does not fit, the least recently used ones are deleted.
+    """The files of one tier. If a new file does not fit, the least recently used file is deleted.
 
     Args:
         capacity: maximum number of blocks.
@@ -83,7 +83,7 @@ class SimulatedTier:
             self._used_s[block_hash] = used_s
 
     def add(self, block_hash: BlockHash, used_s: float) -> bool:
-        """Add a file if it does not exist; return whether it exists then."""
+        """Add a file if it does not exist; return whether the tier now has the file."""
         if block_hash in self._used_s:
             return True
         if not self.capacity:
@@ -132,14 +132,14 @@ class SimulatedNode:
         return next((name for name, tier in self.tiers.items() if tier.has(block_hash)), None)
 
     def write(self, block_hash: BlockHash, used_s: float) -> bool:
-        """Write a block to all tiers; return whether the first tier has it then."""
+        """Write a block to all tiers; return whether the first tier now has it."""
         first, *others = self.tiers.values()
         for tier in others:
             tier.add(block_hash, used_s)
         return first.add(block_hash, used_s)
 
     def read(self, block_hash: BlockHash, used_s: float) -> str | None:
-        """Read a block, so that it is also in the first tier; return the tier that had it."""
+        """Read a block, and copy it to the first tier; return the tier that had it, or None."""
         found = self.tier_of(block_hash)
         if found is not None:
             self.tiers[found].use(block_hash, used_s)
@@ -201,7 +201,7 @@ class SimulatedCopies:
         self._ranks_per_batch = ranks_per_batch
         self._running: list[_Running] = []  # a heap
         self._num_begun = 0
-        # The time at which the workers of a data-parallel rank have ended their jobs.
+        # By data-parallel rank: the time at which its workers have ended their jobs.
         self._free_s: dict[int, float] = {}
         self._touched_s = 0.0
         self.num_loaded: Counter[str] = Counter()
@@ -212,8 +212,8 @@ class SimulatedCopies:
         return self._running[0].end_s if self._running else math.inf
 
     def advance(self, now_s: float, *, is_idle: bool) -> bool:
-        """End the jobs that are over, and begin the jobs that the scheduler decides now; return
-        whether a job has ended, or whether blocks wait though no job runs.
+        """End the jobs whose time is over, and begin the jobs that the scheduler decides now;
+        return True if a job has ended, or if blocks wait although no job runs.
 
         Args:
             is_idle: whether no step is in flight.

@@ -21,7 +21,7 @@ from dist_aclgraph.steps.delta import Note, StepDeltas
 
 
 class HandOvers:
-    """Owns the requests whose first token was sent, and whose end must still be sent."""
+    """Owns the requests whose first token was sent, and whose end waits for copies of blocks."""
 
     def __init__(self, scheduler: Scheduler, recipients: Recipients) -> None:
         self._scheduler = scheduler

@@ -1,8 +1,8 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups.
 
-A few threads copy files into the first tier of this node. A file is complete when it has its name,
-so nothing else must know about a fetch. A fetch that fails only makes the prefix shorter that is
-read from files. No request waits longer than ``LIMIT_S``.
+A few threads copy files into the first tier of this node. A file gets its name when it is complete,
+so other code finds fetched files like all other files. If a fetch fails, only fewer leading blocks
+are read from files, and the other tokens are computed. No request waits longer than ``LIMIT_S``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FetchCounts:
 
     blocks: int = 0
     num_bytes: int = 0
-    failures: int = 0  # fetches that ended because their source was silent or sent junk
+    failures: int = 0  # fetches that ended because the source was silent or sent no valid answer
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Fetch:
 
     Attributes:
         names: the hashes of the blocks, in the order of the prompt.
-        depth: number of blocks before them in the prompt.
+        depth: number of blocks before the first of these blocks in the prompt.
         is_wanted: returns whether the request still waits.
     """
 
@@ -76,11 +76,11 @@ class _Key(NamedTuple):
 
 
 class _SourceError(Exception):
-    """A source sends no files, or sends something else."""
+    """A source sends nothing in time, or sends an answer that is not valid."""
 
 
 class BlockFetches:
-    """Owns the threads, and knows the groups that files can be fetched from. Any thread may call
+    """Owns the threads, and knows the groups from which files can be fetched. Any thread may call
     the methods.
 
     Args:
@@ -103,9 +103,9 @@ class BlockFetches:
         self._token = token
         self._group = group
         self._clock = clock
-        self._version = 0  # version of the group list that has the sources
+        self._version = 0  # version of the group list that named these sources
         self._sources: dict[str, BlockSource] = {}
-        self._paused: dict[str, float] = {}  # by URL, until when nothing is fetched
+        self._paused: dict[str, float] = {}  # by URL: the time until which nothing is fetched
         self._files: dict[CachePlace, dict[FileKind, list[KVTiers]]] = {}
         self._is_closing = False
         self._guard = threading.Lock()  # guards ``counts`` and the sources
@@ -119,9 +119,9 @@ class BlockFetches:
             thread.start()
 
     def set_groups(self, groups: GroupList) -> None:
-        """Use the sources of the groups of the deployment whose blocks this group can read.
+        """Let blocks be fetched from the groups in the list whose blocks this group can read.
 
-        Calls can arrive in any order: the list with the latest version is used.
+        Calls can arrive in any order: the list with the highest version is used.
         """
         sources = {
             entry.name: entry.blocks
@@ -179,7 +179,7 @@ class BlockFetches:
             while (fetch := self._fetches.get()) is not None:
                 try:
                     self._run(context, fetch)
-                except Exception:  # the tokens are computed, and the thread must go on
+                except Exception:  # the request computes its tokens; the thread must go on
                     logger.exception("fetching KV blocks failed")
                 fetch.done.set()
 
@@ -223,8 +223,10 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
-        """Fetch the files of blocks that are missing here, until one file cannot be had; return the
-        number of leading blocks with all files.
+        """Fetch the files that this node lacks, in order, until one cannot be fetched or kept.
+
+        Returns:
+            The number of leading blocks of which this node then has all files.
         """
         missing = (
             _Key(position, place)
@@ -273,7 +275,9 @@ class _Link:
     def read_all(
         self, kind: FileKind, names: Sequence[BlockHash], keys: Iterable[_Key]
     ) -> Iterator[tuple[_Key, memoryview]]:
-        """Yield the files, in order; a missing file is empty. Some requests are sent ahead.
+        """Yield the files in order; a missing file is empty.
+
+        At most ``WINDOW`` requests wait for answers at the same time.
 
         Raises:
             _SourceError: no file has arrived in time, or an answer is not valid.
@@ -291,10 +295,10 @@ class _Link:
 
     def _receive(self, key: _Key, number: int) -> tuple[_Key, memoryview]:
         found, frame = -1, memoryview(b"")
-        while found < number:  # earlier answers belong to files that are not wanted any longer
+        while found < number:  # earlier answers belong to files that are no longer wanted
             if not self._socket.poll(int(SILENCE_S * 1000)):
                 raise _SourceError(f"no file has arrived within {SILENCE_S:g} s")
-            # Without a copy, because a copy of many bytes would hold Python's global lock.
+            # Read without a copy, because a copy of many bytes would hold Python's global lock.
             first, *rest = self._socket.recv_multipart(copy=False)
             try:
                 found = read_frame(_numbers, first.bytes)

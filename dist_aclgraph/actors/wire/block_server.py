@@ -27,7 +27,7 @@ from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
-WINDOW = 4  # maximum number of requests of a pull that have no answer
+WINDOW = 4  # maximum number of requests of one fetch that wait for answers
 # Maximum number of frames that wait for one peer. More frames are dropped; only a peer that sends
 # more than WINDOW requests at once loses frames.
 MAX_QUEUED_FRAMES = 2 * WINDOW
@@ -42,7 +42,8 @@ class BlockSource(msgspec.Struct, frozen=True):
 
     Attributes:
         address: where engines connect.
-        identity: see ``cache_identity``; other engines can use the files only if theirs is equal.
+        identity: result of ``cache_identity``; only engines with the same identity can use the
+            files.
         place: the first worker's part of the cache.
     """
 
@@ -72,7 +73,10 @@ _decoder = msgspec.msgpack.Decoder(ReadFile)
 
 
 def tiers_of(config: Config, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-    """Return the files of all workers of a data-parallel rank. The order depends only on ``place``.
+    """Return the files of all workers of a data-parallel rank.
+
+    The order depends only on ``place``. The server and its clients use the place of the server, so
+    an index means the same files for both.
 
     Raises:
         ConfigError: a folder cannot be made, or is too small.
@@ -122,7 +126,7 @@ class BlockServer:
                 self._answer(self._socket.recv_multipart())
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a request. A request that is no message or has a wrong token gets no answer."""
+        """Answer a request. An invalid request, or one with a wrong token, gets no answer."""
         peer, *requests = frames
         try:
             request = read_frame(_decoder, b"".join(requests))
@@ -133,12 +137,12 @@ class BlockServer:
         places, file = self._files[request.kind], b""
         if request.place < len(places):
             file = places[request.place].file_bytes(request.name, MAX_FILE_BYTES)
-        # Without a copy, because a copy of many bytes would hold Python's global lock.
+        # Sent without a copy, because a copy of many bytes would hold Python's global lock.
         answer = (peer, msgspec.msgpack.encode(request.number), file)
         self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Release the port. If the disk hangs, the thread stays until its process ends."""
+        """Release the port. If the disk hangs, thread and port remain until the process ends."""
         self._is_closing = True
         self._wakeup.wake()
         self._thread.join(timeout_s)

@@ -35,8 +35,8 @@ class TransferParams(Body):
 
 
 def read_role(raw: Raw, *, is_whole: bool) -> TransferRole:
-    """Return what the service does for a router: "prefill" computes a prompt, and "decode"
-    continues one; "" without parameters.
+    """Return what the service does for a router: "prefill" computes the prompt, and "decode"
+    generates the answer; "" if the request has no such parameters.
 
     Args:
         is_whole: whether the request wants one answer that is not streamed.
@@ -65,7 +65,7 @@ def read_role(raw: Raw, *, is_whole: bool) -> TransferRole:
 
 
 def check_role(state: ApiState, role: TransferRole) -> None:
-    """Check that the service keeps copies of KV, if it must compute them for another service.
+    """Check that the service keeps copies of KV, if another service needs the KV that it computes.
 
     Raises:
         InvalidParameterError: the service keeps no copies.
@@ -79,10 +79,11 @@ def check_role(state: ApiState, role: TransferRole) -> None:
 
 
 def transfer_of(generation: Generation, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields that an answer has in addition, if a router has asked for the prompt's KV:
-    the parameters with which the other service continues, or null if the answer is complete.
+    """Return additional fields of an answer; empty if no router has requested the prompt's KV.
 
-    The block ids are the names of the prompt's files.
+    The field is ``kv_transfer_params``. It contains the parameters with which the other service
+    continues; it is null if the answer is already complete. The block ids are the names of the
+    prompt's files.
     """
     if generation.role != "prefill":
         return {}
