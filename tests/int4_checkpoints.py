@@ -55,19 +55,19 @@ def bytes_each(module: str, values: Tensor, scales: Tensor) -> Tensors:
 
 
 def pairs_of_inputs(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Return the form of ModelSlim's W4A16 with one scale for each output."""
+    """Return tensors in ModelSlim's form for W4A16 with one scale for each output."""
     low, high = values[:, ::2].int(), values[:, 1::2].int()
     return _modelslim(module, low, high, scales)
 
 
 def pairs_of_outputs(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Return the form of ModelSlim's W4A16 with groups, and of its W4A8 with a scale per output."""
+    """Return tensors in ModelSlim's form for W4A16 with groups, or for W4A8 without groups."""
     low, high = values[::2].int(), values[1::2].int()
     return _modelslim(module, low, high, scales.reshape(-1, 1))
 
 
 def pairs_with_two_scales(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Return the form of ModelSlim's W4A8 with groups."""
+    """Return tensors in ModelSlim's form for W4A8 with groups."""
     whole = scales.amax(1, keepdim=True)
     tensors = pairs_of_outputs(module, values, whole)
     second = scales / whole

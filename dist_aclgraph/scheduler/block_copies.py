@@ -89,7 +89,7 @@ class BlockCopies:
         self._pool = pool
         self._look_ups = look_ups
         # The answer of the look-up which waiting blocks and checkpoints have files, and the number
-        # of blocks that are looked up. The answer is None if no such look-up runs.
+        # of blocks that are looked up. ``_existing`` is None if no such look-up runs.
         self._existing: Answer[_Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -276,8 +276,8 @@ class BlockCopies:
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Let the files of these blocks be deleted, because the blocks might contain NaN. Until the
-        files are deleted, no request reads them, and blocks that are now read do not enter the
-        prefix cache.
+        files are deleted, no request begins to read them, and blocks that are being read do not
+        enter the prefix cache.
         """
         self._upkeep.condemn(hashes)
 

@@ -362,8 +362,8 @@ class Scheduler:
             insort(self.waiting, request, key=_order)
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests wait again if their logits were wrong for the first time; end and return the
-        other requests.
+        """Let requests whose logits are NaN or infinite for the first time wait again; end and
+        return the other requests.
         """
         failed = []
         for request in requests:

@@ -1,8 +1,8 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups.
 
 A few threads copy files into the first tier of this node. A file gets its name when it is complete,
-so other code finds fetched files like all other files. If a fetch fails, only fewer leading blocks
-are read from files, and the other tokens are computed. No request waits longer than ``LIMIT_S``.
+so other code finds fetched files like all other files. If a fetch fails, fewer leading blocks are
+read from files, and more tokens are computed. No request waits longer than ``LIMIT_S``.
 """
 
 from __future__ import annotations
