@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,18 @@ def test_a_fetch_ends_with_its_request(world: World) -> None:
     looks = iter([True, True, True])
     world.fetch(is_wanted=lambda: next(looks, False))
     assert world.found() == NAMES[:1], "one look at the beginning, and one for each file"
+
+
+def test_a_block_is_not_found_before_all_its_files_are_here(world: World) -> None:
+    """Look-ups see only the files of the first worker."""
+    world.write(*NAMES)
+    for num_looks in range(1, 2 * len(NAMES)):  # the fetch of the last turn is one file short
+        world.fetch(is_wanted=partial(next, iter([True] * num_looks), False))
+        first, second = world.here["block"]
+        assert [name for name in NAMES if first.has(name) and not second.has(name)] == []
+        for name in NAMES:
+            first.delete(name)
+            second.delete(name)
 
 
 def test_a_fetch_that_takes_too_long_ends(world: World) -> None:

@@ -223,18 +223,18 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
-        """Fetch the files that this node lacks, in order, until one cannot be fetched or kept.
+        """Fetch the files of blocks that are missing here, until one file cannot be had; return the
+        number of leading blocks with all files.
 
-        Returns:
-            The number of leading blocks of which this node then has all files.
+        The first worker's file of a block comes last: look-ups see only this file, so they find a
+        block only when it has all files.
         """
         missing = (
             _Key(position, place)
             for position, name in enumerate(names)
-            for place, files in enumerate(places)
+            for place, files in reversed(list(enumerate(places)))
             if not files.has_first(name)
         )
-        counted = -1
         for key, file in link.read_all(kind, names, missing):
             if not file or not self._goes_on(fetch):
                 return key.position
@@ -243,8 +243,7 @@ class BlockFetches:
                 return key.position
             with self._guard:
                 self.counts.num_bytes += len(file)
-                self.counts.blocks += kind == "block" and key.position != counted
-            counted = key.position
+                self.counts.blocks += kind == "block" and key.place == 0
         return len(names)
 
 
