@@ -286,13 +286,15 @@ def test_a_disk_that_hangs_holds_no_request(world: World, monkeypatch: pytest.Mo
 class FakeSource:
     """A source whose answers the test chooses. It ends when a fetch waits for answers."""
 
-    def __init__(self, folder: Path, answer: Callable[[int], list[bytes]]) -> None:
+    def __init__(
+        self, folder: Path, answer: Callable[[int], list[bytes]], num_answers: int = 1
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         url = f"ipc://{folder}/fake"
         self._socket.bind(url)
         self.address = Address(NODE, Endpoint(url))
-        self._answer = answer
+        self._answer, self._num_answers = answer, num_answers
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -300,7 +302,8 @@ class FakeSource:
         for _ in range(WINDOW):
             peer, request = self._socket.recv_multipart()
             number = msgspec.msgpack.decode(request)[1]
-            self._socket.send_multipart([peer, *self._answer(number)])
+            for _ in range(self._num_answers):
+                self._socket.send_multipart([peer, *self._answer(number)])
         self._socket.close(linger=1000)
         self._context.term()
 
@@ -323,6 +326,17 @@ def test_a_source_that_sends_junk_is_left_alone(
     world.use(source.address)
     world.fetch()
     assert world.found() == [] and world.fetches.counts.failures == 1
+
+
+def test_a_source_that_repeats_an_answer_is_left_alone(world: World, tmp_path: Path) -> None:
+    """Otherwise the fetch would go on for as long as the source repeats it."""
+    world.write(*NAMES)
+    file = world.file(NAMES[0], 1).read_bytes()
+    answer = [msgspec.msgpack.encode(0), file]
+    source = FakeSource(tmp_path, lambda number: answer, num_answers=100)
+    world.use(source.address)
+    world.fetch()
+    assert world.fetches.counts.failures == 1
 
 
 class Asker:

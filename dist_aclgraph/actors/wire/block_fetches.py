@@ -254,7 +254,8 @@ class _Link:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, token: str
     ) -> None:
         self._token = token
-        self._next = 0
+        self._next = 0  # number of the next request
+        self._last = -1  # number of the last answer
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -293,8 +294,8 @@ class _Link:
             yield self._receive(*each)
 
     def _receive(self, key: _Key, number: int) -> tuple[_Key, memoryview]:
-        found, frame = -1, memoryview(b"")
-        while found < number:  # earlier answers belong to files that are no longer wanted
+        frame = memoryview(b"")
+        while self._last < number:  # earlier answers belong to files that are not wanted any longer
             if not self._socket.poll(int(SILENCE_S * 1000)):
                 raise _SourceError(f"no file has arrived within {SILENCE_S:g} s")
             # Read without a copy, because a copy of many bytes would hold Python's global lock.
@@ -303,7 +304,8 @@ class _Link:
                 found = read_frame(_numbers, first.bytes)
             except NotAMessageError as e:
                 raise _SourceError(str(e)) from None
-            if found > number or len(rest) != 1:
+            if not self._last < found <= number or len(rest) != 1:
                 raise _SourceError("the frames are no answer to a request")
+            self._last = found
             frame = memoryview(rest[0].buffer)
         return key, frame
