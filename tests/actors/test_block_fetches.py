@@ -19,7 +19,13 @@ import zmq
 
 from dist_aclgraph.actors.wire import block_fetches
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint, Place
-from dist_aclgraph.actors.wire.block_fetches import LIMIT_S, PAUSE_S, BlockFetches
+from dist_aclgraph.actors.wire.block_fetches import (
+    LIMIT_S,
+    NUM_THREADS,
+    PAUSE_S,
+    SILENCE_S,
+    BlockFetches,
+)
 from dist_aclgraph.actors.wire.block_server import (
     MAX_REQUEST_BYTES,
     WINDOW,
@@ -34,6 +40,7 @@ from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.kv.block_files import HEADER
 from dist_aclgraph.kv.tiers import CachePlace, cache_identity
 from tests.actors.kv_sockets import LOOPBACK, free_ports
+from tests.actors.leftovers import wait_until
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 TOKEN, NODE, GROUP, WAIT_S = "secret", "node", "7", 60.0
@@ -272,15 +279,20 @@ def test_a_wrong_token_gets_no_answer(world: World, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_disk_that_hangs_holds_no_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first requests wait until their time is over, and later requests do not wait."""
     hangs = threading.Event()
+    monkeypatch.setattr(block_fetches, "SILENCE_S", SILENCE_S)
     monkeypatch.setattr("dist_aclgraph.kv.tiers.KVTiers.has_first", lambda *_: hangs.wait(WAIT_S))
-    fetch = world.fetches.fetch_from(GROUP, lambda: True)
-    assert fetch is not None
-    ended = fetch(NAMES, 0)
-    assert not ended()
-    world.now_s += LIMIT_S + 1
-    assert ended()
+    begin = world.fetches.fetch_from(GROUP, lambda: True)
+    assert begin is not None
+    first = [begin(NAMES, 0) for _ in range(NUM_THREADS)]
+    wait_until(world.fetches._fetches.empty, "no thread takes a fetch")
+    assert not any(ended() for ended in first)
+    world.now_s += LIMIT_S + SILENCE_S + 1
+    assert all(ended() for ended in first)
+    assert begin(NAMES, 0)() and world.fetches._fetches.empty(), "all threads hang"
     hangs.set()
+    world.fetches.close(WAIT_S)
 
 
 class FakeSource:

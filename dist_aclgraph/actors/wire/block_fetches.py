@@ -111,9 +111,10 @@ class BlockFetches:
         self._guard = threading.Lock()  # guards ``counts`` and the sources
         self.counts = FetchCounts()
         self._fetches: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
+        self._running: list[_Fetch | None] = [None] * NUM_THREADS  # the fetch of each thread
         self._threads = [
-            threading.Thread(target=self._serve, name="kv-fetches", daemon=True)
-            for _ in range(NUM_THREADS)
+            threading.Thread(target=self._serve, args=(index,), name="kv-fetches", daemon=True)
+            for index in range(NUM_THREADS)
         ]
         for thread in self._threads:
             thread.start()
@@ -157,11 +158,20 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> Answer[bool]:
+        if self._hangs():
+            return lambda: True
         deadline_s = self._clock() + LIMIT_S
         fetch = _Fetch(endpoint, place, names, depth, is_wanted, deadline_s)
         self._fetches.put(fetch)
         # The thread may hang in a file system, so the answer does not wait for it for ever.
         return lambda: True if fetch.done.is_set() or self._clock() > deadline_s else None
+
+    def _hangs(self) -> bool:
+        """Whether all threads hang in a file system. Then requests would wait in vain, and fetches
+        would fill the queue.
+        """
+        late_s = self._clock() - SILENCE_S
+        return all(each is not None and late_s > each.deadline_s for each in self._running)
 
     def close(self, timeout_s: float = SILENCE_S) -> None:
         """Let the threads end after at most one further file."""
@@ -174,13 +184,15 @@ class BlockFetches:
 
     # ---- the threads
 
-    def _serve(self) -> None:
+    def _serve(self, index: int) -> None:
         with zmq.Context() as context:
             while (fetch := self._fetches.get()) is not None:
+                self._running[index] = fetch
                 try:
                     self._run(context, fetch)
                 except Exception:  # the request computes its tokens; the thread must go on
                     logger.exception("fetching KV blocks failed")
+                self._running[index] = None
                 fetch.done.set()
 
     def _run(self, context: zmq.Context[zmq.Socket[bytes]], fetch: _Fetch) -> None:
