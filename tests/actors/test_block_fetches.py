@@ -240,7 +240,8 @@ def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
 
     world.fetch(is_wanted=wait)
     world.fetches.close(WAIT_S)
-    assert world.found() == NAMES[:2] and world.fetches.counts.failures == 0
+    assert world.found() == NAMES[:2]
+    assert world.fetches.counts.failures == 1, "a request has waited in vain"
 
 
 @pytest.mark.parametrize(
@@ -290,6 +291,7 @@ def test_a_disk_that_hangs_holds_no_request(world: World, monkeypatch: pytest.Mo
     assert not any(ended() for ended in first)
     world.now_s += LIMIT_S + SILENCE_S + 1
     assert all(ended() for ended in first)
+    assert world.fetches.counts.failures == NUM_THREADS
     assert begin(NAMES, 0)() and world.fetches._fetches.empty(), "all threads hang"
     hangs.set()
     world.fetches.close(WAIT_S)

@@ -46,7 +46,8 @@ class FetchCounts:
 
     blocks: int = 0
     num_bytes: int = 0
-    failures: int = 0  # fetches that ended because the source was silent or sent no valid answer
+    # Fetches whose source was silent or sent junk, and fetches that took longer than ``LIMIT_S``.
+    failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,18 @@ class BlockFetches:
         deadline_s = self._clock() + LIMIT_S
         fetch = _Fetch(endpoint, place, names, depth, is_wanted, deadline_s)
         self._fetches.put(fetch)
+        return partial(self._has_ended, fetch)
+
+    def _has_ended(self, fetch: _Fetch) -> bool | None:
         # The thread may hang in a file system, so the answer does not wait for it for ever.
-        return lambda: True if fetch.done.is_set() or self._clock() > deadline_s else None
+        if self._clock() > fetch.deadline_s:
+            self._count_failure()
+            return True
+        return fetch.done.is_set() or None
+
+    def _count_failure(self) -> None:
+        with self._guard:
+            self.counts.failures += 1
 
     def _hangs(self) -> bool:
         """Whether all threads hang in a file system. Then requests would wait in vain, and fetches
@@ -212,8 +223,7 @@ class BlockFetches:
                         break
         except _SourceError as e:
             self._paused[url] = self._clock() + PAUSE_S
-            with self._guard:
-                self.counts.failures += 1
+            self._count_failure()
             event(logger, "kv_source_silent", logging.WARNING, cause=str(e), pause_s=PAUSE_S)
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:

@@ -67,7 +67,7 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "kv_late_look_ups": ("counter", "", "Look-ups of KV files that kv.disk answered too late."),
     "kv_fetched_blocks": ("counter", "", "KV blocks fetched from groups on other nodes."),
     "kv_fetched_bytes": ("counter", "", "Bytes of files fetched from groups on other nodes."),
-    "kv_failed_fetches": ("counter", "", "Fetches that ended as their source sent no valid file."),
+    "kv_failed_fetches": ("counter", "", "Fetches from a silent source, and too late ones."),
     "kv_copies_bytes": ("gauge", "tier", "Bytes of KV files on the engine's node, by tier."),
     "spec_decode_num_drafts": ("counter", "", "Times that a request's drafts were verified."),
     "spec_decode_num_draft_tokens": ("counter", "", "Draft tokens that were verified."),
