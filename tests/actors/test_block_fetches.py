@@ -23,6 +23,7 @@ from dist_aclgraph.actors.wire.block_fetches import (
     LIMIT_S,
     NUM_THREADS,
     PAUSE_S,
+    QUEUE_S,
     SILENCE_S,
     BlockFetches,
 )
@@ -279,22 +280,53 @@ def test_a_wrong_token_gets_no_answer(world: World, monkeypatch: pytest.MonkeyPa
     assert world.found() == [] and world.fetches.counts.failures == 1
 
 
-def test_a_disk_that_hangs_holds_no_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+class Hang:
+    """While it is open, all threads for fetches hang in a file system."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._goes_on, self._calls = threading.Event(), list[bool]()
+        monkeypatch.setattr("dist_aclgraph.kv.tiers.KVTiers.has_first", self._wait)
+        begin = world.fetches.fetch_from(GROUP, lambda: True)
+        assert begin is not None
+        self.begin = partial(begin, NAMES, 0)
+        self.first = [self.begin() for _ in range(NUM_THREADS)]
+        wait_until(lambda: len(self._calls) == NUM_THREADS, "not all threads hang")
+
+    def _wait(self, *_: Any) -> bool:
+        self._calls.append(True)
+        return self._goes_on.wait(WAIT_S)
+
+    def close(self) -> None:
+        self._goes_on.set()
+
+
+@pytest.fixture
+def hang(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    made = Hang(world, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_disk_that_hangs_holds_no_request(
+    world: World, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first requests wait until their time is over, and later requests do not wait."""
-    hangs = threading.Event()
     monkeypatch.setattr(block_fetches, "SILENCE_S", SILENCE_S)
-    monkeypatch.setattr("dist_aclgraph.kv.tiers.KVTiers.has_first", lambda *_: hangs.wait(WAIT_S))
-    begin = world.fetches.fetch_from(GROUP, lambda: True)
-    assert begin is not None
-    first = [begin(NAMES, 0) for _ in range(NUM_THREADS)]
-    wait_until(world.fetches._fetches.empty, "no thread takes a fetch")
-    assert not any(ended() for ended in first)
+    assert not any(ended() for ended in hang.first)
     world.now_s += LIMIT_S + SILENCE_S + 1
-    assert all(ended() for ended in first)
+    assert all(ended() for ended in hang.first)
     assert world.fetches.counts.failures == NUM_THREADS
-    assert begin(NAMES, 0)() and world.fetches._fetches.empty(), "all threads hang"
-    hangs.set()
-    world.fetches.close(WAIT_S)
+    assert hang.begin()() and world.fetches._fetches.empty()
+
+
+def test_a_request_whose_fetch_does_not_begin_waits_no_longer(world: World, hang: Hang) -> None:
+    """As when many prompts are handed over at once. A fetch that has begun has its whole time."""
+    queued = hang.begin()
+    world.now_s += QUEUE_S + 1
+    assert queued() and world.fetches.counts.failures == 1
+    assert not any(ended() for ended in hang.first)
+    world.now_s += LIMIT_S - QUEUE_S
+    assert all(ended() for ended in hang.first)
 
 
 class FakeSource:

@@ -1,8 +1,8 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups.
 
-A few threads copy files into the first tier of this node. A file gets its name when it is complete,
-so other code finds fetched files like all other files. If a fetch fails, fewer leading blocks are
-read from files, and more tokens are computed. No request waits longer than ``LIMIT_S``.
+A few threads copy files into the first tier of this node. A file is complete when it has its name,
+so nothing else must know about a fetch. A fetch that fails only makes the prefix shorter that is
+read from files. No request waits longer than ``QUEUE_S`` plus ``LIMIT_S``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dist_aclgraph.kv.look_ups import Answer, FetchBlocks
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.logs import event
 
+QUEUE_S = 5.0  # maximum time until a thread is free for a fetch
 LIMIT_S = 20.0  # maximum time of a fetch, from its beginning until the request runs
 SILENCE_S = 3.0  # a source that sends no file for this time counts as silent
 PAUSE_S = 30.0  # after a source was silent, nothing is fetched from it for this time
@@ -46,11 +47,11 @@ class FetchCounts:
 
     blocks: int = 0
     num_bytes: int = 0
-    # Fetches whose source was silent or sent junk, and fetches that took longer than ``LIMIT_S``.
+    # Fetches whose source was silent or sent junk, and fetches that were too late.
     failures: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Fetch:
     """The blocks that a request lacks.
 
@@ -58,6 +59,7 @@ class _Fetch:
         names: the hashes of the blocks, in the order of the prompt.
         depth: number of blocks before the first of these blocks in the prompt.
         is_wanted: returns whether the request still waits.
+        deadline_s: when the request stops waiting, for a thread or for the end of the fetch.
     """
 
     endpoint: Endpoint
@@ -161,7 +163,7 @@ class BlockFetches:
     ) -> Answer[bool]:
         if self._hangs():
             return lambda: True
-        deadline_s = self._clock() + LIMIT_S
+        deadline_s = self._clock() + QUEUE_S
         fetch = _Fetch(endpoint, place, names, depth, is_wanted, deadline_s)
         self._fetches.put(fetch)
         return partial(self._has_ended, fetch)
@@ -210,6 +212,7 @@ class BlockFetches:
         url = fetch.endpoint.url
         if self._clock() < self._paused.get(url, 0.0) or not self._goes_on(fetch):
             return
+        fetch.deadline_s = self._clock() + LIMIT_S
         files = self._files_at(fetch.place)
         try:
             with _Link(context, fetch.endpoint, self._token) as link:
