@@ -149,23 +149,28 @@ class KVTiers:
         self._late: deque[BlockHash] = deque(maxlen=MAX_LATE)
 
     @classmethod
-    def open_states(cls, config: Config, place: CachePlace) -> KVTiers | None:
+    def open_states(cls, config: Config, place: CachePlace, identity: str = "") -> KVTiers | None:
         """Return the tiers for recurrent states; None if the model has none. See ``open``."""
-        return cls._open(config, place.state_folder) if place.has_state else None
+        return cls._open(config, place.state_folder, identity) if place.has_state else None
 
     @classmethod
-    def open(cls, config: Config, place: CachePlace) -> KVTiers:
+    def open(cls, config: Config, place: CachePlace, identity: str = "") -> KVTiers:
         """Return the tiers of the configuration for blocks.
+
+        Args:
+            identity: see ``cache_identity``; "" for the identity of the model's present files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
             ModelError: the model's files cannot be found.
         """
-        return cls._open(config, place.folder, place)
+        return cls._open(config, place.folder, identity, place)
 
     @classmethod
-    def _open(cls, config: Config, name: str, place: CachePlace | None = None) -> KVTiers:
-        kv, identity = config.kv, cache_identity(config)
+    def _open(
+        cls, config: Config, name: str, identity: str, place: CachePlace | None = None
+    ) -> KVTiers:
+        kv, identity = config.kv, identity or cache_identity(config)
         tiers, others = {}, {}
         for tier, root, gib, key in (
             (HOST, host_root(config), kv.host_gib, "kv.host_gib"),

@@ -144,6 +144,17 @@ def test_all_files_of_a_prompt_are_copied(world: World) -> None:
     assert counts.num_bytes == 2 * (len(NAMES) + 1) * file, "files that exist are not fetched"
 
 
+def test_files_are_kept_for_the_weights_that_the_engine_has_loaded(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the weights of the next roll, which may be in the same folder when a fetch begins."""
+    world.write(*NAMES)
+    monkeypatch.setattr("dist_aclgraph.kv.tiers.cache_identity", lambda config: "next weights")
+    world.fetch()
+    assert world.found() == NAMES
+    assert not list(tmp_path.rglob("next weights"))
+
+
 def test_files_cross_an_encrypted_connection(tmp_path: Path) -> None:
     world = World(tmp_path, host=LOOPBACK, ports=free_ports(1))
     try:

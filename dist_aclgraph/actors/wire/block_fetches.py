@@ -232,7 +232,8 @@ class BlockFetches:
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
         """Return the files on this node in the source's layout."""
         if place not in self._files:
-            self._files[place] = tiers_of(self._config, place)
+            # Perhaps the model's files are meanwhile those of the next roll.
+            self._files[place] = tiers_of(self._config, place, self._identity)
         return self._files[place]
 
     def _goes_on(self, fetch: _Fetch) -> bool:

@@ -72,18 +72,20 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(ReadFile)
 
 
-def tiers_of(config: Config, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-    """Return the files of all workers of a data-parallel rank.
+def tiers_of(
+    config: Config, place: CachePlace, identity: str = ""
+) -> dict[FileKind, list[KVTiers]]:
+    """Return the files of all workers of a data-parallel rank. The order depends only on ``place``.
 
-    The order depends only on ``place``. The server and its clients use the place of the server, so
-    an index means the same files for both.
+    Args:
+        identity: see ``KVTiers.open``.
 
     Raises:
         ConfigError: a folder cannot be made, or is too small.
     """
-    states = (KVTiers.open_states(config, each) for each in place.all_state_places)
+    states = (KVTiers.open_states(config, each, identity) for each in place.all_state_places)
     return {
-        "block": [KVTiers.open(config, each) for each in place.all_places],
+        "block": [KVTiers.open(config, each, identity) for each in place.all_places],
         "state": [each for each in states if each is not None],
     }
 
