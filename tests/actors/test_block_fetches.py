@@ -268,6 +268,17 @@ def test_a_source_that_cannot_be_used_is_not_asked(world: World, changes: Any) -
     assert world.fetches.fetch_from("unknown", lambda: True) is None
 
 
+def test_a_log_line_says_that_a_group_has_other_files_of_the_model(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # lists often come again
+        world.use(world.address, identity="other files")
+    assert [line.getMessage() for line in caplog.records if GROUP in line.getMessage()] == [
+        f"no KV blocks are fetched from group {GROUP}: its files of the model (names, "
+        "sizes, times) or its settings are not those of this group"
+    ]
+
+
 def test_a_source_that_has_ended_is_left_alone_for_a_while(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,8 @@ class BlockFetches:
         self._clock = clock
         self._version = 0  # version of the group list that named these sources
         self._sources: dict[str, BlockSource] = {}
-        self._paused: dict[str, float] = {}  # by URL: the time until which nothing is fetched
+        self._others: set[str] = set()  # groups whose blocks this group cannot read
+        self._paused: dict[str, float] = {}  # by URL, until when nothing is fetched
         self._files: dict[CachePlace, dict[FileKind, list[KVTiers]]] = {}
         self._is_closing = False
         self._guard = threading.Lock()  # guards ``counts`` and the sources
@@ -127,16 +128,21 @@ class BlockFetches:
 
         Calls can arrive in any order: the list with the highest version is used.
         """
-        sources = {
-            entry.name: entry.blocks
-            for entry in groups.groups
-            if entry.blocks is not None
-            and entry.blocks.identity == self._identity
-            and entry.name != self._group
-        }
+        offers = {each.name: each.blocks for each in groups.groups if each.blocks is not None}
+        offers.pop(self._group, None)
+        sources = {n: source for n, source in offers.items() if source.identity == self._identity}
+        others = offers.keys() - sources.keys()
         with self._guard:
-            if groups.version >= self._version:
-                self._version, self._sources = groups.version, sources
+            if groups.version < self._version:
+                return
+            new, self._others = others - self._others, others
+            self._version, self._sources = groups.version, sources
+        for name in sorted(new):
+            logger.warning(
+                "no KV blocks are fetched from group %s: its files of the model (names, "
+                "sizes, times) or its settings are not those of this group",
+                name,
+            )
 
     def fetch_from(self, group: str, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
         """Return a function that fetches blocks from a group; None if that is impossible.
