@@ -330,10 +330,12 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
+        # Threads that hang in a file system must leave the controller time for ``leave_copies``.
+        limit_s = self._config.timeouts.stop_s / 4
         if self._fetches is not None:
-            self._fetches.close()
+            self._fetches.close(limit_s)
         if self._block_server is not None:
-            self._block_server.close()
+            self._block_server.close(limit_s)
         self._directory.remove()
 
     def leave_copies(self) -> None:

@@ -1,0 +1,34 @@
+"""An engine that stops waits for nothing for so long that the controller kills it first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from dist_aclgraph.actors.engine.engine import Engine
+from dist_aclgraph.config import make_config
+
+
+class FakeThreads:
+    """The threads of a server or of fetches, which a file system holds for ever."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        self.waited_s += timeout_s
+
+
+def test_a_disk_that_hangs_does_not_hold_the_engine_beyond_its_time_to_stop() -> None:
+    """Otherwise the engine is killed before it deletes the copies in memory."""
+    config, hanging = make_config({"model": "m", "timeouts": {"stop_s": 2.0}}), FakeThreads()
+    engine = SimpleNamespace(
+        _config=config,
+        _loop=None,
+        _thread=None,
+        _fetches=hanging,
+        _block_server=hanging,
+        _directory=SimpleNamespace(remove=lambda: None),
+    )
+    Engine.stop(cast(Any, engine))
+    assert hanging.waited_s <= config.timeouts.stop_s / 2
