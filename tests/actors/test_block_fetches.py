@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,8 +76,9 @@ class World:
         at = Place(NODE, str(folder), **server)
         self.server = BlockServer(at, TOKEN, self.there)
         self.fetches = BlockFetches(here, NODE, TOKEN, clock=lambda: self.now_s)
-        self.address = self.server.address
-        self.use(self.server.address)
+        at_file = self.server.address.file  # as if other nodes reached it
+        self.address = Address("source", at_file, self.server.address.tcp or at_file)
+        self.use(self.address)
 
     def use(self, at: Address, **changes: Any) -> None:
         """Tell the fetches where the source is."""
@@ -161,7 +161,6 @@ def test_files_cross_an_encrypted_connection(tmp_path: Path) -> None:
         tcp = world.address.tcp
         assert tcp is not None and tcp.keys is not None
         world.write(*NAMES)
-        world.use(replace(world.address, node_id="another node"))
         world.fetch()
         assert world.found() == NAMES
     finally:
@@ -258,8 +257,12 @@ def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"identity": "other weights"}, {"address": Address("far", Endpoint("ipc:///nothing"))}],
-    ids=["another model", "reached on its node alone"],
+    [
+        {"identity": "other weights"},
+        {"address": Address("far", Endpoint("ipc:///nothing"))},
+        {"address": Address(NODE, Endpoint("ipc:///nothing"))},
+    ],
+    ids=["another model", "reached on its node alone", "the same files"],
 )
 def test_a_source_that_cannot_be_used_is_not_asked(world: World, changes: Any) -> None:
     world.use(world.address, **changes)
@@ -361,7 +364,7 @@ class FakeSource:
         self._socket = self._context.socket(zmq.ROUTER)
         url = f"ipc://{folder}/fake"
         self._socket.bind(url)
-        self.address = Address(NODE, Endpoint(url))
+        self.address = Address("source", Endpoint(url), Endpoint(url))
         self._answer, self._num_answers = answer, num_answers
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
