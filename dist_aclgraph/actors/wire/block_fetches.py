@@ -1,8 +1,9 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups.
 
-A few threads copy files into the first tier of this node. A file is complete when it has its name,
-so nothing else must know about a fetch. A fetch that fails only makes the prefix shorter that is
-read from files. No request waits longer than ``QUEUE_S`` plus ``LIMIT_S``.
+A few threads copy files into the first tier of this node. A file gets its name when it is complete,
+so other code finds fetched files like all other files. If a fetch fails, fewer leading blocks are
+read from files, and more tokens are computed. No request waits longer than ``QUEUE_S`` plus
+``LIMIT_S``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class FetchCounts:
 
     blocks: int = 0
     num_bytes: int = 0
-    # Fetches whose source was silent or sent junk, and fetches that were too late.
+    # Fetches whose source was silent or sent no valid answer, and fetches that took too long.
     failures: int = 0
 
 
@@ -109,7 +110,7 @@ class BlockFetches:
         self._version = 0  # version of the group list that named these sources
         self._sources: dict[str, BlockSource] = {}
         self._others: set[str] = set()  # groups whose blocks this group cannot read
-        self._paused: dict[str, float] = {}  # by URL, until when nothing is fetched
+        self._paused: dict[str, float] = {}  # by URL: the time until which nothing is fetched
         self._files: dict[CachePlace, dict[FileKind, list[KVTiers]]] = {}
         self._is_closing = False
         self._guard = threading.Lock()  # guards ``counts`` and the sources
