@@ -125,10 +125,10 @@ COMMAND_R = """\
 {% endfor %}
 {{ {'b': 1, 'a': [none, true]} | tojson(indent=1, separators=(',', ':'), sort_keys=true) }}
 """
-TESTED = RenderLimits(cpu_s=0.5, memory_bytes=256 << 20)
+TESTED = RenderLimits(cpu_s=0.2, memory_bytes=256 << 20)
 DOUBLING = "{% set x = x ~ x %}" * 60
 TOO_LONG = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-REFUSED, TIME, MEMORY = "the chat template", "0.5 s of processor time", "256 MiB of memory"
+REFUSED, TIME, MEMORY = "the chat template", "0.2 s of processor time", "256 MiB of memory"
 
 
 @pytest.mark.parametrize("add_generation_prompt", [False, True])

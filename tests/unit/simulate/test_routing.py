@@ -25,7 +25,7 @@ def four_groups(checkpoint: Path) -> Config:
 
 
 def options(**fields: int) -> LoadOptions:
-    given = {"beginnings": 24, "beginning_tokens": 128, "requests": 400, **fields}
+    given = {"beginnings": 24, "beginning_tokens": 128, "requests": 300, **fields}
     return LoadOptions(poisson=40.0, prompt_tokens=12, output_tokens=12, **given)
 
 
@@ -46,7 +46,7 @@ def test_shared_beginnings_are_found_in_caches_more_often_than_by_counting_reque
     assert ours["first_token_s"]["mean"] < other["first_token_s"]["mean"]
     # An equal share is a quarter of the requests; each group gets at least a third of this share.
     counts = [group["requests"] for group in ours["groups"]]
-    assert sum(counts) == 400 and min(counts) > 400 / 4 / 3
+    assert sum(counts) == 300 and min(counts) > 300 / 4 / 3
 
 
 def test_one_beginning_is_spread_where_one_group_cannot_serve_all(checkpoint: Path) -> None:

@@ -68,6 +68,7 @@ def row(page: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
+@pytest.mark.slow
 def test_a_checkout_that_passes_fails_and_hangs_is_one_table(play) -> None:
     status, printed, page = play(passes=PASSES, fails=FAILS, hangs=HANGS, left="import nothing\n")
 
