@@ -410,7 +410,7 @@ class World:
                 assert (self.got[name], self.reasons[name]) == (tokens, reason)
 
 
-@examples(400)
+@examples(300)
 @given(arrivals, shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_every_request_gets_its_tokens_and_every_block_comes_back(
     plan_of_arrivals, shape, seed, resumes_at
@@ -418,7 +418,7 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
     play(plan_of_arrivals, shape, seed, resumes_at)
 
 
-@examples(400)
+@examples(300)
 @given(
     arrivals,
     st.one_of(shapes_with_files, stateful_shapes.map(with_files)),
@@ -431,7 +431,7 @@ def test_blocks_that_are_read_from_files_have_the_contents_of_their_tokens(
     play(plan_of_arrivals, shape, seed, resumes_at)
 
 
-@examples(400)
+@examples(300)
 @given(arrivals, stateful_shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_every_token_runs_once_through_the_state_of_its_request(
     plan_of_arrivals, shape, seed, resumes_at
@@ -440,7 +440,7 @@ def test_every_token_runs_once_through_the_state_of_its_request(
 
 
 @pytest.mark.slow
-@examples(400)
+@examples(300)
 @given(arrivals, exact_shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_shapes_of_steps_depend_on_single_requests_where_tokens_are_replayed(
     plan_of_arrivals, shape, seed, resumes_at
