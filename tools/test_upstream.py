@@ -122,11 +122,11 @@ def page(files: Mapping[str, Results], data: Mapping[str, Any], sources: str) ->
     total = sum(counts.values(), Counter[str]())
     outside = Counter(cause.needs for cause in bad.values() if cause and cause.needs)
     inside = total.total() - total["skipped"] - outside.total()
-    needs = ", ".join(f"{count} need {what}" for what, count in sorted(outside.items()))
+    missing = ", ".join(f"{what} ({count})" for what, count in sorted(outside.items()))
     sums = (
         f"{sources} {len(files)} files have {total.total()} tests: {total['passed']} passed, "
-        f"{total['skipped']} skipped themselves, and {len(bad)} did not pass. "
-        + (f"Of those that did not pass, {needs}. " if needs else "")
+        f"{total['skipped']} were skipped by their own conditions, and {len(bad)} did not pass. "
+        + (f"Some of these need what the emulator lacks: {missing}. " if missing else "")
         + f"Of the other {inside} tests, {100 * total['passed'] / max(inside, 1):.1f} % passed."
     )
     rows = [f"| file | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]

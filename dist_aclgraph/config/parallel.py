@@ -91,8 +91,8 @@ class ParallelConfig(Section):
     prefill_from_tokens: int = Field(
         1024,
         ge=1,
-        description="a prefill group computes a prompt if at least this many of its tokens are "
-        "cached in none of the other groups",
+        description="a prefill group computes a prompt if each of the other groups would have to "
+        "compute at least this many of its tokens",
     )
     tp_across_nodes: bool = Field(
         False,

@@ -62,7 +62,7 @@ class BlockPool:
         events: CacheEvents | None = None,
     ) -> None:
         if num_blocks < 2:
-            raise KVCacheError(f"num_blocks is {num_blocks}; the dummy block needs another beside")
+            raise KVCacheError(f"num_blocks is {num_blocks}; at least 2 are needed, one as a dummy")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache

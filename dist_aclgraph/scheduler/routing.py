@@ -218,7 +218,7 @@ class RequestRouter:
         return [each.hex() for size in sizes for each in block_hashes(prompt, cache_salt, size)]
 
     def uncached(self, prompt: bytes, cache_salt: str, among: Collection[str]) -> int:
-        """Return how many tokens of a prompt are cached in none of the groups.
+        """Return how many tokens of a prompt each of the groups would at least have to compute.
 
         Args:
             prompt: int32 [num_prompt_tokens].
