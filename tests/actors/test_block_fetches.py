@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ from tests.actors.leftovers import wait_until
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 TOKEN, NODE, GROUP, WAIT_S = "secret", "node", "7", 60.0
-PLACE = CachePlace(num_heads=2, num_kv_heads=2, num_ranks=2, has_state=True)
+PLACE = CachePlace(num_heads=2, num_kv_heads=2, num_ranks=2)
+HYBRID = replace(PLACE, has_state=True)
 NAMES = [bytes([number]) * 16 for number in range(1, 7)]
 SIZE = 5000  # bytes of a block of one worker
 
@@ -61,7 +63,9 @@ class World:
         now_s: the time, by the clock of the fetches.
     """
 
-    def __init__(self, folder: Path, **server: Any) -> None:
+    def __init__(self, folder: Path, place: CachePlace = PLACE, **server: Any) -> None:
+        self.place = place
+
         def configure(node: str) -> Config:
             path = folder / node
             path.mkdir()
@@ -69,9 +73,9 @@ class World:
             return make_config({"model": str(MODEL), "kv": kv})
 
         self.config = configure("there")
-        self.there = tiers_of(self.config, PLACE)
+        self.there = tiers_of(self.config, place)
         here = configure("here")
-        self.here = tiers_of(here, PLACE)
+        self.here = tiers_of(here, place)
         self.now_s = 100.0
         at = Place(NODE, str(folder), **server)
         self.server = BlockServer(at, TOKEN, self.there)
@@ -82,7 +86,7 @@ class World:
 
     def use(self, at: Address, **changes: Any) -> None:
         """Tell the fetches where the source is."""
-        source = BlockSource(at, cache_identity(self.config), PLACE)
+        source = BlockSource(at, cache_identity(self.config), self.place)
         source = msgspec.structs.replace(source, **changes)
         entries = (GroupEntry("3", at, 1, 1), GroupEntry(GROUP, at, 1, 1, blocks=source))
         self.fetches.set_groups(GroupList(1, entries))
@@ -123,25 +127,45 @@ class World:
         self.server.close()
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+@pytest.fixture(params=[PLACE])
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[World]:
     monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # a busy machine is not a silent source
-    made = World(tmp_path)
+    made = World(tmp_path, request.param)
     yield made
     made.close()
 
 
+hybrid = pytest.mark.parametrize("world", [HYBRID], indirect=True, ids=["hybrid"])
+
+
 def test_all_files_of_a_prompt_are_copied(world: World) -> None:
-    world.write(*NAMES, states=(NAMES[1], NAMES[3]))
+    world.write(*NAMES)
     world.fetch()
     assert world.found() == NAMES
-    assert world.found("state") == [NAMES[3]], "only the last checkpoint is used"
     counts = world.fetches.counts
     assert (counts.blocks, counts.failures) == (len(NAMES), 0)
-    file = len(contents(NAMES[0], 0)) + HEADER.size
-    assert counts.num_bytes == 2 * (len(NAMES) + 1) * file
+    num_bytes = 2 * len(NAMES) * (len(contents(NAMES[0], 0)) + HEADER.size)
+    assert counts.num_bytes == num_bytes
     world.fetch()
-    assert counts.num_bytes == 2 * (len(NAMES) + 1) * file, "files that exist are not fetched"
+    assert counts.num_bytes == num_bytes, "files that exist are not fetched"
+
+
+@hybrid
+def test_only_blocks_up_to_the_last_checkpoint_are_copied(world: World) -> None:
+    world.write(*NAMES, states=(NAMES[1], NAMES[3]))
+    world.fetch()
+    assert world.found() == NAMES[:4]
+    assert world.found("state") == [NAMES[3]]
+    assert world.fetches.counts.failures == 0
+
+
+@hybrid
+def test_without_a_checkpoint_nothing_is_copied(world: World) -> None:
+    world.write(*NAMES)
+    world.fetch()
+    assert world.found() == [] and world.fetches.counts.num_bytes == 0
 
 
 def test_files_are_kept_for_the_weights_that_the_engine_has_loaded(
@@ -168,11 +192,19 @@ def test_files_cross_an_encrypted_connection(tmp_path: Path) -> None:
 
 
 def test_no_block_after_a_missing_file_is_fetched(world: World) -> None:
+    world.write(*NAMES)
+    world.there["block"][1].delete(NAMES[2])
+    world.fetch()
+    assert world.found() == NAMES[:2]
+
+
+@hybrid
+def test_the_last_checkpoint_before_a_missing_file_is_fetched(world: World) -> None:
     world.write(*NAMES, states=(NAMES[1], NAMES[3]))
     world.there["block"][1].delete(NAMES[2])
     world.fetch()
     assert world.found() == NAMES[:2]
-    assert world.found("state") == [NAMES[1]], "the last checkpoint before the missing block"
+    assert world.found("state") == [NAMES[1], NAMES[3]]
 
 
 @pytest.mark.parametrize(

@@ -224,14 +224,13 @@ class BlockFetches:
         files = self._files_at(fetch.place)
         try:
             with _Link(context, fetch.endpoint, self._token) as link:
-                count = self._copy(link, fetch, "block", files["block"], fetch.names, fetch.depth)
-                # A request starts from the last checkpoint before the first missing block.
-                for index in reversed(range(count if files["state"] else 0)):
-                    if not self._goes_on(fetch):
-                        break
-                    name, depth = fetch.names[index], fetch.depth + index
-                    if self._copy(link, fetch, "state", files["state"], [name], depth):
-                        break
+                # With recurrent state, a request starts from a checkpoint, so that blocks after the
+                # last checkpoint are not needed.
+                wanted = self._copy_state(link, fetch, files["state"], len(fetch.names))
+                names = fetch.names[:wanted]
+                count = self._copy(link, fetch, "block", files["block"], names, fetch.depth)
+                if count < wanted:
+                    self._copy_state(link, fetch, files["state"], count)
         except _SourceError as e:
             self._paused[url] = self._clock() + PAUSE_S
             self._count_failure()
@@ -247,6 +246,17 @@ class BlockFetches:
     def _goes_on(self, fetch: _Fetch) -> bool:
         is_late = self._clock() > fetch.deadline_s
         return not (is_late or self._is_closing) and fetch.is_wanted()
+
+    def _copy_state(self, link: _Link, fetch: _Fetch, places: Sequence[KVTiers], count: int) -> int:
+        """Fetch the last checkpoint that the source has for the first ``count`` blocks; return the
+        number of blocks up to this checkpoint. Without recurrent state, return ``count``.
+        """
+        while count and places and self._goes_on(fetch):
+            last = count - 1
+            if self._copy(link, fetch, "state", places, [fetch.names[last]], fetch.depth + last):
+                break
+            count = last
+        return count
 
     def _copy(
         self,
