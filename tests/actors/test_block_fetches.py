@@ -521,3 +521,24 @@ def test_requests_sent_ahead_are_answered_in_order(world: World, asker: Asker) -
     assert [asker.receive() for _ in range(WINDOW)] == [
         (number, world.file(NAMES[number]).read_bytes()) for number in range(WINDOW)
     ]
+
+
+class Asked:
+    """Stands for an event that is set in the first waits, as many as ``times``."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def clear(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+def test_a_source_is_quiet_when_nobody_has_read_for_a_while(world: World) -> None:
+    was_asked: Any = Asked(times=3)
+    world.server._was_asked = was_asked
+    world.server.wait_until_quiet(WAIT_S)
+    assert was_asked.left == -1

@@ -299,9 +299,15 @@ class Engine:
         self._restarts.adopt(ages_s, time.monotonic())
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all running requests have ended; see ``EngineLoop.drain``."""
+        """Wait until all running requests have ended (see ``EngineLoop.drain``), and until other groups
+        have fetched the KV of the last prompts.
+        """
         assert self._loop is not None
-        return self._loop.drain(version, timeout_s)
+        end_s = time.monotonic() + timeout_s
+        is_drained = self._loop.drain(version, timeout_s)
+        if is_drained and self._block_server is not None:
+            self._block_server.wait_until_quiet(end_s - time.monotonic())
+        return is_drained
 
     def fail(self, reason: str) -> None:
         """End the epoch, because a worker is lost."""

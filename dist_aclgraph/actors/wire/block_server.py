@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -33,6 +34,7 @@ WINDOW = 4  # maximum number of requests of one fetch that wait for answers
 MAX_QUEUED_FRAMES = 2 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message
+QUIET_S = 1.0  # after this time without a request, no fetch from the server is under way
 
 FileKind = Literal["block", "state"]
 
@@ -115,6 +117,7 @@ class BlockServer:
         self.address = self._listener.bind(self._socket, "blocks", MAX_REQUEST_BYTES)
         self._wakeup = Wakeup()
         self._is_closing = False
+        self._was_asked = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
         self._thread.start()
 
@@ -136,12 +139,21 @@ class BlockServer:
             return
         if not secrets.compare_digest(request.token.encode(), self._token):
             return
+        self._was_asked.set()
         places, file = self._files[request.kind], b""
         if request.place < len(places):
             file = places[request.place].file_bytes(request.name, MAX_FILE_BYTES)
         # Sent without a copy, because a copy of many bytes would hold Python's global lock.
         answer = (peer, msgspec.msgpack.encode(request.number), file)
         self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
+
+    def wait_until_quiet(self, timeout_s: float) -> None:
+        """Wait until nobody has requested a file for ``QUIET_S``."""
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._was_asked.clear()
+            if not self._was_asked.wait(min(QUIET_S, left_s)):
+                return
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Release the port. If the disk hangs, thread and port remain until the process ends."""
