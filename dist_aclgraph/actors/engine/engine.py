@@ -299,8 +299,8 @@ class Engine:
         self._restarts.adopt(ages_s, time.monotonic())
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all running requests have ended (see ``EngineLoop.drain``), and until other groups
-        have fetched the KV of the last prompts.
+        """Wait until all running requests have ended, and until other groups have fetched the KV of
+        the last prompts; see ``EngineLoop.drain``.
         """
         assert self._loop is not None
         end_s = time.monotonic() + timeout_s
