@@ -288,8 +288,8 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     width = table_width(max_len, Shards.from_config(config).tokens_per_block, k)
     # the block table, the index of every token, and the numbers of accepted drafts
     inputs += num_reqs * width + num_tokens + num_reqs
-    # the token table, and the random factors and summands of tokens
-    sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size
+    # the token table, the random factors and summands of tokens, and the largest random number
+    sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size + 1
     # for each row and the spare row: drafts, the last token, and the number of accepted drafts
     if k:
         sampling += aligned((num_rows + 1) * k) + 2 * (num_rows + 1)
