@@ -30,21 +30,25 @@ from tests.slow import rare, slow
 
 TP_OF = {architecture: 1 + index % 2 for index, architecture in enumerate(ARCHITECTURES)}
 # Each architecture runs with graphs on one rank or on two, and eagerly on the other number of
-# ranks. Another test checks that graphs and eager steps give the same tokens, so make test-more
-# runs only one architecture of each kind of attention eagerly.
-EAGER_TOO = {
+# ranks. make test runs one architecture of each kind of attention with graphs, and make test-more
+# runs it eagerly.
+KINDS = {
+    "Qwen3ForCausalLM",
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
     "Qwen3NextForCausalLM",
     "KimiLinearForCausalLM",
 }
+
+
+def crossed(architecture: str, tp: int) -> list[Any]:
+    graphs, eager = (architecture, tp, "FULL_DECODE_ONLY"), (architecture, 3 - tp, "NONE")
+    return [graphs, slow(*eager)] if architecture in KINDS else [slow(*graphs), rare(*eager)]
+
+
 CROSS = [
-    *((architecture, tp, "FULL_DECODE_ONLY") for architecture, tp in TP_OF.items()),
     ("Qwen3ForCausalLM", TP_OF["Qwen3ForCausalLM"], "NONE"),
-    *(
-        (slow if architecture in EAGER_TOO else rare)(architecture, 3 - tp, "NONE")
-        for architecture, tp in TP_OF.items()
-    ),
+    *(each for architecture, tp in TP_OF.items() for each in crossed(architecture, tp)),
 ]
 
 

@@ -104,7 +104,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [160, 48])
+@pytest.mark.parametrize("max_tokens", [slow(160), 48])
 def test_prompts_in_several_steps_get_the_same_tokens(models: Any, max_tokens: int) -> None:
     model = models(V32)
 
