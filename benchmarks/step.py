@@ -46,7 +46,7 @@ from dist_aclgraph.steps.step import (
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
 WARM_UP = 40  # number of steps that are not measured, including the steps of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
-# Ways of sampling: for each name, the fields of a row, except its seed.
+# Ways of sampling, by name: the sampling parameters of every request, except the seed.
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 0.8, "top_p": 0.9},
@@ -208,9 +208,10 @@ def measure(
     steps: int,
     ways: Sequence[str],
 ) -> dict[str, dict[str, float]]:
-    """Return the 10th percentile in microseconds, for each way of sampling and each part of a step.
+    """Return the time of each part of a step, for each way of sampling.
 
-    The ways of sampling take turns.
+    A time is the 10th percentile of all measured steps, in microseconds. The ways of sampling take
+    turns.
     """
     each: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(ROUNDS):

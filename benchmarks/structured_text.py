@@ -29,10 +29,10 @@ _json = msgspec.json.Encoder()
 def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any]]:
     """Return the CPU times of a token in microseconds, for each format.
 
-    One time is for content without a reader, one for content with a reader, and one for the
-    arguments of a call. A time includes the conversion of the token to text, the reader, and the
-    JSON of the chunk. A time does not include messages of the engine and of HTTP, because messages
-    do not depend on the reader.
+    A ``Reader`` finds tool calls in an answer. One time is for content without a reader, one for
+    content with a reader, and one for the arguments of a call. A time includes the conversion of
+    the token to text, the work of the reader, and the JSON of the chunk. A time does not include
+    messages of the engine and of HTTP, because messages do not depend on the reader.
     """
     content = tokenizer.encode(SENTENCE * sentences, add_special_tokens=False)
     rows = []

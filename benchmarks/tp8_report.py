@@ -109,7 +109,7 @@ def _draw_stages(axes: Axes, results: dict[str, Any]) -> None:
     axes.tick_params(axis="y", labelsize="small")
     axes.set_title("Host time of a step by stage; sample waits for the device", loc="left")
     axes.set_xlabel("ms")
-    axes.margins(x=0.35)  # leaves space for the legend
+    axes.margins(x=0.35)  # space for the legend
     axes.legend(fontsize="small", loc="center right")
     axes.grid(axis="x", alpha=0.3)
 

@@ -72,8 +72,9 @@ def raylet_pid() -> int | None:
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     """Set this node's network variables before torch_npu is loaded; existing values stay.
 
-    The configuration is the same for all nodes. The environment of ``ray start`` on a node has
-    priority, because existing values stay.
+    The configuration is the same for all nodes. A node that needs another value sets the variable
+    for its ``ray start``: this process inherits the variable, and a variable that exists is not
+    changed.
 
     Args:
         address: this node's own address, if the ranks of its group are on several nodes. HCCL uses

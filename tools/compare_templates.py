@@ -139,8 +139,8 @@ def ours(
 def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation in all forms: with unchanged contents, as texts, and as parts.
 
-    In each form, the arguments of calls are objects, and then JSON texts. All forms are yielded a
-    second time, with empty contents in messages that have calls.
+    Each form is yielded with arguments of calls as objects, and with arguments as JSON texts. Then
+    all forms are yielded again; this time, a message with calls has "" instead of no content.
     """
     filled = [{**m, "content": m.get("content") or ""} if m.get("tool_calls") else m for m in chat]
     for each in (chat, filled):

@@ -120,7 +120,7 @@ class Shards:
         return own
 
     def whole_of(self, own: Ints, shard: int) -> Ints:
-        """Return the whole slot of each token that a shard keeps, from its slot on this shard."""
+        """Return the whole slots of tokens that have the slots ``own`` on a shard."""
         turns = own // self.interleave * self.count + shard
         whole: Ints = turns * self.interleave + own % self.interleave
         return whole

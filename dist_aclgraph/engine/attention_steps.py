@@ -242,7 +242,10 @@ class AttentionSteps:
         return slots.to(self._kind.slot_dtype)
 
     def _index_slots(self, slots: Tensor) -> Tensor:
-        """[n] -> [n, 1], whole slots, with padding in the dummy block."""
+        """Return slots for the cache of the indexer, which every rank keeps whole: [n] -> [n, 1].
+
+        Padding gets a slot of the dummy block.
+        """
         place = self._place
         if place.is_sharded:
             whole = place.shards.whole_of(slots, place.shard)

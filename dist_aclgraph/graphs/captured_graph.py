@@ -87,7 +87,8 @@ class CapturedGraph:
     ) -> int:
         """Send a queued replay's lengths to the tasks that did not get them before the replay.
 
-        Works layer by layer; the host does not wait. Returns the number of tasks that got lengths.
+        The lengths are sent layer by layer; the host does not wait for the device. Returns the
+        number of tasks that got lengths.
 
         Args:
             between: called after each layer.

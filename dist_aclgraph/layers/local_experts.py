@@ -50,7 +50,8 @@ class GroupedProduct:
 
     Attributes:
         weight: [num_local, in, out].
-        bias: [num_local, out] or None; float32 if the weight is bfloat16, else of its type.
+        bias: [num_local, out] or None; float32 if the weight is bfloat16, otherwise of the weight's
+            type.
     """
 
     quantises_rows: ClassVar[bool] = False

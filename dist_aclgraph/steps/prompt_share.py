@@ -18,9 +18,9 @@ class PromptShare:
 
     Attributes:
         rank: the rank that uses this share.
-        written: [ranks * num_tokens], slots in this rank's cache for the new KV of the tokens of
-            all ranks, rank by rank. Several ranks can run the same token; then only this rank's
-            copy of the token has a slot.
+        written: [ranks * num_tokens], for each token of each rank, the slot of this rank's cache to
+            which the token's KV is written; first the tokens of rank 0, then those of rank 1, and
+            so on. If all ranks run the same token, only this rank's copy of it has a slot.
         positions: [ranks * num_tokens], positions of the same tokens.
         owners: [num_places], the rank that runs the token at each place.
         landings: [num_places], index of the token at each place among the owner's tokens.

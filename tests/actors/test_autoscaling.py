@@ -65,7 +65,7 @@ class ScaledGroups(Groups):
 
 
 class CrowdedGroups(ServingGroups):
-    """Groups of a cluster without a free NPU.
+    """The serving groups of a cluster in which no NPU is free.
 
     Attributes:
         looks: for each check for free NPUs, its time limit, and whether other changes were refused

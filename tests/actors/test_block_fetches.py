@@ -59,8 +59,9 @@ class World:
     """A source with files of two workers, and an engine on another node that lacks them.
 
     Attributes:
-        there, here: the files of the source, and of the engine that fetches.
-        now_s: the time, by the clock of the fetches.
+        there: the files of the source.
+        here: the files of the engine that fetches them.
+        now_s: the present time for ``fetches``; tests change it.
     """
 
     def __init__(self, folder: Path, place: CachePlace = PLACE, **server: Any) -> None:
@@ -85,7 +86,7 @@ class World:
         self.use(self.address)
 
     def use(self, at: Address, **changes: Any) -> None:
-        """Tell the fetches where the source is."""
+        """Replace the group list, so that files are fetched from a source at this address."""
         source = BlockSource(at, cache_identity(self.config), self.place)
         source = msgspec.structs.replace(source, **changes)
         entries = (GroupEntry("3", at, 1, 1), GroupEntry(GROUP, at, 1, 1, blocks=source))

@@ -50,7 +50,7 @@ torch_npu._C._npu_get_task_queue_enable()
 class Script:
     """A running program. The program is forked, unless the test is about imports or exits.
 
-    If a node is given, the program is not forked, and uses the network of this node.
+    If a node is given, the program starts in the network namespace of this node, and is not forked.
     """
 
     def __init__(

@@ -40,7 +40,10 @@ DIFFERENT = RANDOM | UNWRITTEN | FLOAT32_FOR_FLOAT64 | OTHER_FORM
 
 
 def try_operators(run_script, most, names):
-    """Return the verdicts on operators. If a device stops, a new process tries the next ones."""
+    """Try operators; return the script's verdict on each pair of an operator and a type.
+
+    If an operator stops the device, a new process tries the remaining operators.
+    """
     done, names = [], list(names)
     while names:
         code = f"sys.argv = {['', str(most), *names]!r}\n" + SCRIPT

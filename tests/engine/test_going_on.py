@@ -68,8 +68,8 @@ class Group:
             actions = ["-"] * 9 + ["again"] if steady else ["start", "end", "-"]
             action = self.data.draw(st.sampled_from(actions))
             if action == "start" or (action == "again" and index in self.rows):
-                # Either a new request gets the row, or the old request starts again after a
-                # preemption, perhaps at the same position.
+                # "start": a new request gets the row. "again": the row's request starts again, as
+                # after a preemption, perhaps at the position that it had reached.
                 old = self.rows.get(index)
                 length = self.draw(1, 9) if action == "start" or old is None else len(old.tokens)
                 tokens = [self.draw(0, VOCAB - 1) for _ in range(length)]

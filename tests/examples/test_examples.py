@@ -1,4 +1,4 @@
-"""The scripts in examples/ run as a reader would run them."""
+"""The scripts in examples/ run with the commands that their docstrings name."""
 
 from __future__ import annotations
 

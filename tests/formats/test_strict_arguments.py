@@ -72,7 +72,10 @@ def form_of(name: str, has_tokens: bool, kind: str, is_required: bool) -> Struct
 
 
 def read(walk: Walk, tokens: list[int]) -> Message:
-    """Return the message of an answer. In gpt-oss, the token that ends a call ends the answer."""
+    """Read the tokens of an answer as a message.
+
+    In gpt-oss, the token that ends a call also ends the answer.
+    """
     return walk.read(tokens + (walk.tokens("<|call|>") if walk.form.has_channels else []))
 
 

@@ -102,8 +102,8 @@ def make_plan(
     """Return ``count`` strikes: rounds of all faults, each round in a random order.
 
     Args:
-        max_deltas: largest number of deltas before a fault.
-        kinds: the kinds of first faults; the plan has no other kinds.
+        max_deltas: the largest possible value of ``Strike.after_deltas``.
+        kinds: the possible kinds of a strike's first fault.
     """
     chance = random.Random(seed)
     strikes: list[Strike] = []

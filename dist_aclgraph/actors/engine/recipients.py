@@ -15,10 +15,11 @@ FIRST_CAPACITY = 64
 
 
 class Recipients:
-    """Owns the keys of requests. Only the loop's thread uses this object.
+    """Knows which client waits for each request. Only the loop's thread uses this object.
 
-    Pending outputs can contain the key of a request that has ended. So a key is used for another
-    request only after these outputs were delivered.
+    Each request has a key, a small integer, which is the index of the request in arrays. Pending
+    outputs can contain the key of a request that has ended. So a key is used for another request
+    only after these outputs were delivered.
     """
 
     def __init__(self) -> None:

@@ -50,8 +50,8 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # With None, Ray would start the children of a forked process with the command of the forked
-        # process.
+        # Do not return None: if a forked process starts an actor without a command, Ray uses the
+        # command of the forked process.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:

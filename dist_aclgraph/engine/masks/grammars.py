@@ -1,7 +1,7 @@
 """Grammars of requests, compiled by llguidance for the model's vocabulary.
 
 The ingress has already compiled each grammar once, in a process with limits
-(``text/structure.py``). So a worker needs at most seconds to compile it. A thread compiles the
+(``text/structure.py``). So a worker needs a few seconds at most. A thread compiles the
 grammar; meanwhile, the library releases Python's lock. The request waits for its grammar, but no
 step waits. The library keeps the lock while it prepares the vocabulary, so the vocabulary is
 prepared before the first step.

@@ -227,8 +227,10 @@ class Matchers:
     def _fill(
         self, row_id: int, first: int, drafts: list[int], words: IntArray, until_s: float
     ) -> str:
-        """Write the masks of the places of a row; return the reason if the row's matcher has
-        failed, otherwise "".
+        """Write one mask for each token that is sampled for a row.
+
+        Returns:
+            The reason if the row's matcher has failed, otherwise "".
 
         Args:
             first: position of the token that is sampled at the first place.

@@ -271,7 +271,7 @@ class KnownPlaces:
     """Owns the device's parameters of special places, for the latest step that had special places.
 
     Args:
-        num_places: k + 1, number of places of each sampled request.
+        num_places: k + 1, number of tokens that a step with k drafts samples for one request.
     """
 
     def __init__(

@@ -150,7 +150,10 @@ def _int8_experts(bench: Bench) -> Answer:
 
 
 def _routing_of_padding(bench: Bench) -> Answer:
-    """Route tokens on the second of two ranks. Padding has the id after the last expert's id."""
+    """Sort tokens by expert, on the second of two ranks.
+
+    Padding has an expert id that does not exist: the number of experts.
+    """
     torch, num_experts = bench.torch, 8
     experts = torch.tensor([[4, 0], [7, 4], [8, 8]], dtype=torch.int32)
     x = _random(bench, 3, 256)

@@ -79,7 +79,10 @@ class HolderLink:
         return self.link is not None and self._num_held < self.max_held
 
     def begin(self, connection: int, journal: int) -> int | None:
-        """Let the supervisor hold a connection; return its number; None if that is impossible."""
+        """Give the supervisor copies of a connection and of its journal; return the number of both.
+
+        None if the supervisor cannot hold the connection.
+        """
         if not self.has_room:
             return None
         number = next(self._numbers)

@@ -42,8 +42,8 @@ def test_groups_add_up_in_any_order(parts, rng) -> None:
 def test_every_batch_counts_once_where_it_is_replayed(traffic) -> None:
     decode, mixed = weights_of(traffic, [DECODE, MIXED])
 
-    # The weights include batches that are larger than all buckets; every choice of buckets has the
-    # same cost for these batches.
+    # A batch that is larger than all buckets has a weight, too, although the choice of buckets does
+    # not change its cost.
     small = sum(w for n, w in traffic.decode.items() if n <= 32)
     rest = traffic.weight - small
     for seen, found in ((small, decode), (rest, mixed)):
