@@ -4,7 +4,8 @@ results.
 Workers are processes that decode a plan and reply at once. The bench measures three ways
 alternately in one run. First, an engine uses Unix sockets for the workers of its own node. Second,
 an engine uses ZeroMQ's sockets for other nodes; in the bench these sockets use files. Third, bare
-sockets send the same number of bytes, which no process decodes. The third way is the lower bound.
+sockets send the same number of bytes, which no process decodes. No way can be faster than the
+third.
 CPU time is the sum over all processes, including the engine. Wall time is meaningful on a quiet
 machine only.
 """

@@ -64,7 +64,7 @@ def main(
     config: Annotated[Path, typer.Option(help="one group of it is compared")] = Path(CONFIG),
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Compare the start of one group with that of several."""
+    """Compare the start of one group with the start of several groups."""
     overrides = {"device.emulator.kernels": "skip", "parallel.dp": groups}
     several = load_config(config, overrides)
     one = load_config(config, overrides | {"parallel.dp": 1})

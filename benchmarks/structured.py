@@ -251,7 +251,7 @@ class _Scripted(Matchers):
         return found
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # called only for the time that it takes
+        super()._tokens(row, begin, end)  # its result is dropped; the call costs the usual time
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 

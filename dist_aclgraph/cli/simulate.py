@@ -157,7 +157,7 @@ def _routing(rows: list[dict[str, Any]]) -> Table:
 
 
 def _copies(rows: list[dict[str, Any]]) -> Table:
-    """Return a table; a tier's share is that of the prompt tokens which were read from it."""
+    """Return a table; a tier's column is the share of prompt tokens whose KV it supplied."""
     tiers = sorted({tier for row in rows for tier in row["loaded_share"]}, reverse=True)
     table = Table(
         "", "prompt tokens cached", *(f"from {tier}" for tier in tiers), "first token p50", "p99"

@@ -266,7 +266,7 @@ class DeviceConfig(Section):
 
     @property
     def chip(self) -> str:
-        """The name of the chip, as plans assume."""
+        """The name of the chip that plans assume."""
         return self.soc or (ANY_A2 if self.kind == "npu" else self.emulator.soc)
 
     @property

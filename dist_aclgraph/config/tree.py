@@ -31,7 +31,7 @@ BudgetModelName = Literal[
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 TaskSetting = Literal["auto", "generate", "embed", "rerank"]
 
-# Limit of a weight in the traffic. With larger weights, sums lose small weights or become infinite.
+# Limit of a weight in the traffic. Above it, sums would lose small weights, or become infinite.
 MAX_WEIGHT = 1e15
 
 

@@ -148,7 +148,7 @@ class DeviceCounts:
         self._before = self._read() if is_counted else {}
 
     def skip(self) -> None:
-        """Skip all counts up to now."""
+        """Set the counters to zero, and drop their values."""
         self.read_and_reset()
 
     def read_and_reset(self) -> dict[str, int]:

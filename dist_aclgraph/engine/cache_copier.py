@@ -119,7 +119,7 @@ class CacheCopier:
         copier.begin(job.number, places.astype(np.int64), files, is_load=job.is_load)
 
     def _begin_upkeep(self, job: CopyJob, parts: Collection[int]) -> None:
-        """Begin a job that uses files alone."""
+        """Begin a job that uses only files, not the device."""
         for part, copier, hashes, depths in (
             (BLOCKS, self._blocks, job.hashes, unpack_ints(job.depths)),
             (STATES, self._states, job.state_hashes, None),

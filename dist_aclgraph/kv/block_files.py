@@ -221,7 +221,7 @@ class BlockFiles:
                 new.fd = -1
             yield new
             if is_reserved:
-                if _is_removed(new.fd):  # and perhaps another process has made it anew
+                if _is_removed(new.fd):  # perhaps another file has its name now
                     raise OSError("another process has removed the unfinished file")
                 os.rename(unfinished, path)
                 new.exists = True

@@ -161,7 +161,7 @@ class RequestRouter:
             self.counts.setdefault(group, RoutedCounts())
             return
         known.memory.num_blocks = cache_blocks
-        if known.tokens_per_block != tokens_per_block:  # The previous value was a guess.
+        if known.tokens_per_block != tokens_per_block:  # The known value was only a guess.
             known.tokens_per_block = tokens_per_block
             known.memory.clear()
 

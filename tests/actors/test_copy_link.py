@@ -1,4 +1,4 @@
-"""Messages about copies of KV blocks: one at a time, and nobody waits for a copy for ever."""
+"""Messages about copies of KV blocks are sent one at a time, and no request waits for ever."""
 
 from __future__ import annotations
 

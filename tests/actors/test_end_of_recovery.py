@@ -1,4 +1,4 @@
-"""If no restart is left, the reason for the end says this once, and contains the last failure."""
+"""If no restart is left, the deployment's error names the limit once, and the last failure."""
 
 from __future__ import annotations
 

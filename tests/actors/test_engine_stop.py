@@ -1,4 +1,4 @@
-"""An engine that stops waits for nothing for so long that the controller kills it first."""
+"""An engine that stops ends before the controller would kill it, even if a disk hangs."""
 
 from __future__ import annotations
 

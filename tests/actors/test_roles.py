@@ -1,4 +1,4 @@
-"""Which group computes a prompt, and which group continues: the client's part and the engine's."""
+"""Client and engine decide which group computes a prompt, and which group generates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service ends in order when its terminal is closed, and while its deployment comes back."""
+"""A service ends in order if its terminal is closed, or if a signal arrives in a recovery."""
 
 from __future__ import annotations
 

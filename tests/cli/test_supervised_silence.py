@@ -1,4 +1,4 @@
-"""The supervisor replaces processes that stand still, and leaves those alone that rest."""
+"""The supervisor replaces stopped processes, but no process that is silent on purpose."""
 
 from __future__ import annotations
 

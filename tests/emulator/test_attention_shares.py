@@ -184,7 +184,7 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
 def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
     """An update may not change the type of a kernel, but all attention kernels have the same type.
 
-    So an update may set any lengths.
+    So an update may change a task to any lengths.
     """
     pages = Pages([1500, 1500], 2, 64, 128, torch.bfloat16)
     arguments = paged_arguments(torch.randn(2, 4, 64).bfloat16(), pages, [1, 1], 4, 2)

@@ -1,6 +1,6 @@
 """Each release series of CANN refuses different calls of attention.
 
-For each series, one process makes every call.
+A process for each series makes all calls, accepted and refused ones.
 """
 
 import json

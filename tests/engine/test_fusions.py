@@ -83,7 +83,7 @@ def test_products_multiply_int8_rows_as_rows_that_they_quantise(npu: Any, rows: 
 WIDE = {"intermediate_size": 192}  # a width that the operator after SwiGLU accepts
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", WIDE),
-    ("Qwen3ForCausalLM", {}),  # its SwiGLUs do not fit
+    ("Qwen3ForCausalLM", {}),  # the width of its SwiGLUs is refused
     ("Qwen3MoeForCausalLM", WIDE),
     ("DeepseekV3ForCausalLM", WIDE),
     ("GlmMoeDsaForCausalLM", WIDE),

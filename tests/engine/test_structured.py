@@ -130,8 +130,8 @@ def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
     return found
 
 
-# Indexes of runners: graphs and two steps in flight, and drafts with one step in flight. The others
-# are less usual pairs of these.
+# Indexes of ``runners``. Quick tests use 1 (graphs, two steps in flight) and 3 (two drafts); slow
+# tests also use the runners 0 and 2.
 PLACES = pytest.mark.parametrize("place", [slow(0), 1, slow(2), 3])
 
 

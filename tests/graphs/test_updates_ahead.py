@@ -1,6 +1,6 @@
-"""Updates of lengths are sent before the replay that needs them. Updates can be right or wrong, and
-are sent for all tasks or for some tasks. The device can have other work between an update and its
-replay.
+"""Updates of lengths are sent before the replay that needs them. The guessed lengths can be right
+or wrong, and are sent for all tasks or for some tasks. The device can have other work between an
+update and its replay.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ("Dockerfile.emulated", "Dockerfile.ascend")
-ALL = "."  # what COPY names for all sources
+ALL = "."  # the argument of COPY that means all sources
 DOWNLOADS = re.compile(r"apt-get install|pip install")
 
 

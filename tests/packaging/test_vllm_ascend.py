@@ -1,4 +1,4 @@
-"""``make test-vllm-ascend``: what surrounds the engines, without vLLM."""
+"""Tests the tools of ``make test-vllm-ascend`` that need no vLLM."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_ranks_that_share_contexts_give_the_same_tokens(
         parallel=parallel_of(sizes),
         graph={"mode": mode},
         speculative={"num_tokens": drafts},
-        scheduler={"max_num_batched_tokens": 150},  # prompts are cut at positions that differ
+        scheduler={"max_num_batched_tokens": 150},  # prompts are cut at different positions
     )
 
     with lockstep(config) as group:

@@ -1,4 +1,4 @@
-"""Each question has a separate process, which can answer, hang or die. A run can be interrupted."""
+"""Each question has a separate process, which can answer, hang or die. A user can stop a run."""
 
 import multiprocessing
 import os

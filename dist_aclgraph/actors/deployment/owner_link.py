@@ -50,7 +50,7 @@ class Admission(msgspec.Struct, frozen=True):
         end: why the ingress must admit no more requests; "" while it may admit requests.
         drain_s: how long the running requests may take to end.
         restarts_left: how many lost controllers and owners may still be replaced within this hour;
-            the keys are ``controller`` and ``owner``. Unknown numbers are left out.
+            the keys are ``controller`` and ``owner``. A key is missing if its number is unknown.
     """
 
     end: str = ""

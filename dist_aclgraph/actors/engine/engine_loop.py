@@ -175,7 +175,7 @@ class EngineLoop:
     def pause_now(self) -> str:
         """Return why the group has stopped its steps until it resumes; "" if it runs.
 
-        A short pause also returns "".
+        The result is also "" while the group pauses only briefly.
         """
         return self._resumption.pause_now()
 

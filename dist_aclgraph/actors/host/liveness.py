@@ -177,7 +177,7 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Counts only time in which the holder ran. After a stop, the giver can renew the lease.
+        # Counts silence only while the holder runs. After a stop, the giver can renew the lease.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:

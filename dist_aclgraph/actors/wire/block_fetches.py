@@ -146,7 +146,7 @@ class BlockFetches:
             )
 
     def fetch_from(self, group: str, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
-        """Return a function that fetches blocks from a group; None if that is impossible.
+        """Return a function that fetches blocks from a group; None if the group has no source.
 
         Args:
             is_wanted: returns whether the request still waits; if not, the fetch ends.

@@ -141,7 +141,7 @@ class EngineLink:
         if not has_message(self._socket) and self._silence.listen():
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
-        if self.is_welcome:  # else, the engine has not answered Hello yet
+        if self.is_welcome:  # the engine has answered Hello
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:

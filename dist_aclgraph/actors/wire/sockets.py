@@ -49,7 +49,7 @@ class Wakeup:
         return self._in.fileno()
 
     def wake(self) -> None:
-        # A full socket already contains a wake-up. A closed socket means that the thread has ended.
+        # A full socket wakes the thread anyway. A closed socket means that the thread has ended.
         with contextlib.suppress(OSError):
             self._out.send(b"\0")
 

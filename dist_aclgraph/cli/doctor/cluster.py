@@ -74,8 +74,8 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 def rdma_targets(node: str, first_npus: Mapping[str, str]) -> list[str]:
     """Return the RDMA addresses that a node pings: the addresses of the next two nodes.
 
-    After the last node comes the first one. So every node is pinged twice, and the number of pings
-    is twice the number of nodes.
+    The last node is followed by the first node. So every node is pinged twice, and the number of
+    pings is twice the number of nodes.
     """
     names = sorted(first_npus)
     if node not in first_npus:

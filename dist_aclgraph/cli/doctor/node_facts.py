@@ -23,7 +23,8 @@ class NodeFacts:
     """The facts that one node reports about itself.
 
     Attributes:
-        versions: versions, by name of the part. Only nodes with NPUs report CANN and the driver.
+        versions: versions of the installed software, by name. Only nodes with NPUs report CANN and
+            the driver.
         npus: names of the node's NPUs.
         rdma_addresses: RDMA addresses by name of the NPU.
         sizes: sizes of the host, by name.

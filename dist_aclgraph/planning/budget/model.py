@@ -17,7 +17,7 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class BudgetTerm:
-    """One line of a price.
+    """A part of the price of a bucket, which is one line in the report.
 
     Attributes:
         name: owner of the streams.

@@ -59,8 +59,8 @@ def max_piecewise_sizes(chip: str) -> int | None:
 def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
     """Return the offers after dividing the streams of each card by the number of its ranks.
 
-    The division is necessary, because each rank counts all free streams of its card. The reserve of
-    each rank is not divided.
+    The division is necessary, because each rank counts all free streams of its card. ``reserve`` is
+    not divided: each rank keeps its own.
     """
     ranks = Counter(offer.card for offer in offers)
     return [
