@@ -45,7 +45,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     made.close()
 
 
-def test_who_shares_the_engines_node_comes_through_a_file(tmp_path: Path) -> None:
+def test_peers_on_the_engines_node_connect_by_a_socket_file(tmp_path: Path) -> None:
     file, tcp = Endpoint(f"ipc://{tmp_path}/x"), Endpoint("tcp://10.0.0.1:7")
     address = Address(NODE, file, tcp)
 
@@ -60,7 +60,7 @@ def test_a_node_that_came_later_is_told_what_to_do(tmp_path: Path) -> None:
         address.seen_from(ELSEWHERE)
 
 
-def test_what_is_printed_of_an_address_is_no_secret(group: Group) -> None:
+def test_a_printed_address_contains_no_secret(group: Group) -> None:
     tcp = group.clients_at.tcp
     assert tcp is not None and tcp.keys is not None
 
@@ -115,7 +115,7 @@ def test_a_stranger_is_no_worker(
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_nobody_comes_in_while_nobody_looks_at_keys(
+def test_no_peer_connects_while_no_thread_checks_keys(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], stranger: Stranger
 ) -> None:
     listener = Listener(context, Place(NODE, str(tmp_path), HOST))

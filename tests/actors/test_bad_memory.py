@@ -43,7 +43,9 @@ def run_all(service: Serving, prefix: str, strike: Any = lambda: None) -> list[l
 
 
 @pytest.mark.slow
-def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_contents_of_faulty_memory_decide_what_is_computed_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     arms = tmp_path / "arms"
 
     def turn_bad(where: str) -> None:

@@ -52,7 +52,7 @@ def test_a_controller_may_be_shut_down_while_it_sees_that_no_group_serves(
 
 
 @pytest.mark.parametrize("serves", [True, False])
-def test_what_is_seen_of_groups_changes_nothing_behind_the_end(
+def test_a_stopped_controller_ignores_the_states_of_groups(
     controller: Controller, serves: bool
 ) -> None:
     controller.shut_down()

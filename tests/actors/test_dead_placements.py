@@ -39,7 +39,7 @@ def state_of(group: PlacementGroup) -> str:
     return str(placement_group_table(group)["state"])
 
 
-def test_places_of_a_dead_controller_go_to_who_waits_for_them(made: list[PlacementGroup]) -> None:
+def test_places_of_a_dead_controller_go_to_a_waiting_deployment(made: list[PlacementGroup]) -> None:
     made.append(placement.reserve(ALL, 60.0, f"{DEAD}/0"))
 
     made.append(placement.reserve(ALL, 60.0, f"{LIVING}/0"))

@@ -65,7 +65,7 @@ def raw(group: Group) -> Iterator[RawClient]:
         (encoder.encode({"type": "nothing"}),),
     ],
 )
-def test_what_is_no_message_ends_nothing(
+def test_invalid_frames_do_not_end_the_loop(
     raw: RawClient, client: EngineClient, frames: tuple[bytes, ...]
 ) -> None:
     raw.send(*frames)
@@ -330,9 +330,7 @@ def test_a_rank_that_does_not_stop_ends_the_epoch_with_its_name(tmp_path: Path) 
     group.close()
 
 
-def test_what_few_steps_took_says_nothing_of_their_graph(
-    group: Group, client: EngineClient
-) -> None:
+def test_the_mean_of_few_steps_is_not_reported(group: Group, client: EngineClient) -> None:
     answer = Answer()
     client.submit("a", [1, 2], greedy_params(MEAN_FROM // 2), [], answer.take)
     assert answer.ended.wait(WAIT_S)

@@ -104,7 +104,9 @@ def test_a_forked_program_is_what_its_client_was_started_for(forks: Starter) -> 
     assert (found["value"], found["only_of_the_server"]) == ("mine", None)
 
 
-def test_it_has_torch_npu_and_neither_device_nor_thread(forks: Starter) -> None:
+def test_a_forked_process_has_loaded_torch_npu_but_has_no_device_and_no_other_thread(
+    forks: Starter,
+) -> None:
     found = forks.run()
 
     assert found["has_loaded"]
@@ -131,7 +133,7 @@ DEEP = b'\n{"arguments":[],"folder":"","environment":{},"zz":' + b"[" * 100_000
 
 
 @pytest.mark.parametrize("junk", [b"", b"x", b"\n{}", b"\n" + b"[" * 1000, DEEP])
-def test_what_is_no_request_costs_nothing(forks: Starter, junk: bytes) -> None:
+def test_an_invalid_request_does_not_stop_the_fork_server(forks: Starter, junk: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(forks.path)
         stranger.sendall(junk)
@@ -211,7 +213,7 @@ def test_a_server_stays_for_later_starts_and_is_replaced_when_it_is_gone(tmp_pat
         assert not Path(path).exists()
 
 
-def test_what_loads_something_else_has_a_server_of_its_own() -> None:
+def test_a_configuration_with_other_libraries_has_another_fork_server() -> None:
     others = processes.children(os.getpid())
     device = CONFIG.device.model_copy(update={"hccl_expansion": "AIV"})
     with closing(ForkingStarter()) as starter:
@@ -281,7 +283,7 @@ def test_a_closed_starter_makes_no_server() -> None:
 
 
 @pytest.mark.slow
-def test_what_it_has_forked_ends_and_the_server_stays(forks: Starter, tmp_path: Path) -> None:
+def test_the_server_ends_its_forked_processes_and_continues(forks: Starter, tmp_path: Path) -> None:
     with closing(ForkServer(CONFIG)) as server:
         starter = Starter(server.address.command, tmp_path)
         sleeping = starter.start("sleep")
@@ -317,7 +319,7 @@ def test_ray_reads_the_variables_of_the_process(forks: Starter) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
+def test_a_client_that_no_longer_waits_gets_no_forked_process(tmp_path: Path) -> None:
     with closing(ForkServer(CONFIG)) as server, (tmp_path / "late").open("wb") as late:
         starter = Starter(server.address.command, tmp_path)
         starter.run()

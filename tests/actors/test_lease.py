@@ -58,7 +58,7 @@ class Holder:
         self.now_s += seconds
 
 
-def test_nobody_waits_for_a_first_question() -> None:
+def test_a_lease_is_held_before_the_first_question() -> None:
     holder = Holder()
 
     assert not holder.run(10 * LIMIT_S)
@@ -101,7 +101,7 @@ def test_a_lease_that_was_given_back_is_never_over() -> None:
     assert not holder.run(10 * LIMIT_S)
 
 
-def test_who_was_stopped_holds_nothing_until_it_is_asked_anew() -> None:
+def test_after_a_stop_only_the_second_question_renews_the_lease() -> None:
     holder = Holder()
     holder.ask()
     holder.stand_still(1.5 * LIMIT_S)
@@ -113,7 +113,7 @@ def test_who_was_stopped_holds_nothing_until_it_is_asked_anew() -> None:
     assert holder.lease.is_held()
 
 
-def test_the_first_thing_after_a_stop_may_be_the_question() -> None:
+def test_a_question_that_comes_first_after_a_stop_does_not_renew_the_lease() -> None:
     holder = Holder()
     holder.ask()
     holder.stand_still(1.5 * LIMIT_S)
@@ -123,7 +123,7 @@ def test_the_first_thing_after_a_stop_may_be_the_question() -> None:
     assert not holder.lease.is_held()
 
 
-def test_who_was_stopped_and_is_not_asked_ends() -> None:
+def test_a_stopped_holder_that_gets_no_question_ends() -> None:
     holder = Holder()
     holder.ask()
     holder.stand_still(100 * LIMIT_S)

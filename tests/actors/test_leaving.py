@@ -13,7 +13,7 @@ from tests.lockstep import lockstep
 LIMIT_S, NEXT_EPOCH = 30.0, 2
 
 
-def test_who_leaves_drops_graphs_before_communicators_and_keeps_none(
+def test_a_rank_that_leaves_destroys_all_graphs_and_then_all_communicators(
     npu: Any, checkpoint: Path
 ) -> None:
     config = make_deployment_config(checkpoint, parallel={"tp": 2}, graph={"sizes": (1,)})

@@ -226,7 +226,7 @@ def test_groups_that_fail_at_different_graphs_end_with_one_plan() -> None:
 
 
 @pytest.mark.parametrize("action", ["adopt", "commit", "release"])
-def test_what_has_no_excuse_to_fail_ends_the_start_with_its_rank(action: Any) -> None:
+def test_a_failed_adopt_commit_or_release_ends_the_start_and_names_the_rank(action: Any) -> None:
     group = FakeRanks(failures={(0, decode_graph(8)): "operator"}, breaks=(1, action))
 
     with pytest.raises(WorkerError, match=f"rank 1 in CAPTURING: {action} of .*: as told"):

@@ -160,7 +160,7 @@ def test_there_is_room_exactly_where_ray_finds_places_and_then_bundles_can_be_pl
         plan(free)
 
 
-def test_what_is_left_on_several_nodes_is_no_room_for_ranks_that_share_one() -> None:
+def test_ranks_of_one_node_do_not_fit_into_free_npus_of_several_nodes() -> None:
     request = plan_bundles(ParallelLayout(tp=4, dp=3), 1, make_nodes(6, 6, 6))
 
     assert not has_places(request, make_nodes(2, 2, 2), 1)

@@ -66,7 +66,7 @@ def test_a_controller_that_does_not_say_how_far_it_is_still_ends_its_work(silent
     assert ray.get(work) == "done"
 
 
-def test_what_has_become_of_a_controller_its_work_says() -> None:
+def test_the_running_call_reports_the_death_of_its_controller() -> None:
     controller = make_controller()
     work = controller.die.remote()
 

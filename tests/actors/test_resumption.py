@@ -259,7 +259,7 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
         slow([LINK, {"op": STOPS, "rank": 1, "kind": "die"}], "rank 1 in SERVING"),
     ],
 )
-def test_what_does_not_come_back_is_lost_in_bounded_time(
+def test_a_group_that_cannot_resume_is_lost_within_the_limit(
     checkpoint: Path, tmp_path: Path, faults: list[dict[str, Any]], reason: str
 ) -> None:
     config = make_config(checkpoint, *faults, recovery={"resume_s": 5.0})

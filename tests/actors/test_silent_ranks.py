@@ -85,7 +85,7 @@ def test_a_rank_that_says_nothing_is_blamed_before_those_that_wait(make_group: A
     assert "rank 5 does not say where it stands" in str(error)
 
 
-def test_nobody_is_blamed_where_all_wait(make_group: Any) -> None:
+def test_no_rank_is_blamed_if_all_ranks_wait_for_their_devices(make_group: Any) -> None:
     error = silence_of(make_group(True, True))
 
     assert error.rank == -1

@@ -264,7 +264,7 @@ def test_the_first_failure_is_named(ranks: list[Rank]) -> None:
     )
 
 
-def test_nobody_is_blamed_if_all_wait(ranks: list[Rank]) -> None:
+def test_no_recorded_rank_is_blamed_if_all_ranks_wait(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.wait(make_plan(2))
 

@@ -119,7 +119,9 @@ DEAD_ENGINE = {"run_loop": EngineDeadError("the connection to the engine has end
     ],
     ids=lambda fails: next(iter(fails)),
 )
-def test_who_fails_on_the_way_is_ended(make_group: MakeGroup, fails: dict[str, Exception]) -> None:
+def test_a_worker_that_cannot_leave_its_group_in_order_is_ended(
+    make_group: MakeGroup, fails: dict[str, Exception]
+) -> None:
     group = make_group({}, fails)
 
     assert gather_survivors(group)
@@ -136,7 +138,7 @@ def test_all_survive_the_death_of_their_engine(make_group: MakeGroup) -> None:
     assert not group.lost_ranks
 
 
-def test_a_dead_process_is_found_where_nobody_has_told_of_it(make_group: MakeGroup) -> None:
+def test_a_dead_process_is_found_without_a_report(make_group: MakeGroup) -> None:
     group = make_group({}, {})
     ray.kill(group.workers.workers[0])
 
@@ -156,7 +158,7 @@ def test_survivors_end_a_process_that_hangs(make_group: MakeGroup) -> None:
     assert not is_alive(stopped)
 
 
-def test_nobody_goes_on_where_nobody_can_see_that_a_process_has_ended(
+def test_no_worker_survives_if_no_survivor_is_on_the_lost_ranks_node(
     make_group: MakeGroup,
 ) -> None:
     group = make_group({}, {})

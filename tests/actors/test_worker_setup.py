@@ -26,7 +26,7 @@ variables = st.dictionaries(
 
 
 @given(variables, st.lists(text, max_size=4), st.sampled_from([None, "python3 -I 'a b'"]))
-def test_it_starts_what_ray_would_have_started(
+def test_the_setup_program_starts_the_same_command_as_ray(
     variables: dict[str, str], arguments: list[str], executable: str | None
 ) -> None:
     context = RuntimeEnvContext(env_vars=variables, py_executable=executable)
@@ -51,7 +51,7 @@ def test_it_starts_what_ray_would_have_started(
 @pytest.mark.parametrize(
     "options", [{"command_prefix": ["true &&"]}, {"override_worker_entrypoint": "other.py"}]
 )
-def test_what_only_ray_can_do_is_left_to_it(options: dict[str, object]) -> None:
+def test_rays_program_runs_unsupported_environments(options: dict[str, object]) -> None:
     context = RuntimeEnvContext(**options)
     assert command_of(json.loads(context.serialize()), []) is None
 

@@ -43,7 +43,7 @@ def test_weights_are_counted_in_bytes():
     assert "1.50/4.00 GiB" in text
 
 
-def test_what_comes_before_workers_is_named() -> None:
+def test_steps_before_the_start_of_workers_are_shown() -> None:
     text = shown(
         Progress("BUILDING", 1, 9), Progress("STARTING_RAY"), Progress("STARTING_CONTROLLER"),
         is_terminal=False,

@@ -125,7 +125,7 @@ def test_without_keeping_answers_it_serves_from_one_process():
     assert command.seen["serving"].status_code == 200
 
 
-def test_it_answers_503_until_it_serves_and_while_it_stops(capsys):
+def test_serve_answers_503_until_it_serves_and_while_it_stops(capsys):
     command = Command()
     deployment = command.deployment
     deployment.may_start.clear()

@@ -69,7 +69,7 @@ def test_an_ingress_that_is_killed_is_replaced_beside_other_ingresses(start: Sta
     assert wrong.count("\n") == 1 and "the process that serves HTTP was killed" in wrong
 
 
-def test_what_python_makes_up_after_a_stop_is_no_signal(start: Start) -> None:
+def test_invalid_signal_numbers_from_python_are_ignored(start: Start) -> None:
     service = start(
         """
 import types
@@ -175,7 +175,7 @@ def test_a_signal_while_another_owner_starts_ends_everything(
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
-def test_what_forks_for_owners_stays_and_what_it_has_forked_goes_with_them(start: Start) -> None:
+def test_the_fork_server_outlives_an_owner_but_its_forked_processes_do_not(start: Start) -> None:
     service = start(
         """
 from dist_aclgraph.actors.forks.fork_server import ForkAddress

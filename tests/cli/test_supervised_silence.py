@@ -32,7 +32,7 @@ def own(signals, heartbeat):
         slow(INGRESS, "listens", "the process that serves HTTP"),
     ],
 )
-def test_what_stands_still_is_replaced(start: Start, name: str, begins: str, what: str) -> None:
+def test_a_stopped_process_is_replaced(start: Start, name: str, begins: str, what: str) -> None:
     service = start("SILENT_S = 3.0")
     service.lines(2)
     struck = service.pid(name)

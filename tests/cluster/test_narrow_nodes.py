@@ -39,7 +39,7 @@ def nodes() -> Iterator[Nodes]:
     made.end()
 
 
-def test_what_no_group_can_take_is_no_room(nodes: Nodes) -> None:
+def test_free_npus_that_no_group_can_use_do_not_count(nodes: Nodes) -> None:
     imports, program_text = ANSWER.split("def say", 1)
     code = f"{imports}{ROLL}\ndef say{program_text}"
     with nodes.run(code, CONFIG, json.dumps(IN_A_RACK)) as program:

@@ -156,7 +156,7 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
         assert f"SUMS {both if rank in (0, 3) else sums}" in output, output
 
 
-def test_a_message_that_nobody_has_taken_when_it_is_aborted_never_comes(run_ranks):
+def test_a_message_that_is_aborted_before_its_receiver_reads_it_never_arrives(run_ranks):
     """HCCL alternates between two sets of counters at each abort.
 
     So the test aborts several times: a counter that was not reset has an effect only after the

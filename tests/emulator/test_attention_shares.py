@@ -76,7 +76,7 @@ def test_a_row_that_is_empty_in_all_shares_is_zero_only_if_its_log_sum_exps_are_
         assert out[1].isfinite().all()
 
 
-def test_what_an_empty_share_holds_must_be_finite():
+def test_nan_in_an_empty_share_makes_the_result_nan():
     lse, outs = shares(2, 1, 64)
     lse[1][0], outs[1][0] = -math.inf, math.nan
     assert merge(lse, outs)[0].cpu().isnan().all()

@@ -151,7 +151,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("ranks,hosts", [(2, "a"), (4, "a"), (4, "abab")])
-def test_what_shares_of_a_context_need_may_be_captured(run_ranks, ranks):
+def test_collectives_of_shared_contexts_can_be_captured(run_ranks, ranks):
     """The captured collectives are reduce-scatter, all-gather, and all-to-all with equal and with
     given sizes.
     """

@@ -182,7 +182,7 @@ def test_long_integers_that_have_no_kernel_run_on_the_ai_cpu(operator, call):
         lambda a: torch.where(a < 2, a, a + 1),
     ],
 )
-def test_what_has_a_kernel_does_not(call):
+def test_operators_with_a_kernel_do_not_run_on_the_ai_cpu(call):
     assert ran_on_the_ai_cpu(lambda: call(LONGS.npu())) == {}
 
 

@@ -26,7 +26,7 @@ def capture():
 """
 
 
-def test_it_is_refused_while_a_call_is_under_way(run_ranks):
+def test_a_communicator_is_not_destroyed_during_a_call(run_ranks):
     [(status, output)] = run_ranks(
         PROGRAM
         + """
@@ -55,7 +55,7 @@ os._exit(0)
     assert re.search("REPLAY FAILED True .*was destroyed", output), output
 
 
-def test_who_waits_for_a_peer_that_never_comes_is_freed(run_ranks):
+def test_destroying_a_communicator_ends_a_wait_for_a_missing_peer(run_ranks):
     results = run_ranks(
         PROGRAM
         + """

@@ -304,7 +304,7 @@ def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp
 
 @pytest.mark.parametrize("where", ["update()", "exec(in_a_thread)"])
 @pytest.mark.parametrize("task_queue", ["0", "1"])
-def test_what_is_queued_behind_updates_comes_later_whichever_thread_queues_it(
+def test_work_queued_after_updates_runs_after_them_from_any_thread(
     told, tmp_path, monkeypatch, task_queue, where
 ):
     monkeypatch.setenv("TASK_QUEUE_ENABLE", task_queue)
@@ -370,7 +370,7 @@ def test_external_events_and_updates_move_clocks(told):
     assert t["task_updates"] == 1
 
 
-def test_what_the_host_reads_back_comes_when_the_device_is_done(told):
+def test_the_host_reads_values_after_the_modelled_time(told):
     t = told("""
         torch.npu.synchronize()
         start = time.monotonic()

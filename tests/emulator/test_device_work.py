@@ -134,7 +134,7 @@ measure("copy", lambda: out.copy_(x))
 """
 
 
-def test_what_moves_memory(microseconds):
+def test_the_time_of_memory_bound_operators_follows_from_their_bytes(microseconds):
     us = microseconds(OTHERS)
     matrix = 1024 * 4096 * 2
     assert us["add"] == pytest.approx(3 * matrix / 0.96 / 1e6, abs=0.01)

@@ -52,7 +52,7 @@ def load(run_script, tmp_path, *, quantises):
     return json.loads(output[output.index("JSON ") + 5 :].splitlines()[0])
 
 
-def test_they_are_counted_and_take_no_memory(run_script, tmp_path):
+def test_dummy_weights_are_counted_and_take_no_memory(run_script, tmp_path):
     told = load(run_script, tmp_path, quantises=False)
     assert 15 < told["noted_gib"] < 15.6  # 8.19 billion parameters
     assert told["allocated_gib"] >= told["noted_gib"]

@@ -234,7 +234,7 @@ os._exit(0)
         assert status == 0 and "ALL DONE" in output, output
 
 
-def test_what_a_killed_root_has_left_is_removed_by_the_next(run_script):
+def test_the_next_root_removes_files_of_a_killed_root(run_script):
     code = """
     import ctypes
     assert ctypes.CDLL("libhccl.so").HcclGetRootInfo(ctypes.create_string_buffer(4108)) == 0

@@ -72,7 +72,7 @@ attempt("AGAIN", step)
     assert re.search("UNSAFE FAILED .*unsafe data", output), output
 
 
-def test_whoever_does_not_touch_it_goes_on_and_whoever_does_fails_each_time(run_script):
+def test_only_calls_that_read_faulty_memory_fail_and_they_fail_each_time(run_script):
     status, output = run_script(
         PROGRAM
         + """
@@ -105,7 +105,7 @@ attempt("REPAIRED", replay)
     assert "REPAIR 0" in output and "REPAIRED FINE" in output, output
 
 
-def test_what_was_temporary_is_given_back_and_the_step_may_run_again(run_script):
+def test_faulty_temporary_memory_is_returned_and_the_step_can_run_again(run_script):
     status, output = run_script(
         PROGRAM
         + """

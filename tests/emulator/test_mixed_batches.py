@@ -111,7 +111,7 @@ def test_an_update_may_have_fewer_entries_only_with_fewer_rows_of_the_table():
 
 @pytest.mark.parametrize("rows", [1, 20])  # both algorithms of the kernel
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
-def test_what_lies_behind_the_last_key_of_a_block_is_read(rows, junk):
+def test_values_after_the_last_key_of_a_block_are_read(rows, junk):
     query, pages = make([rows, 1], [40, 32])  # the second sequence ends at the end of a block
     last = pages.table[0, 40 // 16].item()
     pages.values[last, 40 % 16 + 2, 0, 5] = junk

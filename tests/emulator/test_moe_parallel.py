@@ -143,7 +143,7 @@ for seed in range(1, 4):
     assert_all_pass(results)
 
 
-def test_what_documents_exclude_is_refused(run_ranks):
+def test_arguments_that_documents_exclude_are_refused(run_ranks):
     results = run_ranks(
         SETUP
         + """
@@ -220,7 +220,7 @@ check(Layer(comm_alg="fullmesh_v1")(*to_device(*given))[0], *given)
     assert_all_pass(results)
 
 
-def test_what_a_chip_or_a_line_excludes_is_refused(run_ranks):
+def test_arguments_that_a_chip_or_a_release_excludes_are_refused(run_ranks):
     expansion = """
 try:
     dist.init_process_group("hccl")

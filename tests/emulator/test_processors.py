@@ -122,7 +122,7 @@ def test_an_exported_function_gets_every_kind_of_argument_on_aarch64(tmp_path):
 
 @needs_cross_compiler
 @pytest.mark.parametrize("source", ["kernels/convert", "hccl/reduce", "hccl.1"])
-def test_what_knows_a_processor_compiles_for_aarch64(source, tmp_path):
+def test_sources_that_depend_on_the_processor_compile_for_aarch64(source, tmp_path):
     build = tmp_path / "build"
 
     target = [f"B={build}", f"CXX={AARCH64}", f"{build}/{source}.o"]

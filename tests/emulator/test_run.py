@@ -87,6 +87,6 @@ def test_the_runtime_itself_runs_there_too():
         (["--", "no-such-program"], "cannot run no-such-program"),
     ],
 )
-def test_what_cannot_be_run_is_said(arguments, problem):
+def test_a_program_that_cannot_run_gives_an_error_message(arguments, problem):
     status, output = run(*arguments)
     assert status == 1 and problem in output, output

@@ -43,7 +43,7 @@ def some_logits(kind, seed):
     "kind",
     ["flat", "normal", "peaked", "far", "equal", "ties", "forbidden", "lost", "nan", "infinite"],
 )
-def test_what_is_cut_off_is_what_a_sort_would_cut_off(kind, dtype):
+def test_the_removed_tokens_are_the_same_as_after_a_full_sort(kind, dtype):
     for seed in range(10):
         logits = some_logits(kind, seed).to(dtype)
         p = torch.tensor([0.01, 0.5, 0.9, 0.999], dtype=dtype)

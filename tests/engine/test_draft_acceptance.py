@@ -92,7 +92,7 @@ VOCAB, FIRST, CHANCE = 11, 40, 1e-3
 
 
 @pytest.mark.slow
-def test_what_is_sampled_with_drafts_follows_the_targets_distribution(
+def test_tokens_sampled_with_drafts_follow_the_models_distribution(
     npu: Any, tmp_path: Path
 ) -> None:
     model = make_reference("DeepseekV3ForCausalLM", tmp_path, vocab_size=VOCAB)

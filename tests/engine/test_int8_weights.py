@@ -206,7 +206,7 @@ def test_int8_in_the_checkpoint_runs_in_int8_whatever_is_asked(
     assert torch.equal(product.scale.cpu(), tensors["w.weight_scale"])
 
 
-def test_what_a_checkpoint_keeps_in_floats_stays_so_in_one_product_with_int8(
+def test_a_product_of_int8_and_float_matrices_has_float_weights(
     npu: Any, tmp_path: Path, weight: Tensor
 ) -> None:
     tensors = int8_tensors(weight, "a") | {"b.weight": weight}

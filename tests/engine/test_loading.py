@@ -62,7 +62,7 @@ def test_columns_of_a_product_are_the_rows_that_are_stored(
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("beyond", [1, 100])
-def test_what_lies_beyond_a_matrix_is_zero(
+def test_a_slice_beyond_the_end_of_a_matrix_is_zero(
     npu: Any, directory: Path, weight: Tensor, dim: int, beyond: int
 ) -> None:
     slices, end = make_slices(npu, directory, torch.float32), (OUT, IN)[dim]

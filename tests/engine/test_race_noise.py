@@ -87,7 +87,7 @@ def test_numbers_of_two_tokens_and_of_two_keys_are_uncorrelated(noise: RaceNoise
     assert np.abs(by_key).max() < 5 / np.sqrt(VOCAB)
 
 
-def test_who_is_second_does_not_depend_on_who_is_first(noise: RaceNoise, npu: Any) -> None:
+def test_all_orders_of_three_tokens_are_equally_probable(noise: RaceNoise, npu: Any) -> None:
     """If the numbers of three tokens are independent, all six orders are equally probable."""
     numbers = draw(noise, npu, keys_of([9] * 12_000, range(12_000)))
 

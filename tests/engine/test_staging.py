@@ -46,7 +46,7 @@ def test_memory_is_used_again_only_when_it_was_read(npu: Any) -> None:
         np.float32(2.5) * np.ones((2, 3, 5), np.float32),
     ],
 )
-def test_any_array_is_what_it_was(npu: Any, array: np.ndarray) -> None:
+def test_an_upload_does_not_change_an_array(npu: Any, array: np.ndarray) -> None:
     sent = npu.upload(array)
     assert sent.device.type == "npu"
     torch.testing.assert_close(sent.cpu(), torch.from_numpy(np.ascontiguousarray(array)))

@@ -273,7 +273,7 @@ def test_objects_that_models_write_are_calls(text, arguments):
 
 
 @pytest.mark.parametrize("text", ["no json", '{"nam": "find"}', "{}", '{"name": 3}', '{"name'])
-def test_what_is_no_call_is_content(text):
+def test_an_invalid_call_becomes_content(text):
     form = make_format("hermes", has_tokens=True)
 
     assert (

@@ -104,7 +104,7 @@ def test_a_right_guess_leaves_nothing_to_send(decoder: AttentionDecoder, device:
 
 
 @pytest.mark.parametrize("num_ahead", range(LAYERS))
-def test_what_was_not_sent_ahead_goes_behind(
+def test_updates_that_were_not_sent_ahead_follow_the_replay(
     decoder: AttentionDecoder, device: Device, num_ahead: int
 ) -> None:
     graph, rows = decoder.capture(BUCKET), make_rows(2)

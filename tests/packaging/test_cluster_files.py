@@ -78,7 +78,7 @@ def test_ray_takes_what_ray_up_is_given(name: str) -> None:
     ],
     ids=["no name", "typo", "unknown key", "more than hosts", "options as text", "unknown section"],
 )
-def test_what_would_start_half_a_cluster_is_found(spoil: Any) -> None:
+def test_a_cluster_file_that_starts_only_a_part_of_a_cluster_is_refused(spoil: Any) -> None:
     config = read("cluster.yaml")
     spoil(config)
 

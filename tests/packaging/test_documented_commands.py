@@ -41,7 +41,9 @@ def test_keys_are_long_enough(monkeypatch: pytest.MonkeyPatch, key: str) -> None
 
 
 @pytest.mark.parametrize(("path", "arguments"), found(SERVE))
-def test_what_is_served_has_weights_and_a_key(tmp_path: Path, path: str, arguments: str) -> None:
+def test_served_configurations_have_weights_and_a_key(
+    tmp_path: Path, path: str, arguments: str
+) -> None:
     overrides = parse_overrides(arguments.split())
     if "serve.api_keys_file" in overrides:
         overrides["serve.api_keys_file"] = str(tmp_path / "keys")

@@ -23,7 +23,7 @@ def test_the_rehearsal_of_a_cluster_sends_as_much_junk_as_it_says() -> None:
     assert "\nJUNK ?= 100000\n" in MAKEFILE
 
 
-def test_who_tests_is_told_what_was_left_out() -> None:
+def test_make_prints_which_tests_were_left_out() -> None:
     assert '-m "not slow and not bench and not namespaces"' in recipe("test")
     *_, emulator, others, _ = recipe("test-more").splitlines()
     assert '-m "slow and not rare" tests/emulator' in emulator

@@ -341,7 +341,7 @@ def test_a_template_at_its_limit_is_a_400_and_other_chats_are_answered(own_servi
     assert error["message"].startswith("the chat template takes more than 1 s of processor time;")
 
 
-def test_what_a_client_sends_for_the_template_reaches_it(own_service):
+def test_template_variables_of_a_request_reach_the_template(own_service):
     source = (
         "{{ enable_thinking }},{{ budget }},{{ (documents or [{}])[0].text }},"
         "{{ reasoning_effort }}"

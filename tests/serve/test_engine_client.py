@@ -301,7 +301,7 @@ def test_a_gap_in_what_the_engine_sends_ends_the_request_here_and_there(client, 
     until(lambda: engine.num_running == 0)
 
 
-def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkeypatch):
+def test_requests_fail_if_the_client_cannot_connect_again(both, engine, other, monkeypatch):
     answers: list[queue.Queue[RequestDelta]] = [queue.Queue() for _ in range(2)]
     for i, deltas in enumerate(answers):
         both.submit(str(i), [i], LONG, (), deltas.put)

@@ -124,7 +124,7 @@ def assert_error(reply, status: int = 400) -> dict:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", BAD_JSON, ids=lambda b: repr(b[:24]))
-def test_what_is_no_proper_json_is_refused(service, path, body):
+def test_a_body_that_is_not_valid_json_is_refused(service, path, body):
     reply = service.http.post(path, content=body)
 
     assert_error(reply)

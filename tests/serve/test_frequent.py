@@ -10,7 +10,7 @@ BOUNDS = (0.005, 0.5, 2.0)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.001, 0.005, 0.1, 0.5, 0.51, 2.0, 7.25])))
-def test_it_says_what_the_library_s_own_histogram_says(values: list[float]):
+def test_the_fast_histogram_reports_the_same_values_as_the_librarys(values: list[float]):
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     fast = FrequentHistogram("wait_seconds", "How long.", {"replica": "a"}, BOUNDS)
     ours.register(fast)

@@ -133,7 +133,7 @@ def test_a_prompt_of_no_form_is_told_what_it_holds(service):
 
 
 @pytest.mark.parametrize("name", [b"metadata", b"nonsense"])
-def test_what_is_ignored_may_have_any_size(service, name):
+def test_ignored_fields_may_have_any_size(service, name):
     service.answer("a")
     body = field(name, b"[]")
 

@@ -185,14 +185,14 @@ def test_deaths_with_one_request_are_not_counted_for_those_behind_it() -> None:
             memory.clear(NUM_READ + i + 1, NUM_SENT + i + 1)
 
 
-def test_what_is_no_journal_is_refused() -> None:
+def test_memory_without_a_journal_is_refused() -> None:
     descriptor = os.memfd_create("empty")
     with pytest.raises(ValueError, match="mmap length"):
         JournalMemory(descriptor)
     os.close(descriptor)
 
 
-def test_what_exceeds_its_room_is_kept_no_more() -> None:
+def test_an_answer_larger_than_its_journal_is_no_longer_kept() -> None:
     ended: list[None] = []
     with new_memory() as (memory, descriptor):
         journal = Journal(OPENING.chance, memory=memory, on_end=lambda: ended.append(None))
@@ -276,7 +276,7 @@ def test_all_that_was_read_is_known(parts: list[bytes], is_noted: bool, num_loss
     others.close()
 
 
-def test_what_is_read_behind_an_answer_is_another_request(connection: Connection) -> None:
+def test_bytes_after_an_answered_request_belong_to_the_next_request(connection: Connection) -> None:
     for i in range(5):
         connection.read(b"request %d" % i)
         connection.send(b"answer")
@@ -383,7 +383,7 @@ def test_a_journal_that_ends_before_its_answer_is_void(connection: Connection) -
 
 
 @given(st.lists(st.binary(max_size=9), max_size=9), st.integers(0, 80))
-def test_of_what_is_written_again_only_the_rest_goes_out(parts: list[bytes], num: int) -> None:
+def test_bytes_that_were_sent_before_are_not_sent_again(parts: list[bytes], num: int) -> None:
     record = ConnectionRecord(None)
     record.num_omitted = num
 

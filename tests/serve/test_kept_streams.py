@@ -444,7 +444,9 @@ def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service:
 
 
 @pytest.mark.parametrize("num_before", [slow(0), slow(60), slow(-10)])
-def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_before: int) -> None:
+def test_bytes_that_were_read_but_not_recorded_are_not_lost(
+    tmp_path: Path, num_before: int
+) -> None:
     """The ingress dies after it has read the first or the last part of a request.
 
     The first part arrives directly after a response.
@@ -537,7 +539,7 @@ def test_connections_are_looked_at_before_anything_can_be_served(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path: Path) -> None:
+def test_requests_wait_in_the_kernel_until_an_ingress_can_read_them(tmp_path: Path) -> None:
     limit = tmp_path / "limit"
     limit.write_text("1024")
     get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"

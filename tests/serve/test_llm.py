@@ -354,7 +354,7 @@ def test_a_failed_request_raises_its_typed_error_and_frees_the_others(llm, deplo
     until(lambda: deployment.engine.num_running == 0)
 
 
-def test_what_cannot_be_served_is_refused_before_anything_is_submitted(llm, deployment):
+def test_invalid_prompts_are_refused_before_any_prompt_is_submitted(llm, deployment):
     with pytest.raises(RequestTooLongError, match="2048"):
         llm.generate([[5], [5] * 2048], SamplingParams(max_tokens=1))
     with pytest.raises(InvalidParameterError, match="at least one token"):

@@ -35,7 +35,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         slow(1024, 1024, "only 342 connections may be open, and 170 of them outlive"),
     ],
 )
-def test_who_may_open_few_files_is_told_what_is_not_kept(hard: int, soft: int, said: str) -> None:
+def test_a_low_limit_of_open_files_gives_a_warning(hard: int, soft: int, said: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(hard)], capture_output=True, text=True, timeout=60
     )

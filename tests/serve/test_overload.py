@@ -103,7 +103,7 @@ def test_a_body_that_comes_after_its_refusal_is_passed_over(full):
 
 
 @pytest.mark.parametrize("header", ["Expect: 100-continue", "Connection: close"])
-def test_who_cannot_go_on_after_a_refusal_is_told_so(full, header):
+def test_a_refusal_on_a_half_closed_connection_says_connection_close(full, header):
     with connect(full) as client:
         client.sendall(post(header))
         client.shutdown(socket.SHUT_WR)

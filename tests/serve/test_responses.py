@@ -129,7 +129,7 @@ def test_the_events_of_each_item_come_in_order(tooled):
     ]
 
 
-def test_what_the_client_asked_for_is_in_the_response(tooled):
+def test_the_response_repeats_the_fields_of_the_request(tooled):
     tooled.answer("Hello.")
 
     reply = ask(
@@ -374,7 +374,7 @@ def test_wrong_requests_are_refused(tooled, fields, param):
     assert not tooled.engine.submitted
 
 
-def test_what_needs_a_stored_response_is_refused_with_the_remedy(tooled):
+def test_fields_that_need_a_stored_response_are_refused_with_the_remedy(tooled):
     items = [{"type": "item_reference", "id": "msg_1"}]
 
     with pytest.raises(openai.BadRequestError, match="send the item itself"):

@@ -231,7 +231,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
     st.integers(1, 30),
     st.integers(1, 20),
 )
-def test_what_is_asked_for_again_is_what_is_missing(
+def test_a_continued_request_asks_only_for_the_missing_tokens(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
     """After any losses, prompt and output together are as long as without a loss."""

@@ -223,7 +223,7 @@ def test_a_strict_service_refuses_unknown_fields():
         ("messages[0].images", {"messages": [{"role": "user", "content": "x", "images": ["y"]}]}),
     ],
 )
-def test_what_an_answer_would_lack_is_refused(service, name, field):
+def test_fields_of_features_that_are_not_offered_are_refused(service, name, field):
     reply = service.http.post("/v1/chat/completions", json={**EXTRA, **field})
 
     assert reply.json()["error"] == {

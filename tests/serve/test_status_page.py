@@ -138,7 +138,7 @@ def test_a_phone_shows_it_without_scrolling_sideways_and_every_text_can_be_read(
 
 
 @pytest.mark.slow
-def test_it_says_what_is_not_well(browser, own_service):
+def test_the_page_shows_a_silent_engine_as_lost(browser, own_service):
     with shown(browser, own_service) as page:
         assert page.tab.inner_text("#state") == "1 of 1 group serves"
         own_service.engine.silent = True

@@ -52,7 +52,7 @@ def test_all_frames_come_out_in_order_however_often_a_connection_takes_none(turn
     assert out == put
 
 
-def test_what_comes_together_wakes_the_loop_once():
+def test_deltas_that_arrive_together_wake_the_loop_once():
     async def run() -> tuple[list[str], int]:
         loop, taken = asyncio.get_running_loop(), []
         inbox = Inbox(loop)

@@ -115,7 +115,7 @@ def test_completions_take_forms_too(service):
         ({"thinking_tokens": -1}, "thinking_tokens"),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused_in_one_sentence(service, fields, words):
+def test_output_formats_that_cannot_be_enforced_are_refused_in_one_sentence(service, fields, words):
     body = {"model": MODEL, "messages": HI, **fields}
 
     error = assert_error(service.http.post("/v1/chat/completions", json=body), 400)

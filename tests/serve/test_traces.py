@@ -109,7 +109,7 @@ def test_a_refused_request_has_a_span_without_phases(spans: Spans) -> None:
     assert span.attributes["http.response.status_code"] == 404
 
 
-def test_what_is_not_sampled_or_no_request_of_a_user_has_no_span(spans: Spans) -> None:
+def test_unsampled_requests_and_requests_for_metrics_have_no_span(spans: Spans) -> None:
     not_sampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
 
     spans.service.http.post(CHAT, json=BODY, headers=not_sampled)

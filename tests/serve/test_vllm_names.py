@@ -48,7 +48,7 @@ def samples():
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_its_boards_ask_for_is_there_with_the_name_of_the_model(samples, name):
+def test_metrics_of_vllms_boards_exist_with_the_name_of_the_model(samples, name):
     labels = [sample.labels for sample in samples if sample.name == name]
 
     assert labels and all(each["model_name"] == "tiny-qwen3" for each in labels)

@@ -160,7 +160,9 @@ def test_new_requests_wait_too_and_go_last(one: Deployment) -> None:
     assert [submit.request_id for submit in engine.requests] == ["few", "more", "most", "new"]
 
 
-def test_what_happens_is_said_while_requests_wait(one: Deployment) -> None:
+def test_the_client_reports_the_progress_of_the_next_group_while_requests_wait(
+    one: Deployment,
+) -> None:
     one.lose()
 
     until(lambda: LOADING in one.client.outage())
@@ -309,7 +311,7 @@ def test_a_new_request_that_kills_the_engine_in_anothers_turn_is_the_cause(
     assert one.collect("a")[0] == wanted(400)[5:]
 
 
-def test_what_waits_for_its_turn_waits_for_the_next_group(one: Deployment) -> None:
+def test_suspects_that_wait_for_a_turn_also_wait_for_the_next_group(one: Deployment) -> None:
     names = [f"n{i}" for i in range(4)]
     for name in names:
         one.submit(name, 400)
@@ -340,7 +342,7 @@ def test_closing_ends_what_waits_while_a_question_hangs(one: Deployment) -> None
     assert one.collect("a")[1].error == "the service is stopping"
 
 
-def test_nobody_asks_while_a_group_serves(one: Deployment) -> None:
+def test_no_client_asks_the_controller_while_a_group_serves(one: Deployment) -> None:
     one.submit("a", 400)
     one.collect("a")
 

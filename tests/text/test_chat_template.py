@@ -320,7 +320,7 @@ def test_the_process_ends_with_its_template():
         ({"chat_template": "{{ " + "(" * 5000 + ")" * 5000 + " }}"}, "does not compile"),
     ],
 )
-def test_what_is_no_template_is_a_model_error(tmp_path, described, words):
+def test_an_invalid_template_is_a_model_error(tmp_path, described, words):
     with pytest.raises(ModelError, match=words):
         read_chat_template(tmp_path, described, {})
 

@@ -34,7 +34,7 @@ def test_defaults_are_those_of_generation_config(tmp_path, generation, expected)
     assert read_sampling_defaults(described(tmp_path, generation)) == expected
 
 
-def test_they_can_be_turned_off(tmp_path):
+def test_sampling_defaults_can_be_turned_off(tmp_path):
     assert read_sampling_defaults(described(tmp_path, QWEN, sampling_defaults="none")) == {}
 
 

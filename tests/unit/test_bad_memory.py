@@ -47,14 +47,14 @@ def memory_of(acl: Any) -> BadMemory:
     return BadMemory(acl, "emulated")
 
 
-def test_what_is_listed_counts_as_whole_pages() -> None:
+def test_listed_faulty_addresses_count_as_whole_pages() -> None:
     assert memory_of(Acl(PAGE + 100, 3 * PAGE - 10)).ranges() == (
         BAD,
         MemoryRange(2 * PAGE, 4 * PAGE),
     )
 
 
-def test_what_torch_npu_has_left_is_repaired_once() -> None:
+def test_memory_that_torch_npu_did_not_repair_is_repaired_once() -> None:
     acl = Acl(PAGE)
 
     memory_of(acl).repair()

@@ -206,7 +206,7 @@ def test_the_device_that_is_found_decides_what_nobody_asked_for(
     assert os.environ.get("HCCL_DETERMINISTIC") == ("true" if is_npu else None)
 
 
-def test_what_a_user_set_for_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_settings_of_the_allocator_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:128")
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "before")
 
@@ -231,7 +231,7 @@ def test_hccl_chooses_its_expansion_and_plans_follow_the_chip(device: Any, plann
     assert config.device.expansion == planned
 
 
-def test_what_hccl_needs_between_nodes_comes_from_the_configuration(
+def test_the_configuration_sets_hccls_network_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = {
@@ -252,7 +252,7 @@ def test_what_hccl_needs_between_nodes_comes_from_the_configuration(
     }
 
 
-def test_what_a_node_says_of_its_network_goes_before_the_configuration(
+def test_a_nodes_network_variables_override_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = {"HCCL_SOCKET_IFNAME": "bond0", "HCCL_IF_IP": "10.0.0.9"}
@@ -372,7 +372,9 @@ def test_the_defaults_are_a_valid_deployment() -> None:
         ("graph.max_tokens", 31, "graph.max_tokens 31"),
     ],
 )
-def test_what_exact_continuations_exclude_is_refused(key: str, value: object, reason: str) -> None:
+def test_settings_that_exact_continuations_exclude_are_refused(
+    key: str, value: object, reason: str
+) -> None:
     section, name = key.split(".")
     exact = {"model": "m", "recovery": {"exact": True}}
 

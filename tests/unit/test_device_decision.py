@@ -129,7 +129,7 @@ def test_plans_have_what_the_npu_of_this_machine_says(dev: Path, use: Use) -> No
     assert known(decide_device(make(), use, say_a3)) == A3
 
 
-def test_what_is_given_is_not_asked_for(dev: Path) -> None:
+def test_the_device_is_not_asked_for_configured_facts(dev: Path) -> None:
     (dev / "davinci0").touch()
     config = make(memory_mb=32_000)
 

@@ -51,7 +51,9 @@ def test_loopback_needs_no_word(host: str) -> None:
         ({"ports": "5000-5001", "replay_ports": "4999-5000"}, "ports in common"),
     ],
 )
-def test_what_cannot_be_listened_at_is_refused(events: dict[str, Any], words: str) -> None:
+def test_addresses_at_which_no_publisher_can_listen_are_refused(
+    events: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         make(events)
 

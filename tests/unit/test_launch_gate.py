@@ -44,7 +44,7 @@ def test_a_stop_waits_for_what_is_launched() -> None:
     assert stop.is_over(WAIT_S) and stop.error is None
 
 
-def test_whoever_waits_for_the_device_holds_up_no_stop_and_launches_nothing_behind_it() -> None:
+def test_a_waiting_thread_delays_no_stop_and_launches_nothing_after_it() -> None:
     gate, waits, may_go_on = LaunchGate(), threading.Event(), threading.Event()
     launched: list[str] = []
 
@@ -84,7 +84,7 @@ def test_a_closed_gate_lets_nobody_in_until_it_is_opened() -> None:
         pass
 
 
-def test_a_stop_gives_up_on_who_launches_without_a_pause() -> None:
+def test_a_stop_does_not_wait_for_ever_for_a_thread_that_always_launches() -> None:
     gate = LaunchGate()
     with gate.launching():
         stop = Beside(lambda: gate.close(MOMENT_S))

@@ -45,7 +45,7 @@ def test_a_rank_asks_for_every_chunk_that_is_its_turn(
     assert asked == [(CHUNK_BYTES, CHUNK_BYTES), (0, 10)]
 
 
-def test_what_memory_does_not_hold_is_left_to_the_system(
+def test_files_that_do_not_fit_into_memory_are_not_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_bytes(b"1234")

@@ -15,7 +15,7 @@ class FakeNpu:
         return self.left
 
 
-def test_what_one_name_takes_adds_up() -> None:
+def test_streams_of_one_operation_are_added() -> None:
     npu: Any = FakeNpu()
     ledger = StreamLedger(npu)
 
@@ -26,7 +26,7 @@ def test_what_one_name_takes_adds_up() -> None:
     assert ledger.taken == {"HCCL domains": 6}
 
 
-def test_what_is_given_back_is_taken_by_nobody() -> None:
+def test_streams_that_become_free_are_not_counted_as_taken() -> None:
     npu: Any = FakeNpu()
     ledger = StreamLedger(npu)
 

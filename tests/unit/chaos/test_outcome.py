@@ -63,7 +63,7 @@ def test_a_service_that_ends_is_not_good() -> None:
     assert not replace(whole, exit_code=1).is_good
 
 
-def test_who_is_told_to_come_again_or_goes_away_has_lost_nothing() -> None:
+def test_refused_and_abandoned_requests_do_not_count_as_lost() -> None:
     refused = Answer(0, "", 503, True, error="try again later")
     gone = Answer(0, "a", 200, given_up=True)
 
@@ -87,7 +87,7 @@ def test_other_tokens_are_seen_in_whole_answers_and_in_beginnings() -> None:
     assert make_outcome(*others).different == len(others)
 
 
-def test_what_is_left_behind_is_not_good_and_neither_is_an_end() -> None:
+def test_a_leftover_or_the_end_of_the_service_is_a_bad_outcome() -> None:
     assert not make_outcome(WANTED, left=["its port"]).is_good
     assert not make_outcome(WANTED, exit_code=1).is_good
 

@@ -53,7 +53,7 @@ def load(*arguments: str) -> Config:
         ("--kv-cache-dtype=auto",),
     ],
 )
-def test_an_option_that_asks_for_what_happens_has_no_effect(arguments: tuple[str, ...]) -> None:
+def test_an_option_that_asks_for_the_default_has_no_effect(arguments: tuple[str, ...]) -> None:
     assert load(MODEL, *arguments) == load(MODEL)
 
 

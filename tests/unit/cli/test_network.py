@@ -88,7 +88,7 @@ def test_variables_that_the_configuration_goes_before_are_warned_of() -> None:
     assert overridden_warning({"HCCL_IF_IP": "10.0.0.9"}) == ""
 
 
-def test_they_are_those_that_workers_are_always_given() -> None:
+def test_doctor_checks_the_hccl_variables_that_every_worker_gets() -> None:
     given = child_environment(make_config({"model": "m"}))
 
     # HCCL_BUFFSIZE is missing here, because each group gets its buffer size as an option; only

@@ -234,7 +234,7 @@ def test_the_report_is_json_and_renders_as_text(checkpoint: Path) -> None:
         ("missing", "cannot read"),
     ],
 )
-def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path, write, message: str) -> None:
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path, write, message: str) -> None:
     directory = tmp_path / "model"
     if write is not None:
         directory.mkdir()

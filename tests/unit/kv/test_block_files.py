@@ -234,7 +234,9 @@ def test_a_deleted_folder_is_a_folder_without_blocks(files: BlockFiles, tmp_path
     assert files.write(name(1), contents(1)) and files.has(name(1))
 
 
-def test_nobody_else_may_use_the_folders_below_the_root(files: BlockFiles, tmp_path: Path) -> None:
+def test_other_users_cannot_use_the_folders_below_the_root(
+    files: BlockFiles, tmp_path: Path
+) -> None:
     old = os.umask(0)
     try:
         assert files.write(name(1), contents(1))

@@ -78,7 +78,7 @@ def test_formulas_reproduce_every_recorded_line(path: Path) -> None:
         assert legacy_sizes(inputs, line["variant"]) == line["sizes"], line
 
 
-def test_what_a_communication_domain_costs() -> None:
+def test_streams_of_a_domain_depend_on_its_mode_and_its_ranks() -> None:
     for ranks in (1, 2, 3, 8, 16, 64):
         assert streams_per_domain("AIV", ranks) == 1
         assert streams_per_domain("FFTS", ranks) == 2

@@ -230,7 +230,7 @@ def test_a_device_that_does_not_count_graphs_is_priced_by_pinned_ids() -> None:
     assert CALIBRATED(workload).bytes_per_token(DECODE, offer) == 100
 
 
-def test_what_is_not_counted_is_not_measured_and_the_ledger_says_so() -> None:
+def test_the_ledger_warns_if_a_device_does_not_count_streams_of_graphs() -> None:
     offer, workload = StreamOffer(rank=5, available=9, counts_graphs=False), Workload(num_layers=4)
     plan = negotiate([offer], [DECODE], PINNED(workload))
     ledger = Ledger.predict(offer, plan, PINNED(workload))

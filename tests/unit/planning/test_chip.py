@@ -64,7 +64,7 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],
 )
-def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
+def test_settings_that_a_chip_excludes_are_refused_with_key_and_device(
     cann: str, model: dict[str, Any], keys: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{why}.*the NPU of rank 3: Ascend910B1, CANN {cann}"):
@@ -91,7 +91,9 @@ def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
         ("9.1.0", {}, {"parallel": {"tp": 8, "dcp": 4}}),
     ],
 )
-def test_what_it_takes_passes(cann: str, model: dict[str, Any], keys: dict[str, Any]) -> None:
+def test_settings_that_a_chip_supports_are_accepted(
+    cann: str, model: dict[str, Any], keys: dict[str, Any]
+) -> None:
     check(cann, model, **keys)
 
 

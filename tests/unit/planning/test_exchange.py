@@ -287,7 +287,7 @@ def test_batches_beyond_the_operators_of_a_configured_mc2_go_another_way() -> No
         ("at most 24 experts each", {"num_experts": 1024}),
     ],
 )
-def test_what_mc2_does_not_take_is_a_reason(why: str, changed: dict[str, Any]) -> None:
+def test_the_decision_against_mc2_has_a_reason(why: str, changed: dict[str, Any]) -> None:
     decision = make_rule(**{"tp": 2, "buffer_mb": 65536, **changed}).decide(500)
 
     assert decision.kind != "mc2"

@@ -158,7 +158,7 @@ def test_logits_take_what_graphs_can_hold_and_not_what_can_run() -> None:
     assert counts == 4096 * vocab * 4
 
 
-def test_what_is_left_is_what_the_parts_leave() -> None:
+def test_free_bytes_are_the_devices_bytes_without_all_parts() -> None:
     memory = account(make())
 
     assert memory.free_bytes + memory.taken_bytes + memory.eager_bytes == 64 * GIB

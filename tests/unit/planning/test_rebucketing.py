@@ -184,7 +184,9 @@ causes = st.sampled_from(["streams", "memory", "operator"])
 
 
 @given(plans, histograms, st.data(), causes, st.booleans())
-def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_serving) -> None:
+def test_a_bucket_whose_capture_failed_is_not_proposed_again(
+    old, decode, data, cause, is_serving
+) -> None:
     """The budget model assumes too many streams, so only failed captures show the limit."""
     offers = [StreamOffer(rank=0, available=900)]
     failed = data.draw(st.sampled_from(old.capture_order))

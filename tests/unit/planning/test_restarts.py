@@ -28,7 +28,7 @@ def test_no_hour_has_more_restarts_than_are_allowed(gaps: list[float], per_hour:
 
 
 @given(st.integers(1, 30))
-def test_what_fails_again_and_again_is_tried_less_and_less_often_but_always_again(count: int):
+def test_pauses_between_failing_attempts_grow_up_to_a_limit(count: int):
     budget, now_s, pauses = RestartBudget(1), 0.0, []
     for _ in range(count):
         budget.failed(now_s)

@@ -73,7 +73,7 @@ def test_a_lost_process_or_a_refusing_configuration_never_resumes(
 
 
 @given(faults_of_ranks, st.integers(0, 5), st.sampled_from([*FAULTS, None]))
-def test_what_else_is_known_never_turns_a_rebuild_into_a_resume(
+def test_further_faults_never_turn_a_rebuild_into_a_resume(
     faults: dict[GroupRank, DeviceFault | None], in_a_row: int, more: DeviceFault | None
 ) -> None:
     if faults and way_back(Failure(faults, in_a_row=in_a_row)) == "REBUILD":

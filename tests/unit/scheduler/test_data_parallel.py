@@ -220,7 +220,7 @@ def test_a_step_that_lost_tokens_is_run_again_and_only_then_counts() -> None:
     assert [rank.pool.num_used for rank in scheduler.ranks] == [1, 0]
 
 
-def test_who_stopped_before_a_step_that_runs_again_writes_to_no_stored_block() -> None:
+def test_a_finished_request_writes_to_no_stored_block_when_a_step_runs_again() -> None:
     scheduler = make_scheduler(
         dp=1, num_drafts=3, choose_exchange=lambda n: "mc2" if n < 12 else "all_to_all"
     )
@@ -239,7 +239,7 @@ def test_who_stopped_before_a_step_that_runs_again_writes_to_no_stored_block() -
     assert [(o.request_id, o.tokens) for o in outputs] == [("b", [6])]
 
 
-def test_a_step_that_lost_tokens_is_not_run_again_for_nobody() -> None:
+def test_a_step_that_lost_tokens_does_not_run_again_if_its_request_was_aborted() -> None:
     scheduler = make_scheduler(choose_exchange=lambda n: "all_to_all")
     start(scheduler, make_request("a"))
     finish(scheduler, [1], [], num_unplaced=3)
@@ -349,7 +349,7 @@ def test_prompts_as_long_as_a_decode_step_do_not_replay_its_graph() -> None:
         ({"min_tokens": 2, "max_tokens": 9}, [51, EOS, 53], [51, EOS], "stop"),
     ],
 )
-def test_what_comes_after_the_end_is_dropped(params, tokens, expected, reason) -> None:
+def test_tokens_after_the_end_of_a_request_are_dropped(params, tokens, expected, reason) -> None:
     scheduler = start_drafting(params=params)
     entries = tuple(RowLogprobs(pack_ints([token]), (0.0,), 1) for token in tokens)
 

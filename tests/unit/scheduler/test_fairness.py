@@ -173,7 +173,9 @@ def test_a_long_prompt_is_served_in_an_endless_stream_of_others(stream: int) -> 
     st.integers(1, 6),
     st.integers(0, 1000),
 )
-def test_nobody_waits_for_those_that_came_after_its_deadline(arrivals, dp, rows, seed) -> None:
+def test_no_prompt_waits_for_prompts_that_arrive_after_its_deadline(
+    arrivals, dp, rows, seed
+) -> None:
     scheduler, chance = make_scheduler(dp=dp, max_num_seqs=rows), random.Random(seed)
     arrivals = sorted(arrivals)
     begun: set[str] = set()

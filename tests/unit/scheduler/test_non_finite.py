@@ -64,7 +64,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=18)
 
 @examples(300)
 @given(st.data(), st.integers(1, 2))
-def test_nobody_but_the_request_itself_ever_sees_its_nan(data: st.DataObject, depth: int) -> None:
+def test_nan_of_a_request_never_reaches_other_requests(data: st.DataObject, depth: int) -> None:
     pool = BlockPool(NUM_BLOCKS, BLOCK)
     config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=4, max_waiting=100)
     scheduler = Scheduler(config, [pool], GraphDispatcher(make_plan(1, 4)), max_model_len=32)
@@ -108,7 +108,7 @@ def test_nobody_but_the_request_itself_ever_sees_its_nan(data: st.DataObject, de
     assert has_aborted or nan_blocks <= set(pool.take_dirty())
 
 
-def test_what_is_not_finite_twice_ends_the_request_and_its_blocks_are_cleaned() -> None:
+def test_a_second_result_that_is_not_finite_ends_the_request_and_its_blocks_are_cleaned() -> None:
     scheduler = make_scheduler(block_size=16)
     scheduler.add(make_request("bad", 20))
     scheduler.add(make_request("good", 20, first=100))

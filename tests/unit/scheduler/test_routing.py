@@ -145,7 +145,7 @@ def test_no_group_is_starved_by_prompts_that_begin_alike(sizes):
     )
 
 
-def test_what_other_replicas_have_waiting_counts():
+def test_waiting_tokens_of_other_replicas_count():
     router = make_router("a", "b")
     router.hear("a", 1000)
 

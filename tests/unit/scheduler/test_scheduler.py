@@ -220,7 +220,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_with_its_output() -> None:
     assert records(resumed) == [[start.row, 16, 1, 1]], "its full block came from the cache"
 
 
-def test_what_a_step_brings_for_an_aborted_request_is_dropped() -> None:
+def test_tokens_for_an_aborted_request_are_dropped() -> None:
     scheduler = make_scheduler()
     for name in ("a", "b"):
         scheduler.add(make_request(name))

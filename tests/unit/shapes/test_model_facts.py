@@ -31,7 +31,9 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ({"quantization": "fp8"}, "quantization is fp8; the quant_method .* is null"),
     ],
 )
-def test_what_a_model_lacks_is_refused(tmp_path: Path, sections: Any, message: str) -> None:
+def test_settings_that_need_parts_that_a_model_lacks_are_refused(
+    tmp_path: Path, sections: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_model(make_config({"model": "m", **sections}), read(tmp_path))
 
@@ -89,7 +91,7 @@ def test_shards_are_refused_on_ranks_that_would_hold_no_copies(
         check_model(config, facts)
 
 
-def test_what_a_model_has_is_taken(tmp_path: Path) -> None:
+def test_settings_for_parts_that_a_model_has_are_accepted(tmp_path: Path) -> None:
     config = {"model": "m", "parallel": {"ep": 2, "dp": 2}, "speculative": {"num_tokens": 3}}
 
     facts = read(tmp_path, n_routed_experts=8, num_experts_per_tok=2, num_nextn_predict_layers=1)

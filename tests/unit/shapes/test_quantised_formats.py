@@ -88,7 +88,7 @@ def packed(weights: dict[str, Any] = INT4, **changes: Any) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("described", [{}, W4A16, W4A8, W4A8 | {"group_size": 256}])
-def test_what_can_be_read_is_read_as_the_model_it_is(
+def test_supported_quantised_formats_keep_the_models_shape(
     tmp_path: Path, quantisation: Any, described: dict[str, Any]
 ) -> None:
     write(tmp_path, quantisation, json.dumps(DESCRIPTION | described))

@@ -88,7 +88,7 @@ def test_requests_count_as_by_hand(checkpoint: Path) -> None:
     assert [shares["from_s"] for shares in found.tally.over_time.report()] == [0, 1, 2, 90, 91, 92]
 
 
-def test_what_the_scheduler_refuses_is_counted(checkpoint: Path) -> None:
+def test_requests_that_the_scheduler_refuses_are_counted(checkpoint: Path) -> None:
     config = make(
         checkpoint,
         scheduler={"max_num_seqs": 1, "max_num_batched_tokens": 32, "max_waiting": 2},
@@ -222,7 +222,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
 
 
 @pytest.mark.parametrize(("in_flight", "first_s"), [(1, 2), (2, 3)])
-def test_who_comes_while_a_step_runs_waits_for_those_in_flight(
+def test_a_request_that_arrives_in_a_step_waits_for_the_steps_in_flight(
     checkpoint: Path, in_flight: int, first_s: int
 ) -> None:
     simulated = group(make(checkpoint, scheduler={"steps_in_flight": in_flight}))

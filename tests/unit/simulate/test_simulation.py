@@ -355,7 +355,9 @@ def test_steps_without_a_graph_have_a_line_of_their_own(tmp_path: Path) -> None:
         ('{"buckets": [{"bucket": 4, "step_seconds": 1.0}]}', "no report of a deployment"),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+def test_a_file_that_is_not_a_report_is_refused(
+    tmp_path: Path, text: str | None, words: str
+) -> None:
     path = tmp_path / "report.json"
     if text is not None:
         path.write_text(text)
