@@ -53,7 +53,9 @@ def test_peers_on_the_engines_node_connect_by_a_socket_file(tmp_path: Path) -> N
     assert address.seen_from(ELSEWHERE) is tcp
 
 
-def test_a_node_that_came_later_is_told_what_to_do(tmp_path: Path) -> None:
+def test_an_engine_without_a_port_is_unreachable_from_a_later_node_and_the_error_has_a_remedy(
+    tmp_path: Path,
+) -> None:
     address = Address(NODE, Endpoint(f"ipc://{tmp_path}/x"))
 
     with pytest.raises(PlacementError, match="start the deployment again"):

@@ -126,7 +126,7 @@ def test_without_room_growing_is_tried_less_and_less_often_with_one_warning_each
     assert all("no NPU is free" in each.getMessage() and not each.exc_info for each in said)
 
 
-def test_once_there_is_room_growing_goes_on_at_its_usual_pace() -> None:
+def test_when_npus_become_free_groups_are_added_at_the_usual_pace() -> None:
     groups = ScaledGroups(1, load_config(CONFIG, AUTOSCALE), has_room=False)
     upkeep = groups.upkeep()
 

@@ -538,7 +538,7 @@ class Asked:
         return self.left >= 0
 
 
-def test_a_source_is_quiet_when_nobody_has_read_for_a_while(world: World) -> None:
+def test_a_source_is_quiet_after_a_time_without_requests(world: World) -> None:
     was_asked: Any = Asked(times=3)
     world.server._was_asked = was_asked
     world.server.wait_until_quiet(WAIT_S)

@@ -335,7 +335,7 @@ def groups_of(group: Group, version: int, *, is_draining: bool = False) -> Group
     return GroupList(version, (GroupEntry("0", group.clients_at, 32, 16, is_draining),))
 
 
-def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGroup) -> None:
+def test_a_new_client_gets_the_group_list_as_its_first_message(make_group: MakeGroup) -> None:
     group = make_group()
     earlier = RawClient(group.address, name="earlier")
     group.later.append(earlier)

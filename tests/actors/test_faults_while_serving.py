@@ -172,7 +172,7 @@ def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: fl
 
 
 @pytest.mark.slow
-def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
+def test_the_death_of_a_group_loses_no_request_and_harms_no_other_group(checkpoint: Path) -> None:
     with busy(checkpoint, 6, parallel={"dp": 2}, timeouts={"link_s": 60.0}) as run:
         service = run.service
 

@@ -168,7 +168,7 @@ def test_nothing_is_forked_from_a_process_with_threads(
 
 
 @pytest.mark.slow
-def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
+def test_the_server_ends_together_with_its_owner(tmp_path: Path) -> None:
     code = (
         "from dist_aclgraph.actors.forks import fork_server as f\n"
         "from dist_aclgraph.config import load_config\n"

@@ -219,7 +219,7 @@ def test_a_lazy_graph_that_fails_costs_no_other_one() -> None:
     assert len(serving.changes.failures) == 1
 
 
-def test_a_lazy_graph_that_cannot_come_back_either_is_gone() -> None:
+def test_a_lazy_graph_that_cannot_be_captured_again_is_removed() -> None:
     ranks = FakeRanks()
     serving = Serving(ranks, make_plan(32), lazy=make_lazy())
     for _ in range(60):

@@ -131,7 +131,7 @@ def test_two_families_share_what_the_tightest_rank_can_capture(streams: int) -> 
     assert_all_hold(group, record.plan)
 
 
-def test_ledgers_forget_what_a_smaller_plan_leaves_out() -> None:
+def test_ledgers_contain_only_the_graphs_of_the_smaller_plan() -> None:
     group = FakeRanks(streams=(100, 3))
     ledgers = make_ledgers(group)
 

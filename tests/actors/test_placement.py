@@ -205,7 +205,7 @@ def test_ranks_that_share_contexts_are_placed_together() -> None:
     assert request.strategy == "STRICT_PACK"
 
 
-def test_too_few_npus_name_what_there_is() -> None:
+def test_the_error_for_too_few_npus_lists_the_npus_of_each_node() -> None:
     with pytest.raises(
         PlacementError,
         match=r"needs 10 NPUs.*has 9 \(10.0.0.1/00000001: 8, 10.0.0.2/00000002: 1\).*lower",

@@ -101,7 +101,7 @@ def test_a_key_is_given_again_only_when_outputs_that_may_have_it_are_handed_out(
     assert recipients.add("next", link, 300) == gone.key
 
 
-def test_a_link_that_ends_leaves_the_others_what_they_have() -> None:
+def test_the_end_of_a_link_removes_only_its_own_requests() -> None:
     recipients, first, second = Recipients(), make_link("a"), make_link("b")
     one, other = make_request("one"), make_request("other")
     one.key, other.key = recipients.add("one", first, 5), recipients.add("other", second, 5)

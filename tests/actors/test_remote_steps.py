@@ -55,7 +55,7 @@ def test_a_worker_that_leaves_is_counted_no_more(peers: RemotePeers, connect: Co
         wait_for_count(peers, 0)
 
 
-def test_a_frame_that_is_no_subscription_counts_as_nobody(
+def test_invalid_subscriptions_do_not_count_as_workers(
     peers: RemotePeers, connect: Connect
 ) -> None:
     connect()

@@ -82,7 +82,7 @@ def test_demands_are_known_of_those_that_answer(make_groups: MakeGroups) -> None
 
 
 @pytest.mark.slow
-def test_traffic_is_taken_of_those_that_answer(make_groups: MakeGroups) -> None:
+def test_traffic_is_collected_from_the_engines_that_answer(make_groups: MakeGroups) -> None:
     groups = make_groups(False, True)
     watch, quick = TrafficWatch(groups[0].planner, groups), groups[0].engine
     now_s = time.monotonic()

@@ -112,7 +112,7 @@ BAD, ELSEWHERE = MemoryRange(4096, 8192), MemoryRange(8192, 12288)
         ("uce", [], False),
     ],
 )
-def test_a_worker_goes_on_once_it_has_given_back_what_was_faulty(
+def test_a_worker_survives_if_it_can_free_its_faulty_memory(
     make_worker: Any, located: DeviceFault, held: Any, is_trusted: bool
 ) -> None:
     worker = make_worker(

@@ -84,7 +84,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("cann", ["8.5.0", slow("8.5.1"), slow("9.0.0"), "9.1.0"])
-def test_attention_takes_what_its_line_takes(run_script, cann):
+def test_each_release_series_accepts_its_own_calls_of_attention(run_script, cann):
     calls = f"os.environ['CASES'] = {json.dumps([case for case, *_ in CASES])!r}\n" + CALLS
 
     status, output = run_script(calls, cann=cann)

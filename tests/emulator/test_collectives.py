@@ -314,7 +314,7 @@ def test_domains_hold_streams_and_captures_take_more(run_ranks):
 
 
 @pytest.mark.parametrize("expansion", ["AIV", "FFTS", "AICPU"])
-def test_a_domain_costs_what_its_expansion_mode_says(run_ranks, expansion):
+def test_the_streams_of_a_domain_follow_the_expansion_mode(run_ranks, expansion):
     results = run_ranks(
         """
         from dist_aclgraph.planning.budget.domains import streams_per_domain, streams_per_graph

@@ -460,7 +460,7 @@ def test_a_stall_of_one_rank_is_waited_for_by_the_clocks_of_all(run_ranks):
         assert json.loads(line[5:])["ms"] >= 1000
 
 
-def test_the_time_of_what_was_aborted_does_not_come(told):
+def test_the_modelled_time_of_aborted_work_does_not_pass(told):
     t = told("""
         import threading, time
         LONG_S = 20

@@ -50,7 +50,7 @@ class TestEveryExchange:
     def test_gives_the_dense_sum(self, results, layout, kind):
         assert_no_problems(results(layout), f"sum {kind}")
 
-    def test_counts_what_each_ranks_experts_compute(self, results, layout, kind):
+    def test_the_tokens_of_each_ranks_experts_are_counted(self, results, layout, kind):
         assert_no_problems(results(layout), f"load {kind}")
 
     def test_replays_with_other_tokens_as_it_runs(self, results, layout, kind):
@@ -72,7 +72,7 @@ def test_without_a_mask_padding_travels_like_tokens(results, check):
     assert_no_problems(results((2, 2), "hierarchy", strict=False), check)
 
 
-def test_lanes_hold_what_the_budget_counts(results):
+def test_lanes_have_the_entries_that_the_budget_counts(results):
     # In each layer, two products and the activation run on the side stream. The budget counts all
     # operators of experts on the main lane, so the test adds the operators of the side lane.
     (first, *_), beside = results((2, 2)), SHARED - 2

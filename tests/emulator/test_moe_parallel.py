@@ -200,7 +200,7 @@ def test_experts_of_masked_rows_must_be_legal(run_ranks, ids, rule):
     assert_all_pass(run_ranks(code, 2, devices=2, cann="9.0.0"))
 
 
-def test_limits_are_those_of_the_product(run_ranks):
+def test_limits_depend_on_the_chip(run_ranks):
     results = run_ranks(
         SETUP
         + """

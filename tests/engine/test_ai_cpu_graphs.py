@@ -32,7 +32,7 @@ def capture(npu: Npu, dtype: torch.dtype, graph: BatchDescriptor) -> CaptureCost
 
 
 @pytest.mark.parametrize("graph", [decode_graph(1), pieces(16)])
-def test_a_capture_names_what_the_ai_cpu_runs_of_it(npu: Npu, graph: BatchDescriptor) -> None:
+def test_a_capture_names_its_operators_on_the_ai_cpu(npu: Npu, graph: BatchDescriptor) -> None:
     assert capture(npu, torch.int64, graph).ai_cpu == {"aclnnCumsum": 2}
     assert capture(npu, torch.float32, graph).ai_cpu == {}
 

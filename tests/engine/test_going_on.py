@@ -113,7 +113,7 @@ class Group:
 
 @pytest.mark.parametrize(("where", "num_drafts"), [("whole", 0), ("sharded", 0), ("whole", 2)])
 @given(data=st.data())
-def test_a_step_is_what_it_would_be_from_nothing(
+def test_a_step_equals_the_step_of_a_new_batch(
     where: str, num_drafts: int, data: st.DataObject
 ) -> None:
     place = PLACES[where]

@@ -29,7 +29,7 @@ class NaiveRows:
 
 
 @given(st.data())
-def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
+def test_steps_have_the_same_inputs_as_in_a_naive_model(data: st.DataObject) -> None:
     batch, naive, computed = InputBatch(ROWS, MAX_LEN, PLACE, LATEST), NaiveRows(), {}
     next_block = 1
     for _ in range(data.draw(st.integers(1, 8))):

@@ -281,7 +281,7 @@ def test_int8_products_of_float32_are_refused(
 
 @pytest.mark.parametrize("stored", ["int8", "bfloat16", "quantised now"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_device_makes_of_a_slice_what_the_host_would(
+def test_device_and_host_convert_a_slice_to_the_same_values(
     npu: Any, tmp_path: Path, weight: Tensor, stored: str, dim: int
 ) -> None:
     tensors = int8_tensors(weight) if stored == "int8" else {"w.weight": weight.bfloat16()}

@@ -159,7 +159,9 @@ def test_a_capture_works_after_the_only_graph_was_released(runner: ModelRunner) 
     sequences.decode(decode_graph(4))
 
 
-def test_a_capture_takes_the_memory_of_one_that_was_undone(npu: Any, runner: ModelRunner) -> None:
+def test_a_capture_uses_the_memory_of_a_released_capture_again(
+    npu: Any, runner: ModelRunner
+) -> None:
     runner.warm_up(decode_graph(8))
     free = []
 

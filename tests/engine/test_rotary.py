@@ -108,7 +108,7 @@ def published(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 @pytest.mark.parametrize("length", [100, 2 * MAX_LEN])
 @pytest.mark.parametrize("keys", KEYS)
-def test_keys_and_lengths_mean_what_transformers_takes_them_for(
+def test_rope_keys_and_lengths_give_the_same_frequencies_as_in_transformers(
     published: dict[str, Any], tmp_path: Path, keys: str, length: int
 ) -> None:
     from transformers import AutoConfig

@@ -100,7 +100,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 )
 @examples(60)
 @given(data=st.data())
-def test_a_worker_that_remembers_samples_what_one_from_nothing_does(
+def test_a_worker_with_earlier_steps_samples_like_a_new_worker(
     npu: Any, num_drafts: int, samplings: list[RowSampling], data: st.DataObject
 ) -> None:
     group = Group(data, PLACES["whole"].shards.tokens_per_block, num_drafts)

@@ -96,6 +96,6 @@ def test_answers_are_valid(npu: Any, share: int) -> None:
     assert found["stop"] > len(kept)
 
 
-def test_the_library_is_the_one_that_was_looked_at() -> None:
+def test_the_documented_version_of_the_library_is_installed() -> None:
     """The table in docs/use/structured.md is valid for this version of the library."""
     assert llguidance.__version__ == "1.9.1"

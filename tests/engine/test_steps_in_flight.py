@@ -181,7 +181,7 @@ def runners(npu: Any, request: pytest.FixtureRequest) -> Any:
 
 @examples(20)
 @given(arrivals, st.integers(12, 40), st.sampled_from(SAMPLINGS), changes_of_graphs)
-def test_two_steps_in_flight_bring_what_one_brings(
+def test_two_steps_in_flight_give_the_results_of_one(
     runners: Any,
     arrivals: list[Arrival],
     num_blocks: int,

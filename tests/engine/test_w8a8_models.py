@@ -191,7 +191,9 @@ def tensors_of(value: Any) -> list[Tensor]:
     return tensors_of(list(vars(value).values())) if is_ours else []
 
 
-def test_sizes_are_told_of_exactly_what_is_quantised(npu: Any, model: tuple[Path, Any]) -> None:
+def test_planned_sizes_count_exactly_the_quantised_elements(
+    npu: Any, model: tuple[Path, Any]
+) -> None:
     directory, _ = model
     spec = read_model_spec(directory)
 

@@ -179,7 +179,7 @@ def test_content_of_a_form_or_calls(name):
     ("pattern", "text"),
     [("a/b", "a/b"), (r"a\\/b", "a\\/b"), (r"a\/b", "a/b"), ("a\nb", "a\nb"), ("", "")],
 )
-def test_a_pattern_says_the_same_beside_calls(pattern, text):
+def test_a_pattern_accepts_the_same_texts_in_a_request_with_tools(pattern, text):
     walk = Walk("hermes", TOOLS)
     form = walk.form.structured(StructuredOutputs(regex=pattern), TOOLS)
     assert form is not None

@@ -66,7 +66,7 @@ def test_thousands_of_divisions_say_the_same(name):
 @EACH
 @pytest.mark.parametrize("has_tokens", [True, False])
 @given(data=st.data())
-def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
+def test_an_answer_that_is_cut_off_keeps_its_text(name, has_tokens, data):
     form = make_format(name, has_tokens=has_tokens)
     text, expected = ANSWERS[name]
     num_tokens = data.draw(st.integers(0, len(text)))

@@ -96,7 +96,7 @@ def test_commands_are_scripts_that_are_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
+def test_an_image_has_the_programs_with_which_a_head_starts_workers(name: str) -> None:
     """Ray's monitor runs in the head's container, and uses these programs to reach other hosts."""
     text = (CLUSTER / name).read_text().replace("\\\n", "")
 

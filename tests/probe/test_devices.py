@@ -44,7 +44,7 @@ def test_the_emulator_answers_as_it_says():
 
 
 @pytest.mark.slow
-def test_a_pretended_device_differs_by_what_was_planted():
+def test_the_report_of_a_pretended_device_has_exactly_the_planted_differences():
     report = probe(asked(), pretended.main, streams=STREAMS)
 
     found = {row.name: row.found for row in report.differences()}

@@ -55,7 +55,7 @@ def test_the_sdk_brings_the_key_along(guarded):
         guarded.openai.models.list()
 
 
-def test_a_key_is_nowhere_in_what_is_kept(guarded):
+def test_no_object_that_is_kept_contains_a_key(guarded):
     access = read_access(ServeConfig(), checks_host=True)
 
     assert access.keys is None

@@ -125,7 +125,7 @@ def test_equal_beginnings_go_to_one_engine_while_others_wait_no_less(both, engin
     assert (routed.routed_requests, routed.routed_cached_tokens) == (3, 2 * 400)
 
 
-def test_a_client_hears_what_waits_for_others(both, engine, other):
+def test_a_client_counts_the_waiting_tokens_of_other_clients(both, engine, other):
     engine.others_tokens = 100_000
     both.submit("a", [1], LONG, (), lambda delta: None)
     until(lambda: engine.last_beat.waiting_tokens or other.last_beat.waiting_tokens)
@@ -288,7 +288,7 @@ def test_a_silent_engine_ends_its_requests_with_a_typed_error(client, engine):
         client.submit("b", [1], PARAMS, (), deltas.put)
 
 
-def test_a_gap_in_what_the_engine_sends_ends_the_request_here_and_there(client, engine):
+def test_a_missing_message_of_the_engine_ends_the_request_at_both_ends(client, engine):
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
     deltas.get(timeout=WAIT_S)
@@ -372,7 +372,7 @@ def test_query_returns_one_answer_per_engine(client):
     assert client.query("report") == {"0": {"epoch": 1}}
 
 
-def test_close_ends_what_is_outstanding(engine):
+def test_close_ends_running_requests(engine):
     client = EngineClient([engine.address], TOKEN, node_id=NODE, link_s=LINK_S)
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)

@@ -42,7 +42,7 @@ def series_of(*counts, now_s=None):
     return history.report(counts[-1].time_s if now_s is None else now_s)
 
 
-def test_a_rate_is_what_all_groups_gained_by_the_time_between_two_looks():
+def test_a_rate_is_the_growth_over_all_groups_divided_by_the_time_between_samples():
     report = series_of(
         make_counts(10, tokens=100, engines=("0", "1")),
         make_counts(14, tokens=300, engines=("0", "1")),
@@ -96,7 +96,7 @@ def test_without_answers_a_point_has_no_values_and_the_next_ones_do():
     assert report["series"]["generation_tokens_per_s"] == [None, None, 10.0]
 
 
-def test_a_quantile_is_of_what_was_observed_between_two_looks():
+def test_a_quantile_counts_only_observations_between_two_samples():
     before = [(0.1, 1000.0), (0.2, 1000.0), (INF, 1000.0)]
     after = [(0.1, 1000.0), (0.2, 1010.0), (INF, 1010.0)]
 

@@ -126,7 +126,7 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     assert min(longest) < 12 * scan_s(BODIES["objects"][1])
 
 
-def test_a_prompt_of_no_form_is_told_what_it_holds(service):
+def test_the_error_for_an_invalid_prompt_names_its_type(service):
     error = assert_error(service.http.post(TEXT, content=BODIES["objects"][1]))
 
     assert (error["param"], error["message"]) == ("prompt.0", "prompt.0: expected int, got object")

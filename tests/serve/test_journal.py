@@ -143,7 +143,7 @@ def test_a_journal_says_which_deltas_came(deltas: list[tuple[int, RequestDelta]]
 
 
 @given(st.lists(st.sampled_from(["append", "void", "clear", "large"]), max_size=12))
-def test_of_a_journal_that_is_void_nobody_knows_anything_until_it_is_cleared(
+def test_a_void_journal_has_no_records_until_it_is_cleared(
     turns: list[str],
 ) -> None:
     with new_memory() as (memory, descriptor):
@@ -471,7 +471,9 @@ def descriptors() -> int:
     st.lists(st.sampled_from(["begin", "void", "end", "lose", "take in"]), max_size=30),
     st.data(),
 )
-def test_a_holder_has_what_has_begun_and_not_ended(turns: list[str], data: st.DataObject) -> None:
+def test_a_holder_has_all_connections_that_have_begun_and_not_ended(
+    turns: list[str], data: st.DataObject
+) -> None:
     """If the journal of a connection is void when its process ends, the connection is closed."""
     before = descriptors()
     holder = ConnectionHolder()

@@ -125,7 +125,7 @@ def test_a_request_goes_on_where_its_engine_died(three: Engines) -> None:
     assert three.client.num_resumed == 1
 
 
-def test_a_gap_in_what_an_engine_says_loses_no_token(three: Engines) -> None:
+def test_a_missing_message_of_an_engine_loses_no_token(three: Engines) -> None:
     three.submit(400)
     before, _ = three.collect(20)
     first = three.running

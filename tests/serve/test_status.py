@@ -151,7 +151,7 @@ def test_a_draining_service_still_shows_its_status(own_service, path):
     assert own_service.http.get(path).status_code == 200
 
 
-def test_a_chat_goes_on_while_pages_ask(service):
+def test_a_chat_continues_while_status_pages_are_read(service):
     service.answer("a b c")
     stop = threading.Event()
 

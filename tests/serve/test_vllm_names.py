@@ -54,7 +54,7 @@ def test_metrics_of_vllms_boards_exist_with_the_name_of_the_model(samples, name)
     assert labels and all(each["model_name"] == "tiny-qwen3" for each in labels)
 
 
-def test_labels_and_values_are_those_of_our_own(samples):
+def test_aliases_have_the_labels_and_values_of_our_metrics(samples):
     def by_name(name):
         return {
             tuple(sorted(s.labels.items())): s.value

@@ -59,7 +59,7 @@ def test_a_template_that_reads_parts_gets_them_and_a_text_as_one_part(source):
 
 @pytest.mark.parametrize("source", READS_BOTH.values(), ids=READS_BOTH)
 @pytest.mark.parametrize("content", ["One.", PARTS], ids=["text", "parts"])
-def test_a_template_that_reads_both_gets_what_was_sent(source, content):
+def test_a_template_that_reads_texts_and_parts_gets_the_content_unchanged(source, content):
     assert rendered(source, content) == expected(source, content)
 
 

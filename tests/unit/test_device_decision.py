@@ -123,7 +123,7 @@ def test_a_cann_that_the_npu_does_not_report_has_the_rules_of_a_start(dev: Path)
 
 
 @pytest.mark.parametrize("use", ["plan", "here", "cluster"])
-def test_plans_have_what_the_npu_of_this_machine_says(dev: Path, use: Use) -> None:
+def test_plans_use_the_facts_of_this_machines_npu(dev: Path, use: Use) -> None:
     (dev / "davinci0").touch()
 
     assert known(decide_device(make(), use, say_a3)) == A3

@@ -24,7 +24,7 @@ from dist_aclgraph.errors import DeviceFault
         ("the step was not answered", None),
     ],
 )
-def test_the_reason_goes_before_the_code_and_what_is_unknown_has_no_name(
+def test_the_reason_has_priority_over_the_code_and_an_unknown_fault_has_no_name(
     text: str, fault: DeviceFault | None
 ) -> None:
     assert device_fault(RuntimeError(text)) == fault

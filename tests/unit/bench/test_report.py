@@ -13,7 +13,7 @@ ROWS = [
 COLUMNS = {"way": "{way}", "MiB": "{size!M:.1f}", "ratio": "{ratio[median]:.2f}", "us": "{us:.0f}"}
 
 
-def test_cells_are_scaled_and_what_is_not_there_is_a_dash() -> None:
+def test_cells_are_scaled_and_a_missing_value_is_a_dash() -> None:
     table = make_table("Ways", COLUMNS, ROWS)
 
     assert list(table.lines) == [["a", "1.0", "1.50", "-"], ["b", "0.5", "1.00", "7"]]

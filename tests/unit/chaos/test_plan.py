@@ -53,7 +53,7 @@ def test_a_plan_without_faults_is_empty() -> None:
     assert make_plan(1, 10, max_deltas=100, kinds=()) == []
 
 
-def test_a_fault_says_what_strikes_within_its_recovery() -> None:
+def test_the_text_of_a_fault_names_the_second_fault() -> None:
     fault = Fault(Kind.KILL_ENGINE, Kind.KILL_WORKER)
 
     assert str(Fault(Kind.KILL_ENGINE)) == "engine killed"

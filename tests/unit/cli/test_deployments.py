@@ -300,7 +300,7 @@ def test_a_part_that_is_too_large_is_named_with_its_key(
 
 
 @pytest.mark.parametrize(("dp", "ep"), [(16, 128), (32, 256)])
-def test_blocks_take_what_eager_steps_of_many_ranks_leave(dp: int, ep: int) -> None:
+def test_memory_is_left_after_the_eager_steps_of_many_ranks(dp: int, ep: int) -> None:
     memory = plan(V3, {"parallel.dp": dp, "parallel.ep": ep})["memory"]
     parts = {part["name"]: part["bytes"] for part in memory["parts"]}
 
@@ -373,7 +373,7 @@ def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
     assert buckets["calibrated"] == 2
 
 
-def test_chips_differ_in_exchange_and_in_what_hccl_takes() -> None:
+def test_chips_differ_in_exchange_and_in_streams_of_hccl() -> None:
     a2, a3 = plan(QWEN3, A2), plan(QWEN3, A3)
 
     assert a2["ranks"][0]["taken"]["communication domains"] == 2 + 2 + 2

@@ -47,7 +47,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("ports", ["auto", "50000-50010", "20000-20100,50005"])
-def test_ports_that_nobody_else_is_given_are_fine(ports: str) -> None:
+def test_ports_that_the_kernel_gives_no_other_process_need_no_warning(ports: str) -> None:
     assert port_warning({"HCCL_HOST_SOCKET_PORT_RANGE": ports}) == ""
 
 

@@ -335,7 +335,7 @@ def test_weights_of_an_unknown_shape_are_its_files_and_the_report_says_so(
     assert "lacks the key vocab_size" in report["assumptions"][0]
 
 
-def test_offers_and_blocks_have_what_weights_and_buffers_leave(checkpoint: Path) -> None:
+def test_offers_and_blocks_share_the_memory_without_weights_and_buffers(checkpoint: Path) -> None:
     shape = {"vocab_size": 1000, "intermediate_size": 512}
     (checkpoint / "config.json").write_text(json.dumps(SHAPE | shape))
     poor = {"memory_mb_by_rank": {1: 64}, "memory_mb": 128}

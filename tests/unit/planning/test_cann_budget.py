@@ -55,7 +55,7 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
     assert lanes(PIECES, pair) == [(20, 4), (16, 8), (16, 8), (16, 8), (10, 8)]
 
 
-def test_norms_over_the_heads_of_several_ranks_lengthen_what_comes_before_attention() -> None:
+def test_norms_over_the_heads_of_several_ranks_add_entries_before_attention() -> None:
     pair, norms = (Workload(num_layers=4, tp=2, sums_norms=sums) for sums in (False, True))
     # In each layer, the main lane gets ten operators, a record and a wait, and HCCL's lane gets
     # four entries of the collective.
@@ -67,7 +67,7 @@ def test_norms_over_the_heads_of_several_ranks_lengthen_what_comes_before_attent
     assert lanes(PIECES, norms) == [*((a + main, b + side) for a, b in before), last]
 
 
-def test_buckets_take_what_they_took_on_the_emulator() -> None:
+def test_the_price_of_a_bucket_equals_its_streams_on_the_emulator() -> None:
     alone, pair = Workload(num_layers=4), Workload(num_layers=4, tp=2)
 
     assert (price(DECODE, alone), price(PIECES, alone)) == (1, 5)

@@ -145,7 +145,7 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 
 
-def test_logits_take_what_graphs_can_hold_and_not_what_can_run() -> None:
+def test_the_memory_of_logits_depends_on_the_largest_graph_not_on_max_num_seqs() -> None:
     few, many = (
         make(scheduler={"max_num_seqs": n, "max_num_batched_tokens": 4096}) for n in (512, 4096)
     )
@@ -193,7 +193,7 @@ def test_a_checkpoint_in_int8_is_priced_as_it_is(tmp_path: Path) -> None:
     assert account(plain).parts == account(quantised).parts
 
 
-def test_an_unknown_shape_takes_what_its_files_do() -> None:
+def test_a_model_of_unknown_shape_takes_the_bytes_of_its_files() -> None:
     facts = ModelFacts(
         architecture="X", num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64,
         context_len=128, weight_bytes=1000,

@@ -178,7 +178,7 @@ def test_log_probabilities_of_a_prompt_that_ranks_split_are_refused() -> None:
     make_scheduler(tp=2).add(request)
 
 
-def test_no_rank_takes_in_what_another_could_not_bring() -> None:
+def test_no_result_is_applied_if_a_result_of_another_rank_is_missing() -> None:
     scheduler = make_scheduler()
     start(scheduler, make_request("a"), make_request("b"))
 

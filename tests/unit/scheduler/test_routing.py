@@ -95,7 +95,7 @@ def test_a_salt_keeps_equal_beginnings_apart():
         max_size=60,
     )
 )
-def test_loads_are_what_is_open_and_never_fall_below_it(moves):
+def test_loads_are_never_below_the_open_requests(moves):
     router = make_router("a", "b")
     open_requests: dict[str, str] = {}
     for number, (move, value) in enumerate(moves):

@@ -209,7 +209,7 @@ def test_a_spec_holds_the_facts_that_planning_knows(tmp_path: Path) -> None:
     assert spec.experts.num_experts == facts.experts.num_experts
 
 
-def test_planning_knows_what_the_latent_takes(tmp_path: Path) -> None:
+def test_planning_knows_the_size_of_the_latent(tmp_path: Path) -> None:
     read(tmp_path, V3)
 
     facts = read_model_facts(tmp_path)

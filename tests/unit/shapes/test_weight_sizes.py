@@ -70,7 +70,7 @@ def test_routers_are_float32_whatever_the_others_are() -> None:
     assert routers == 58 * 256 * (7168 + 1) * 4  # + 1 for the bias with which experts are chosen
 
 
-def test_int8_halves_what_is_quantised() -> None:
+def test_int8_halves_the_quantised_weights() -> None:
     spec = read_model_spec(SHAPES / "qwen3-235b-a22b")
     whole = dict(weight_parts(spec, tp=8, ep=8, element_bytes=2))
     halved = dict(weight_parts(spec, tp=8, ep=8, element_bytes=2, matrix_bytes=1))
