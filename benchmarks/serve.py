@@ -156,11 +156,13 @@ def measure_ingresses(
     pace: Pace,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """Stream from services with several ingresses; return one row for each number of streams of an
-    ingress and number of ingresses.
+    """Stream from services with several ingresses.
 
-    Each ingress gets the same load, however many there are. If CPU time per token is the same, too,
-    ingresses on their own cores serve as many times the tokens as there are ingresses.
+    Each ingress gets the same number of streams, however many ingresses there are. If the CPU time
+    per token is also the same, n ingresses on separate cores serve n times as many tokens.
+
+    Returns:
+        A row for each number of streams per ingress and each number of ingresses.
     """
     config = _config(max(counts) * max(sizes), pace)
     tokens = Tokenizer(config.model).encode(TEXT)

@@ -38,8 +38,9 @@ class CollectiveMarks:
         """Mark that the device begins a collective, after all queued work."""
 
     def read(self) -> tuple[int, int] | None:
-        """Return the device's last step modulo ``NUM_STEPS``, and the code of its last collective
-        in this step, 0 before the first one. None without marks. Any thread may call this.
+        """Return the device's last step modulo ``NUM_STEPS``, and the code of the last collective
+        of this step; the code is 0 before the first collective. None without marks. Any thread may
+        call this.
         """
         return None
 

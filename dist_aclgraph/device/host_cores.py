@@ -98,7 +98,7 @@ def all_cores() -> dict[int, int]:
     """Return the NUMA node of each core of the host; 0 if the kernel has no nodes.
 
     Raises:
-        NotBoundError: this process may not use all cores of the host, or the cores are unknown.
+        NotBoundError: the process is not allowed on all cores of the host, or they are unknown.
     """
     try:
         online = parse_cores(ONLINE.read_text())

@@ -149,8 +149,12 @@ def _values_of(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
-    """Return a regular expression that matches the strings that a schema of ``strings_of`` allows;
-    None if each of these strings contains one of ``ends``.
+    """Return a regular expression for the strings that a schema allows.
+
+    None if every allowed string contains one of ``ends``.
+
+    Args:
+        schema: a schema that ``strings_of`` has returned.
     """
     values = _values_of(schema)
     if values is not None:

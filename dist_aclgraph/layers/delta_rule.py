@@ -230,7 +230,7 @@ def _run_chunks(
 
 
 def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """Return the products of x of token i with k of each token j up to i, decayed from j to i.
+    """Return the products of x[i] and k[j] for all tokens j <= i, decayed from j to i.
 
     Args:
         x, k: [heads, chunks, size, key_dim].

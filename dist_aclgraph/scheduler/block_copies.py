@@ -135,7 +135,7 @@ class BlockCopies:
         """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # else a request's block can be held for free
+        if self._pool.counts_shared:  # otherwise, holding a request's block uses no free block
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 

@@ -91,8 +91,8 @@ def check_shards(
     if num_shards == 1:
         return
     copies = tp if is_latent else max(1, tp // num_kv_heads)
-    # The keys are the allowed numbers of shards. The values are the numbers of ranks with different
-    # heads; each of these ranks computes attention for the queries of all these ranks.
+    # The keys are the allowed numbers of shards. A value is the number of ranks with different
+    # heads, which gather their queries; each of them computes attention for all these queries.
     legal = {num_prompt_ranks * n: n for n in range(1, copies + 1) if copies % n == 0}
     if num_shards not in legal:
         count = copies * num_prompt_ranks

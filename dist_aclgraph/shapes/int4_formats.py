@@ -194,8 +194,10 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
 
 def group_of(description: Mapping[str, Any]) -> int | None:
-    """Return the number of inputs with a common scale, from a description of ModelSlim or of
-    weights; None without groups.
+    """Return how many inputs share a scale; None if the description names no groups.
+
+    Args:
+        description: ModelSlim's description, or the description of the weights.
     """
     size = description.get("group_size")
     return size if isinstance(size, int) and size > 0 else None

@@ -84,8 +84,8 @@ class ModelFacts:
         quant_method: name of the format of quantised weights in config.json; "" without a name.
         vocab_size: number of rows of the embedding; all token ids are smaller.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
-            of k, so that ranks with different heads exchange sums. Else, norms of q and k, if the
-            model has them, normalise each head on its own.
+            of k, so that ranks with different heads exchange sums. If false, the norms of q and k
+            normalise each head separately, or the model has no such norms.
     """
 
     architecture: str

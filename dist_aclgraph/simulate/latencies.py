@@ -34,14 +34,14 @@ class Latencies:
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # else the request runs again after a preemption
+            if name in self._arrived_s:  # a request that runs again is not counted again
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:
             request = outputs.requests[index]
             begun_s = self._begun_s.pop(request.request_id, None)
             num_further = len(request.tokens) - request.num_prompt_tokens - 1
-            if num_further and begun_s is not None:  # else another group has begun the request
+            if num_further and begun_s is not None:  # not begun by another group
                 self.per_token_s.append((now_s - begun_s) / num_further)
 
 

@@ -55,7 +55,7 @@ class Busy:
         os.kill(self.pids[rank], signal.SIGKILL)
 
     def sibling(self, name: str) -> int:
-        """Return the process id of the only actor of a class; its parent is that of the workers."""
+        """Return the process id of a class's only actor, a child of the workers' parent process."""
         parent = int(Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
         # The kernel keeps 15 characters of a name.
         [pid] = [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]

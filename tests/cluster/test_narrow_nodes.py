@@ -1,4 +1,4 @@
-"""Some nodes have fewer free NPUs than a group needs, and some NPUs may not be used."""
+"""Some nodes have fewer free NPUs than a group needs, and some NPUs must stay unused."""
 
 from __future__ import annotations
 

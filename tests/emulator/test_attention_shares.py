@@ -182,7 +182,7 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
 
 @pytest.mark.parametrize("first,second", [([40, 40], [1030, 1]), ([1500, 900], [1, 0])])
 def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
-    """An update may not change the type of a kernel, but all attention kernels have the same type.
+    """An update must not change the type of a kernel, but all attention kernels have the same type.
 
     So an update may change a task to any lengths.
     """

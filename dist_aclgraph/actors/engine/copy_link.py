@@ -45,8 +45,8 @@ class CopyLink:
         return self._scheduler.is_copying or self._scheduler.is_looking
 
     def num_read(self) -> dict[str, int]:
-        """Return how many blocks were read from each tier, by the tier's name. Of the workers that
-        keep parts of the same blocks, only the first one counts. Any thread may call this.
+        """Return how many blocks were read from each tier, by the tier's name. If several workers
+        keep parts of the same blocks, only the first worker is counted. Any thread may call this.
         """
         found: Counter[str] = Counter()
         for rank in self._scheduler.owners:
