@@ -150,7 +150,7 @@ def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each deployment with each workload, with the names of both."""
+    """Yield a row for each deployment and workload: the names of both, and the figures."""
     for name, found in deployments.items():
         for workload, row in found["workloads"].items():
             yield {"name": name, "workload": workload, "title": title(workload), **row}

@@ -42,8 +42,8 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
 
     If the working directory has no ``configs/x.yaml``, the package's file of this name is read. A
     relative ``model`` is a path in the working directory if it exists there. Otherwise it is
-    relative to the parent of the file's folder: ``models/y`` in ``configs/x.yaml`` is beside
-    ``configs``.
+    relative to the parent of the file's folder: in ``a/configs/x.yaml``, ``models/y`` means
+    ``a/models/y``.
 
     Args:
         source: path of a YAML file, or a model's directory or hub name. For a model, all other keys

@@ -217,7 +217,7 @@ def write_latents(
 def gather_queries(
     context: ContextParallel, absorbed: Tensor, q_rope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the queries of all heads of the ranks that share a cache, in two parts.
+    """Gather the queries of all ranks that share a cache; return the two parts of these queries.
 
     Args:
         absorbed: [n, heads, 512]; q_rope: [n, heads, 64]; of this rank's heads.

@@ -1,4 +1,4 @@
-"""With a route prefix, the API works: Ray Serve's proxy passes the whole path, and the prefix."""
+"""The API works below a route prefix; Ray Serve's proxy passes the whole path and the prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates of tests, which share their process: starting one takes a quarter of a second."""
+"""Templates of tests. All share one process, because a start takes a quarter of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a service whose terminal is closed."""
+"""Tests of the owner of a service whose terminal is closed."""
 
 from __future__ import annotations
 

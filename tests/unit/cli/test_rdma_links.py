@@ -1,4 +1,4 @@
-"""What ``doctor`` learns from the driver's hccn_tool, which a shell script plays."""
+"""``doctor`` reads the output of the driver's hccn_tool; here, a shell script replaces the tool."""
 
 from __future__ import annotations
 

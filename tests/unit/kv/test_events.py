@@ -1,4 +1,4 @@
-"""Who applies the events of a prefix cache holds the blocks that can be found there, no others."""
+"""A subscriber that applies a prefix cache's events knows exactly the blocks in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that hangs delays nobody, and files in memory are still found."""
+"""A disk that hangs delays no step, and files in memory are still found."""
 
 from __future__ import annotations
 

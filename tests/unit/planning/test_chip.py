@@ -1,4 +1,4 @@
-"""A chip's rules refuse settings. For each rule, a similar setting passes."""
+"""A chip's rules refuse settings. For each rule, a similar setting is accepted."""
 
 from __future__ import annotations
 
