@@ -51,9 +51,9 @@ INTRODUCTION = """\
 [chaos.md](chaos.md): it kills workers, engines, ingress and controller, disconnects clients,
 reads slowly, and sends too many requests. Between two faults, when all groups serve and no
 request runs, it samples all processes of the service, the memory segments (`/dev/shm`) and the
-run directories. A value is flat if it has grown by at most 5 %, or by a small amount, from a
-fifth of the run to its end; the growth is the slope of a line through the samples. `make soak`
-makes this page.
+run directories. The growth of a value is the slope of a line through its samples, from a fifth
+of the run to its end. A value is flat if its growth is at most 5 %, or a small amount. `make
+soak` makes this page.
 """
 
 
