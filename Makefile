@@ -37,8 +37,9 @@ JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 OTHERS = $(SPREAD) --ignore=tests/emulator --ignore=tests/clients
+quick: JOBS = 2
 quick: setup-dev ## Run the tests that need neither device nor Ray, in about a minute on two cores
-	$(SPREAD) -n 2 -m "not slow" tests/unit tests/text
+	$(SPREAD) -m "not slow" tests/unit tests/text
 
 test: setup-dev emulator ## Lint, and run the tests that each change must pass
 	@$(MAKE) --no-print-directory lint & lint=$$!; \

@@ -178,7 +178,7 @@ def read_value(text: str) -> tuple[Any, str]:
 
 
 class _PythonWords(ast.NodeTransformer):
-    """Replaces the constants of JSON by those of Python."""
+    """Replaces ``true``, ``false`` and ``null`` by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node

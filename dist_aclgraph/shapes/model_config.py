@@ -57,8 +57,8 @@ _DEEPSEEK_V3 = {
     "topk_group": 4,
     "first_k_dense_replace": 3,
 }
-# for each family, the values of keys that config.json may lack, as in transformers; without keys
-# whose default is the same in all families
+# If config.json lacks one of these keys, the family's value is used, as in transformers. Keys whose
+# default is equal in all families are not listed.
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 128},
     "DeepseekV2ForCausalLM": {"n_shared_experts": 2},

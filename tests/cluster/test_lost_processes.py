@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 CONFIG = "configs/tiny-deepseek.yaml"
 PROMPTS = [[70 + i, 71, 72] for i in range(8)]
-NUM_TOKENS = 60
+NUM_TOKENS = 120
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class Deployed:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Each node with NPUs has a home of its own, so that nodes share no files below their homes."""
+    """Each node with NPUs has a separate home folder, so that nodes share no files below it."""
 
     def with_npus(name: str) -> dict[str, Any]:
         home = str(tmp_path_factory.mktemp(name))
@@ -105,7 +105,7 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
 
 
 def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
-    """This test must be first, because the other tests share a deployment that keeps the NPUs."""
+    """This test must come before the tests that share a deployment, which keeps the NPUs."""
     with service(nodes, APART) as (where, client):
         answers = [
             client.completions.create(
@@ -126,7 +126,7 @@ def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes
 
 @pytest.mark.rare
 def test_a_group_fetches_prompts_from_a_group_on_another_node(nodes: Nodes) -> None:
-    """This test must also be before those that share a deployment."""
+    """This test must come before the tests that share a deployment, which keeps the NPUs."""
     copies = {"kv.disk": "~/kv", "kv.disk_gib": 0.1, "kv.block_size": 16}
     roles = {"parallel.prefill_groups": 1, "parallel.prefill_from_tokens": 64}
     prompts = [[first, *range(3, 100)] for first in range(4)]

@@ -13,9 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
@@ -223,7 +223,7 @@ class BlockFetches:
         fetch.deadline_s = self._clock() + LIMIT_S
         files = self._files_at(fetch.place)
         try:
-            with _Link(context, fetch.endpoint, self._token) as link:
+            with closing(_Link(context, fetch.endpoint, self._token)) as link:
                 # With recurrent state, a request starts from a checkpoint, so that blocks after the
                 # last checkpoint are not needed.
                 wanted = self._copy_state(link, fetch, files["state"], len(fetch.names))
@@ -239,7 +239,8 @@ class BlockFetches:
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
         """Return the files on this node in the source's layout."""
         if place not in self._files:
-            # Perhaps the model's files are meanwhile those of the next roll.
+            # The engine's own identity is used, because the model's files may have been replaced
+            # since the engine started.
             self._files[place] = tiers_of(self._config, place, self._identity)
         return self._files[place]
 
@@ -305,15 +306,7 @@ class _Link:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         endpoint.connect(self._socket)
 
-    def __enter__(self) -> _Link:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._socket.close()
 
     def read_all(

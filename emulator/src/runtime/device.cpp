@@ -18,8 +18,8 @@ static const char *cann_version() { return settings().cann.c_str(); }
 
 // The devices that ASCEND_RT_VISIBLE_DEVICES selects: ids between commas, up to the first invalid
 // one (CANN's document of the variable). If an id is not larger than the id before it, no device is
-// selected (torch_npu's test of its own count, which it compares with CANN's). The process counts
-// the devices from zero.
+// selected: a test of torch_npu compares its count with CANN's. The process counts the devices from
+// zero.
 static std::vector<int> parse_visible_devices() {
   std::vector<int> ids;
   const char *p = getenv("ASCEND_RT_VISIBLE_DEVICES");
