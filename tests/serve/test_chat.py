@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.openai.state import ApiState
@@ -438,10 +439,21 @@ def test_no_effort_turns_reasoning_off(kind):
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
 @pytest.mark.parametrize("is_on", [True, False])
-def test_a_field_turns_reasoning_on_or_off_for_several_models(kind, is_on):
-    body = {"model": MODEL, "messages": HI, "enable_thinking": is_on}
+def test_a_field_turns_reasoning_on_or_off_for_several_models(kind, name, is_on):
+    body = {"model": MODEL, "messages": HI, name: is_on}
 
     asked = msgspec.json.decode(json.dumps(body), type=kind)
 
     assert asked.chat_options().variables == {"enable_thinking": is_on, "thinking": is_on}
+
+
+@pytest.mark.parametrize("value", [{}, [], "", 0])
+def test_thinking_has_the_form_of_the_document(value):
+    body = {"model": MODEL, "messages": HI, "thinking": value}
+
+    asked = msgspec.json.decode(json.dumps(body), type=TokenizeRequest)
+
+    with pytest.raises(InvalidParameterError, match="thinking"):
+        asked.chat_options()

@@ -451,11 +451,9 @@ def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
 
 def _asked_thinking(body: ChatRequest | TokenizeRequest) -> bool | None:
     """Return whether ``thinking`` turns reasoning on or off; None if it does neither."""
-    if is_empty(body.thinking):
-        return None
     kind = body.kind_of_part(ThinkingSwitch)
-    found = decode(body.thinking, bool | kind, "thinking")
-    if isinstance(found, bool):
+    found = decode(body.thinking, bool | kind | None, "thinking") if bytes(body.thinking) else None
+    if found is None or isinstance(found, bool):
         return found
     return {"enabled": True, "disabled": False}.get(found.type)
 
