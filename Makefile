@@ -64,7 +64,7 @@ test-cluster: setup-dev emulator ## Test hosts in network namespaces (root), Ray
 CLIENTS := .venv-clients
 CLIENT_PIP = $(CLIENTS)/bin/python -m pip install -q --no-compile
 CLIENTS_STAMP := $(CLIENTS)/stamp
-test-clients: setup-dev emulator setup-clients ## Test a service with other projects' clients, benchmarks and proxies
+test-clients: setup-dev emulator setup-clients setup-vllm ## Test a service with other projects' clients, benchmarks and proxies
 	$(PYTEST) -v tests/clients
 
 setup-clients: setup

@@ -125,11 +125,11 @@ def program(name: str) -> str:
     return path
 
 
-def client_program(name: str, remedy: str = "make setup-clients") -> str:
+def client_program(name: str) -> str:
     """Return the path of a program in the clients' environment; skip the test if it is missing."""
     path = CLIENTS / name
     if not path.exists():
-        pytest.skip(f"{name} is not in {CLIENTS.parent.name}; {remedy}")
+        pytest.skip(f"{name} is not in {CLIENTS.parent.name}; make setup-clients")
     return str(path)
 
 
