@@ -134,6 +134,8 @@ REPLIES: dict[str, Json] = {
         history={"type": "object"},
     ),
 }
+# Further types of JSON that are decoded as numbers and booleans.
+DECODED_FROM = {"integer": ("string",), "number": ("string",), "boolean": ("integer", "string")}
 SECURITY_SCHEMES: Json = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x_api_key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -183,7 +185,20 @@ def _schemas(is_strict: bool) -> dict[str, Json]:
     _, found = msgspec.json.schema_components(
         [strict(kind) if is_strict else kind for kind in kinds], ref_template=REF
     )
-    return {**found, "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}
+    bodies = {name: _as_decoded(schema) for name, schema in found.items()}
+    return {**bodies, "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}
+
+
+def _as_decoded(schema: Any) -> Any:
+    """Return the schema of a body with all types that the service decodes (``body``)."""
+    if isinstance(schema, list):
+        return [_as_decoded(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _as_decoded(value) for key, value in schema.items()}
+    if isinstance(kind := schema.get("type"), str) and kind in DECODED_FROM:
+        found["type"] = [kind, *DECODED_FROM[kind]]
+    return found
 
 
 def _operation(path: str, endpoint: Callable[..., Any]) -> Json:

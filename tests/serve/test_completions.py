@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -286,3 +288,27 @@ def test_preferred_and_forbidden_tokens_reach_the_engine(service):
         71: 2.5,
         **single,
     }
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_numbers_may_be_texts_or_floats_without_a_fraction(service, texts):
+    service.http.post(
+        "/v1/completions",
+        json={
+            "model": MODEL,
+            "prompt": "Hi",
+            "max_tokens": "3" if texts else 3.0,
+            "temperature": "0.5" if texts else 0.5,
+            "stream": "false" if texts else 0,
+            "logit_bias": {"7": "2" if texts else 2.0},
+        },
+    ).raise_for_status()
+
+    (submit,) = service.engine.submitted
+    assert (submit.max_tokens, submit.sampling.temperature) == (3, 0.5)
+
+
+def test_a_byte_order_mark_before_the_body_is_ignored(service):
+    body = json.dumps({"model": MODEL, "prompt": "Hi"}).encode("utf-8-sig")
+
+    assert service.http.post("/v1/completions", content=body).status_code == 200

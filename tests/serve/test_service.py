@@ -277,6 +277,13 @@ def test_the_openapi_document_tells_the_errors_and_no_422(service):
     assert "messages" in document["components"]["schemas"][body["$ref"].split("/")[-1]]["required"]
 
 
+def test_the_openapi_document_says_that_numbers_may_be_texts(service):
+    schemas = service.http.get("/openapi.json").json()["components"]["schemas"]
+
+    (number, null) = schemas["ChatRequest"]["properties"]["temperature"]["anyOf"]
+    assert (number, null) == ({"type": ["number", "string"]}, {"type": "null"})
+
+
 def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(service):
     text = service.http.get("/openapi.json").text
     document = json.loads(text)

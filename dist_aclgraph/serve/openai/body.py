@@ -1,7 +1,8 @@
 """Reads request bodies within limits, and decodes them into typed structs. Errors are 4xx.
 
 msgspec checks types while it decodes, and stops at the first error, so nothing is built from
-invalid input. A field that may have any number of items stays ``Raw``, which costs only a scan. The
+invalid input. As in vLLM, a number may also be written as a text or as a float without a fraction,
+and a boolean as 0, 1 or a text. A field that may have any number of items stays ``Raw``, which costs only a scan. The
 items of such a field are counted before they are built (``types``).
 
 Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused. A
@@ -12,6 +13,7 @@ the field's effect.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -177,7 +179,7 @@ def strict(kind: type[B]) -> type[B]:
 
 @cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(kind, strict=False)
 
 
 async def _receive_in_time(request: Request, config: ServeConfig) -> bytes:
@@ -205,7 +207,7 @@ async def read_body(
         BodyTimeoutError: the body did not arrive in time.
         InvalidParameterError: the body is incomplete, is not JSON, or does not match ``kind``.
     """
-    data = await _receive_in_time(request, config)
+    data = (await _receive_in_time(request, config)).removeprefix(codecs.BOM_UTF8)
     is_large = data.count(b'"') > 2 * MAX_STRINGS or data.count(b"{") > MAX_STRINGS
     is_strict = config.strict or is_large
     wanted = strict(kind) if is_strict else kind
