@@ -46,6 +46,10 @@ class TextPiece(msgspec.Struct, frozen=True):
 class OutputText:
     """The text of one request as it grows.
 
+    Attributes:
+        stop_reason: the requested stop string or stop token that ended the text; None if the text
+            has not ended, or ended for another reason.
+
     Args:
         prompt_ids: the prompt; the beginning of the text depends on the prompt's last tokens.
         reader: divides the text into reasoning, content and calls. Stop strings then end the output
@@ -68,6 +72,8 @@ class OutputText:
         stops = params.stop if form is None or form.has_free_text else ()
         includes_stop = params.include_stop_str_in_output
         self._matcher = StopMatcher(stops, includes_stop=includes_stop)
+        self._stop_ids = params.stop_token_ids
+        self.stop_reason: int | str | None = None
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._rows: list[RowLogprobs] = []  # reports of tokens whose text is not certain yet
@@ -80,11 +86,6 @@ class OutputText:
     @property
     def num_thought_tokens(self) -> int:
         return 0 if self._reader is None else self._reader.num_thought_tokens
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that has ended the text; None if no stop string has ended the text."""
-        return self._matcher.matched
 
     def add_tokens(
         self,
@@ -126,6 +127,8 @@ class OutputText:
                 self._take_content(self._matcher.finish())
             elif self._matcher.matched is None:
                 text += self._feed(left, 0) + self._matcher.finish()
+            is_asked = has_end_token and token_ids[-1] in self._stop_ids
+            self.stop_reason = token_ids[-1] if is_asked else self._matcher.matched
         taken = list(token_ids[:num_taken])
         texts += self._detokenizer.take_token_texts()
         events, self._events = tuple(self._events), []

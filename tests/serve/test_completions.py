@@ -10,7 +10,13 @@ from dist_aclgraph.serve.openai import state
 from tests.serve.test_errors import assert_error
 
 MODEL = "tiny-qwen3"
+CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
+
+
+def data_of(stream: str) -> list[str]:
+    """Return the data of a stream's frames, without [DONE]."""
+    return [line.removeprefix("data: ") for line in stream.split("\n\n")[:-2]]
 
 
 @pytest.mark.parametrize(
@@ -288,6 +294,26 @@ def test_preferred_and_forbidden_tokens_reach_the_engine(service):
         71: 2.5,
         **single,
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("/v1/completions", {"prompt": "Hi"}), (CHAT, {"messages": HI})]
+)
+@pytest.mark.parametrize(
+    ("stops", "reason"), [({"stop": "w"}, "w"), ({"stop_token_ids": [27]}, 27), ({}, None)]
+)
+def test_the_stop_reason_is_the_requested_stop(service, path, prompt, stops, reason, stream):
+    service.answer("ab two")
+    body = {"model": MODEL, "stream": stream, **prompt, **stops}
+    if "stop_token_ids" in stops:
+        service.engine.reply = lambda submit: [5, 27, 5]
+
+    reply = service.http.post(path, json=body)
+
+    *_, last = [{}, reply.json()] if not stream else map(json.loads, data_of(reply.text))
+    (choice,) = last["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
 @pytest.mark.parametrize("texts", [False, True])

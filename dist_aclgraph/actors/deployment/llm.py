@@ -460,10 +460,7 @@ class LLM:
         request.add_prompt_logprobs(delta.prompt_logprobs, self.tokenizer)
         request.state = request.state or delta.embedding
         request.num_cached_tokens = max(request.num_cached_tokens, delta.num_cached_tokens)
-        if piece.has_end_token and piece.token_ids[-1] in choice.params.stop_token_ids:
-            output.stop_reason = piece.token_ids[-1]
-        else:
-            output.stop_reason = choice.text.stop_string
+        output.stop_reason = choice.text.stop_reason
         return output.finished()
 
 

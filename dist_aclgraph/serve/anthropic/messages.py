@@ -77,6 +77,7 @@ class _MessageReply(Shape):
         self._blocks = Blocks(chance.name)
         self._is_begun = False
         self._finish_reason: str | None = None
+        self._stop: int | str | None = None  # the stop sequence that has ended the answer
 
     def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         events: list[Json] = []
@@ -91,10 +92,9 @@ class _MessageReply(Shape):
         return b"".join(map(_frame, events or [{"type": "ping"}]))
 
     def last_frames(self, generation: Generation) -> bytes:
-        reason, stop = self._stop(generation)
         delta = {
             "type": "message_delta",
-            "delta": {"stop_reason": reason, "stop_sequence": stop},
+            "delta": {"stop_reason": self._reason(generation), "stop_sequence": self._stop},
             "usage": usage_of(generation.usage),
         }
         return _frame(delta) + _frame({"type": "message_stop"})
@@ -107,8 +107,8 @@ class _MessageReply(Shape):
         for piece in pieces[0]:
             for _ in self._add(piece):
                 pass
-        reason, stop = self._stop(generation)
-        return self._message(self._blocks.blocks, reason, stop, generation.usage)
+        reason = self._reason(generation)
+        return self._message(self._blocks.blocks, reason, self._stop, generation.usage)
 
     def _add(self, piece: ChoicePiece) -> Iterator[Json]:
         events: Iterable[Event] = [Content(piece.text)] if piece.text else piece.events
@@ -116,19 +116,19 @@ class _MessageReply(Shape):
         if piece.finish_reason is not None:
             self._finish_reason = piece.finish_reason
             yield from self._blocks.close()
+            self._stop = None if self._blocks.has_calls else piece.stop_reason
 
-    def _stop(self, generation: Generation) -> tuple[str, str | None]:
-        """Return why the answer has ended, and the stop sequence that ended it."""
+    def _reason(self, generation: Generation) -> str:
+        """Return why the answer has ended."""
         if self._finish_reason == "length":
             is_ours = generation.params[0].max_tokens != self._max_tokens
-            return "model_context_window_exceeded" if is_ours else "max_tokens", None
-        if self._blocks.has_calls:
-            return "tool_use", None
-        stop = generation.stop_string(0)
-        return "end_turn" if stop is None else "stop_sequence", stop
+            return "model_context_window_exceeded" if is_ours else "max_tokens"
+        if self._stop is not None:
+            return "stop_sequence"
+        return "tool_use" if self._blocks.has_calls else "end_turn"
 
     def _message(
-        self, content: list[Json], reason: str | None, stop: str | None, usage: Usage
+        self, content: list[Json], reason: str | None, stop: int | str | None, usage: Usage
     ) -> Json:
         return {
             **self._common,

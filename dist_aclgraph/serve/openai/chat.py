@@ -62,6 +62,8 @@ class _ChatReply(Reply):
         has_more = len(piece.logprobs) > piece.has_end_token
         logprobs = self._logprobs(piece) if has_more else None
         choice = self._choice(piece.index, delta, logprobs, self._finish_reason(piece))
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         frame = self.chunk(usage, choice)
@@ -86,6 +88,7 @@ class _ChatReply(Reply):
                     "message": message,
                     "logprobs": self._logprobs(piece) if self._body.logprobs else None,
                     "finish_reason": self._finish_reason(piece),
+                    "stop_reason": piece.stop_reason,
                 }
             )
             if self._body.return_token_ids:

@@ -201,6 +201,8 @@ class _CompletionReply(Reply):
             "logprobs": None,
             "finish_reason": piece.finish_reason,
         }
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
         rows: list[RowLogprobs | None] = [] if is_left_out else [*piece.logprobs]
         texts = [] if is_left_out else [*piece.token_texts]
         if self._body.return_token_ids:

@@ -45,6 +45,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
             text.
         events: for a chat, the text as events.
         embedding: hidden state of the prompt, float32 [hidden], if requested.
+        stop_reason: in the last piece, the requested stop string or stop token that ended the text.
     """
 
     index: int
@@ -57,6 +58,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     has_end_token: bool = False
     events: tuple[Event, ...] = ()
     embedding: bytes = b""
+    stop_reason: int | str | None = None
 
 
 class Sink(Protocol):
@@ -202,10 +204,6 @@ class Generation:
             sum(choice.output.num_thought_tokens for choice in self._choices),
         )
 
-    def stop_string(self, index: int) -> str | None:
-        """Return the stop string that has ended a choice; None if no stop string has ended it."""
-        return self._choices[index].output.stop_string
-
     def _limit_time(self, sink: Sink) -> None:
         limit_s = self.state.config.serve.generation_s
         if limit_s is None:
@@ -307,6 +305,7 @@ class Generation:
             has_end_token,
             piece.events,
             delta.embedding,
+            choice.output.stop_reason,
         )
 
     def _with_report(self, piece: ChoicePiece) -> list[ChoicePiece]:

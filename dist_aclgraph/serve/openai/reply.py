@@ -203,6 +203,7 @@ def joined(pieces: list[ChoicePiece]) -> ChoicePiece:
         pieces[-1].has_end_token,
         tuple(event for piece in pieces for event in piece.events),
         pieces[-1].embedding,
+        pieces[-1].stop_reason,
     )
 
 
