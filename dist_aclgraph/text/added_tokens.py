@@ -57,7 +57,7 @@ def read_added_tokens(
         ModelError: a file cannot be read, or an entry of the file is not a valid token.
     """
     found = dict(described)
-    listed = _tokens_by_id(found.get("added_tokens_decoder") or {})
+    listed = tokens_by_id(found)
     is_complete = "added_tokens_decoder" in found
     if not is_complete:
         found |= _read(directory / "special_tokens_map.json")
@@ -92,7 +92,13 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def _tokens_by_id(listed: Any) -> dict[int, AddedToken]:
+def tokens_by_id(described: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Return the tokens that a tokenizer_config.json lists by their ids.
+
+    Raises:
+        ModelError: an entry is not a valid token.
+    """
+    listed = described.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
         raise ModelError("added_tokens_decoder must be an object of tokens by their ids")
     return {int(key): _token(value) for key, value in listed.items()}

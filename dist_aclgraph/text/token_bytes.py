@@ -23,7 +23,7 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> None:
         kinds = _decoder_kinds(tokenizer.decoder)
         self._tokenizer = tokenizer
-        self._byte_of_char = _byte_of_char() if "ByteLevel" in kinds else None
+        self._byte_of_char = byte_of_char() if "ByteLevel" in kinds else None
         self.byte_ids: frozenset[int] = frozenset()
         if "ByteFallback" in kinds:
             byte_tokens = [i for token, i in vocabulary.items() if _BYTE.fullmatch(token)]
@@ -67,7 +67,7 @@ def _decoder_kinds(decoder: Any) -> set[str]:
     return {described["type"], *(part["type"] for part in parts)}
 
 
-def _byte_of_char() -> dict[str, int]:
+def byte_of_char() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
     A printable character of Latin-1 means the byte that equals its code. Characters from U+0100 on

@@ -1,4 +1,4 @@
-"""Tokenizer: a checkpoint's ``tokenizer.json`` and chat template, without transformers.
+"""Tokenizer: a checkpoint's own tokenizer and chat template, without transformers.
 
 The tokenizer renders only the templates of the checkpoint.
 """
@@ -21,8 +21,9 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.rope_spec import read_context_lengths
-from dist_aclgraph.text.added_tokens import read_added_tokens
+from dist_aclgraph.text.added_tokens import read_added_tokens, tokens_by_id
 from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_template
+from dist_aclgraph.text.tiktoken_file import read_tiktoken
 from dist_aclgraph.text.token_bytes import TokenBytes
 from dist_aclgraph.token_ids import check_token_ids
 
@@ -48,8 +49,8 @@ class Tokenizer:
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: all token ids are in [0, vocab_size).
         context_len: default length of the longest request, in tokens.
-        has_text: whether there is a tokenizer.json; without one, prompts are token ids and outputs
-            have no text.
+        has_text: whether there is a tokenizer.json or a tiktoken.model; without one, prompts are
+            token ids and outputs have no text.
     """
 
     def __init__(self, directory: str | Path, overrides: Mapping[str, Any] | None = None) -> None:
@@ -63,17 +64,9 @@ class Tokenizer:
         config = read_model_config(directory, overrides)
         described = directory / "tokenizer_config.json"
         tokenizer_config = read_json_object(described) if described.exists() else {}
-        path = directory / "tokenizer.json"
-        self.has_text = path.exists()
-        if self.has_text:
-            check_regular(path)
-        try:
-            if self.has_text:
-                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            else:
-                self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        except BaseException as e:  # a panic of the library is no Exception
-            raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
+        found = _read_tokenizer(directory, tokenizer_config)
+        self.has_text = found is not None
+        self._tokenizer = found or tokenizers.Tokenizer(tokenizers.models.BPE())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         known = self._tokenizer.get_added_tokens_decoder().values()
@@ -116,7 +109,9 @@ class Tokenizer:
         """
         if not self.has_text:
             raise InvalidParameterError(
-                "this checkpoint has no tokenizer.json: give the prompt as token ids", "prompt"
+                "this checkpoint has no tokenizer.json: give the prompt as token ids, or add the file "
+                "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes it)",
+                "prompt",
             )
         most = max_tokens or self.context_len
         if len(text) > most * self._longest_token:
@@ -296,6 +291,27 @@ class Tokenizer:
         if tokenize:
             return self.encode_chat(conversation, options)
         return self.render_chat(conversation, options)
+
+
+def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+    """Return the tokenizer of a checkpoint's file, without tokens of other files; None without
+    such a file.
+
+    Raises:
+        ModelError: the file is not a tokenizer.
+    """
+    path, other = directory / "tokenizer.json", directory / "tiktoken.model"
+    try:
+        if path.exists():
+            check_regular(path)
+            return tokenizers.Tokenizer.from_file(str(path))
+        if other.exists():
+            return read_tiktoken(other, tokens_by_id(described))
+    except ModelError:
+        raise
+    except BaseException as e:  # a panic of the library is no Exception
+        raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
+    return None
 
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
