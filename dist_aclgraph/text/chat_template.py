@@ -20,7 +20,7 @@ import jinja2
 import markupsafe
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError
-from dist_aclgraph.shapes.json_files import read_text
+from dist_aclgraph.shapes.json_files import read_json_object, read_text
 from dist_aclgraph.text import template_process
 from dist_aclgraph.text.child_process import ChildProcess, close_all
 from dist_aclgraph.text.message_form import read_form
@@ -203,7 +203,10 @@ def read_chat_template(
     Raises:
         ModelError: the template cannot be read, or does not compile.
     """
-    sources = _sources(directory, described.get("chat_template"))
+    own, other = described.get("chat_template"), directory / "chat_template.json"
+    if own is None and other.exists():  # the file of a processor of images and texts
+        own = read_json_object(other).get("chat_template")
+    sources = _sources(directory, own)
     if not sources:
         return None
     for source in sources.values():

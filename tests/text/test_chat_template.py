@@ -204,6 +204,16 @@ def test_a_checkpoint_may_have_templates_by_name(tmp_path, place):
         template.render(HI, ChatOptions(variables={"messages": []}))
 
 
+def test_the_template_of_a_processor_is_used_if_there_is_no_other(tmp_path):
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    alone = read_chat_template(tmp_path, {}, {})
+    beside = read_chat_template(tmp_path, {"chat_template": "of the tokenizer"}, {})
+    assert alone is not None
+    assert beside is not None
+
+    assert (alone.render(HI), beside.render(HI)) == ("of the processor", "of the tokenizer")
+
+
 def test_text_that_is_not_unicode_comes_back():
     template = ChatTemplate(CONTENT, {})
 
