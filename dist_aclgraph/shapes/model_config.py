@@ -67,6 +67,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": _DEEPSEEK_V3,
     "GlmMoeDsaForCausalLM": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
     "Glm4MoeForCausalLM": {
+        "num_key_value_heads": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "rms_norm_eps": 1e-5,
@@ -76,13 +77,19 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.446,
         "rms_norm_eps": 1e-5,
     },
-    "MiniMaxM2ForCausalLM": {"head_dim": 128, "rope_theta": 5e6},
-    "GptOssForCausalLM": {"head_dim": 64, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
-    "Qwen3NextForCausalLM": {"head_dim": 256},
-    "Qwen3_5ForCausalLM": {"head_dim": 256},
-    "Qwen3_5MoeForCausalLM": {"head_dim": 256},
-    "Qwen3_5ForConditionalGeneration": {"head_dim": 256},
-    "Qwen3_5MoeForConditionalGeneration": {"head_dim": 256},
+    "MiniMaxM2ForCausalLM": {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
+    "GptOssForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 150000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
+    "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
+    "Qwen3_5ForCausalLM": {"num_key_value_heads": 4, "head_dim": 256},
+    "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
+    "Qwen3_5ForConditionalGeneration": {"num_key_value_heads": 4, "head_dim": 256},
+    "Qwen3_5MoeForConditionalGeneration": {"num_key_value_heads": 2, "head_dim": 256},
 }
 
 

@@ -38,6 +38,12 @@ def read(directory: Path, shape: str, **changes: Any) -> ModelSpec:
         ("gpt-oss-20b", {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "head_dim": 64}),
         ("qwen3-next-80b-a3b", {"head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}),
         ("qwen3.5-397b-a17b", {"head_dim": 256, "rms_norm_eps": 1e-6}),
+        ("glm-4.5", {"num_key_value_heads": 8}),
+        ("minimax-m2", {"num_key_value_heads": 8}),
+        ("gpt-oss-20b", {"num_key_value_heads": 8}),
+        ("qwen3-235b-a22b", {"num_key_value_heads": 4}),
+        ("qwen3-next-80b-a3b", {"num_key_value_heads": 2}),
+        ("qwen3.5-397b-a17b", {"num_key_value_heads": 2}),
     ],
 )
 def test_a_key_that_is_absent_has_the_default_of_transformers(
