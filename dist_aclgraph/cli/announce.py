@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import API_KEY_VARIABLE, api_key, ray_address
+from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 
@@ -62,6 +63,13 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
         console.print(
             f"The model samples with {named} where a request says nothing "
             "(sampling_defaults=none: without)",
+            highlight=False,
+        )
+    stored = read_model_config(config.model, config.model_overrides).dtype
+    if stored == "float16" and config.dtype == "bfloat16":
+        console.print(
+            "The checkpoint is in float16, and its weights are rounded to bfloat16 "
+            "(dtype=float16: without)",
             highlight=False,
         )
     if "controller" in report:

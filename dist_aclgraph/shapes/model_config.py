@@ -122,6 +122,14 @@ class ModelConfig:
         return names[0][:200]
 
     @property
+    def dtype(self) -> str:
+        """Type of the weights that are not quantised, such as "float16"; "" if unknown.
+
+        transformers writes the key ``dtype``; older releases wrote ``torch_dtype``.
+        """
+        return self.text("dtype", self.text("torch_dtype", "")).removeprefix("torch.")
+
+    @property
     def max_position_embeddings(self) -> int:
         return self.integer("max_position_embeddings", DEFAULT_CONTEXT, most=MAX_CONTEXT)
 

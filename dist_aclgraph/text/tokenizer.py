@@ -109,8 +109,9 @@ class Tokenizer:
         """
         if not self.has_text:
             raise InvalidParameterError(
-                "this checkpoint has no tokenizer.json: give the prompt as token ids, or add the file "
-                "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes it)",
+                "this checkpoint has no tokenizer.json: give the prompt as token ids, or add the "
+                "file (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers "
+                "writes it)",
                 "prompt",
             )
         most = max_tokens or self.context_len

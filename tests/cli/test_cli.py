@@ -246,6 +246,20 @@ def test_the_curl_line_finds_its_key_and_shows_none(
     assert "many-letters" not in printed
 
 
+@pytest.mark.parametrize(
+    ("stored", "dtype", "is_told"),
+    [("float16", "bfloat16", True), ("float16", "float16", False), ("float32", "bfloat16", False)],
+)
+def test_the_announcement_says_that_float16_weights_are_rounded(capsys, stored, dtype, is_told):
+    from dist_aclgraph.cli.announce import announce
+
+    config = load_config(CONFIG, {"dtype": dtype, "model_overrides": {"dtype": stored}})
+
+    announce(config, {}, Console(width=120))
+
+    assert ("weights are rounded to bfloat16" in capsys.readouterr().out) == is_told
+
+
 def test_the_version_is_told():
     result = call("--version")
 
