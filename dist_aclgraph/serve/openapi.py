@@ -13,7 +13,7 @@ import msgspec
 from dist_aclgraph.serve.anthropic.types import CountTokensRequest, MessagesRequest
 from dist_aclgraph.serve.openai.body import Body, strict
 from dist_aclgraph.serve.openai.chat_message import ChatMessage
-from dist_aclgraph.serve.openai.errors import ANTHROPIC_PATHS
+from dist_aclgraph.serve.openai.errors import ANTHROPIC_PATH
 from dist_aclgraph.serve.openai.types import (
     ChatRequest,
     CompletionRequest,
@@ -203,7 +203,7 @@ def _as_decoded(schema: Any) -> Any:
 
 def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
     """Return the document's entry for a path: its parameters, its body and its replies."""
-    error = "AnthropicError" if path in ANTHROPIC_PATHS else "Error"
+    error = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
     errors = {
         str(status): {"description": text, "content": _json({"$ref": REF.format(name=error)})}
         for status, text in ERRORS.items()

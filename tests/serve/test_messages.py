@@ -434,6 +434,7 @@ def test_hostile_bodies_are_refused(tooled, path, name):
 def test_errors_of_all_layers_have_anthropics_form(tooled):
     assert_error(tooled.http.post(PATH, content=b"{"), 400)
     assert_error(tooled.http.get(PATH), 405)
+    assert_error(tooled.http.post(f"{PATH}/batches", json={}), 404)
     headers = {"Content-Type": "text/plain"}
     assert_error(tooled.http.post(PATH, content=b"x", headers=headers), 415)
     other = {"model": "other", "messages": HI, "max_tokens": 5}

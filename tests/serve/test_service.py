@@ -234,6 +234,18 @@ def test_fields_of_features_that_are_not_offered_are_refused(service, name, fiel
     }
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "//v1/chat/completions", "/v1//chat//completions//"]
+)
+def test_more_slashes_than_needed_change_nothing(service, path):
+    service.answer("a")
+
+    url = f"{service.url}{path}"
+    reply = service.http.post(url, json={"model": MODEL, "messages": HI})
+
+    assert reply.status_code == 200, "without a redirect"
+
+
 def test_models_have_the_fields_that_benchmarks_read():
     with serving(served_model_aliases=["gpt-x"]) as service:
         models = service.http.get("/v1/models").json()["data"]

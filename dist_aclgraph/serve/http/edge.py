@@ -48,6 +48,7 @@ GENERATING = frozenset(
 )
 _GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
 REQUEST_ID = b"x-request-id"
+_SLASHES = re.compile("/{2,}")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -95,6 +96,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = _plain_path(scope)
         headers = dict(scope["headers"])
         name = headers.get(REQUEST_ID, b"")
         if self._names_requests:
@@ -205,6 +207,15 @@ def _own_path(scope: Scope) -> str:
     if rest == path or rest.startswith("/"):
         return rest
     return path if rest else "/"
+
+
+def _plain_path(scope: Scope) -> str:
+    """Return the path without repeated slashes and without a slash at its end, because clients join
+    addresses and paths in several ways. The path of the root keeps its slash.
+    """
+    path = _SLASHES.sub("/", scope["path"])
+    shorter = path.removesuffix("/")
+    return path if shorter == scope.get("root_path", "") else shorter
 
 
 def request_name(given: bytes) -> bytes:

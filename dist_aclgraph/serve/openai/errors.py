@@ -1,6 +1,6 @@
 """Our errors as HTTP statuses, and as error objects of OpenAI and of Anthropic.
 
-No other module maps errors to statuses. Errors on ``ANTHROPIC_PATHS`` have Anthropic's form.
+No other module maps errors to statuses. Errors below ``ANTHROPIC_PATH`` have Anthropic's form.
 Responses with status 429 or 503 have the header Retry-After.
 
 | error | status | type of OpenAI | type of Anthropic |
@@ -109,7 +109,7 @@ TYPE_OF = {
     500: "internal_error",
     503: "service_unavailable",
 }
-ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPE_OF = {
     401: "authentication_error",
     403: "permission_error",
@@ -169,7 +169,7 @@ def error_response(error: BaseException, path: str = "") -> Response:
     """
     status = status_of(error)
     body = error_body(error)
-    if path.endswith(ANTHROPIC_PATHS):
+    if ANTHROPIC_PATH in path:  # a route prefix can precede it
         body = anthropic_error_body(status, public_message(error))
     return json_response(body, status, _headers_of(error))
 
@@ -184,7 +184,7 @@ def plain_error(
     status: int, message: str, headers: Mapping[str, str] | None = None, path: str = ""
 ) -> Response:
     """Return an error of the HTTP layer, e.g. for an unknown path or method."""
-    if path.endswith(ANTHROPIC_PATHS):
+    if ANTHROPIC_PATH in path:  # a route prefix can precede it
         return json_response(anthropic_error_body(status, message), status, headers)
     kind = TYPE_OF.get(status, "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -31,8 +31,6 @@ async def list_models(state: ApiState, request: Request) -> Response:
 async def show_model(state: ApiState, request: Request) -> Response:
     """One model, found by its name."""
     name = request.path_params["model_id"]
-    if not name:  # /v1/models/
-        return await list_models(state, request)
     state.admit(name, TASKS)
     return json_response(_model(state, name))
 
