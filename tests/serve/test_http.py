@@ -73,3 +73,34 @@ def test_a_service_at_a_unix_socket(service, tmp_path):
 
 def test_an_address_may_be_in_brackets():
     assert ServeConfig(host="[::1]").host == "::1"
+
+
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 200, 1000])
+def test_requests_that_offer_another_protocol_are_answered_in_http_1_1(service, size):
+    service.answer("two words")
+    body = STREAM.replace(b"true", b"false")
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode()
+    chunked = head.partition(b"Content")[0] + b"Transfer-Encoding: chunked\r\n"
+    last = (
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: x\r\nConnection: upgrade, close\r\n"
+    )
+    data = head + H2C + b"\r\n" + body + chunked + H2C + b"\r\n"
+    data += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) + last + b"\r\n"
+
+    with socket.create_connection(("127.0.0.1", service.http.base_url.port)) as client:
+        for start in range(0, len(data), size):
+            client.sendall(data[start : start + size])
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+
+    assert answer.count(b"HTTP/1.1 200 ") == 3
+    assert answer.count(b"two words") == 2
+    assert b"connection: close" in answer.lower()
+
+
+def test_an_address_without_a_path_is_the_root(service):
+    head = b"GET http://localhost HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+    assert ask(service, head).startswith(b"HTTP/1.1 200 ")

@@ -76,10 +76,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_suspended = record is not None
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        # If a request asks to close the connection, the request stays valid even if the client
-        # sends more data.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parser = self._new_parser()
         self._deadline = ClientDeadline(self._loop, self._end_overdue)
         # Ends the connection if the client does not read.
         self._stall: asyncio.TimerHandle | None = None
@@ -211,12 +208,17 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # -- parser ----------------------------------------------------------------------------------
 
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # If a request asks to close the connection, the request stays valid even if the client
+        # sends more data.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
     def _parse(self, data: bytes) -> None:
         self._has_begun = False
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # The bytes are not HTTP, but an earlier request is still answered.
+            self._feed(data)
         except httptools.HttpParserError:
             if self._has_answered_all:
                 self.write(self.server.malformed.with_headers(self.server.headers))
@@ -228,6 +230,35 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._is_quiet:  # Bytes that do not begin a request must not keep the connection open.
             self._deadline.shorten(self._limits.header_s)
         self._settle()
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as e:
+                if self._wants_upgrade:
+                    data = self._without_upgrade() + data[e.args[0] :]
+                    continue
+                # After CONNECT, the bytes are not HTTP, but an earlier request is still answered.
+            return
+
+    @property
+    def _wants_upgrade(self) -> bool:
+        """Whether the headers ask for another protocol. Java's client asks for h2c in every request
+        without TLS.
+        """
+        is_asked = any(name == b"upgrade" for name, _ in self._headers)
+        return is_asked and self._parser.should_upgrade()
+
+    def _without_upgrade(self) -> bytes:
+        """Return the headers without the wish for another protocol, for a new parser. The previous
+        parser reads no body of such a request.
+        """
+        kept = (header for header in self._headers if header[0] != b"upgrade")
+        lines = b"".join(b"%b: %b\r\n" % header for header in kept)
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        self._parser = self._new_parser()
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, lines)
 
     def on_message_begin(self) -> None:
         self._url, self._headers = b"", []
@@ -243,6 +274,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
+        if self._wants_upgrade:
+            return
         # An application that reads the body responds with 408 a little before this deadline.
         self._deadline.set(self._limits.body_s + self._limits.header_s)
         resumed = self.record.take_resumed()
@@ -284,6 +317,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._last.take_body(body)
 
     def on_message_complete(self) -> None:
+        if self._wants_upgrade:
+            return
         if not self._is_refused and self._last is not None:
             self._last.end_body()
         self._is_refused = False
@@ -304,7 +339,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _make_scope(self, version: str) -> Scope:
         url = httptools.parse_url(self._url)
-        path = url.path.decode("ascii")
+        path = (url.path or b"/").decode("ascii")
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
