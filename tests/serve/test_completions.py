@@ -316,6 +316,12 @@ def test_the_stop_reason_is_the_requested_stop(service, path, prompt, stops, rea
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
+def test_the_number_of_answers_may_be_said_twice(service):
+    body = {"model": MODEL, "prompt": "Hi", "n": 2, "best_of": 2}
+
+    assert len(service.http.post("/v1/completions", json=body).json()["choices"]) == 2
+
+
 @pytest.mark.parametrize("texts", [False, True])
 def test_numbers_may_be_texts_or_floats_without_a_fraction(service, texts):
     service.http.post(

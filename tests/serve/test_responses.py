@@ -355,7 +355,7 @@ WRONG = [
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"role": "user", "content": None}]}, "input.0.content"),
     ({"input": [{"role": "user", "content": 5}]}, "input.0.content"),
-    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     ({"input": [*ITEMS, {"type": "function_call", "name": "f"}]}, "input.1.call_id"),
     ({"input": [*ITEMS, {"type": "function_call", "call_id": "c"}]}, "input.1.name"),

@@ -79,6 +79,13 @@ def test_text_has_no_grammar(service):
         assert structure_of(service) is None
 
 
+@pytest.mark.parametrize("schema", [{}, {"schema": None}])
+def test_a_format_without_a_schema_is_any_json(service, schema):
+    ask(service, extra_body={"response_format": {"type": "json_schema", "json_schema": schema}})
+
+    assert '"json_schema":{"x-guidance"' in structure_of(service).grammar
+
+
 def test_completions_take_forms_too(service):
     service.openai.completions.create(
         model=MODEL,
@@ -105,6 +112,7 @@ def test_completions_take_forms_too(service):
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "exactly one"),
         ({"structured_outputs": {}, "guided_json": "[1]"}, "must be a JSON schema"),
         ({"guided_regex": "(["}, "regex"),
+        ({"guided_json": "{"}, "guided_json is not valid JSON"),
         ({"guided_regex": "a" * 70_000}, "65536"),
         ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "takes more than 1 s"),
         ({"structured_outputs": {"json": False}}, "no value matches"),

@@ -142,6 +142,10 @@ def test_tokenize_takes_tools_and_fields_of_templates_as_a_chat_does(tooled):
             {"role": "assistant", "content": "a", "annotations": [{"type": "url_citation"}]},
             {"role": "assistant", "content": "a"},
         ),
+        (
+            {"role": "assistant", "tool_calls": [{"type": None, "function": {"name": "clock"}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "clock"}}]},
+        ),
     ],
     ids=repr,
 )
@@ -152,6 +156,14 @@ def test_messages_may_have_the_forms_of_other_servers(tooled, message, plain):
     ]
 
     assert found[0]["tokens"] == found[1]["tokens"]
+
+
+def test_a_tool_without_a_type_is_a_function(tooled):
+    tooled.answer(CALLS)
+
+    reply = ask(tooled, tools=[{"function": CLOCK["function"]}])
+
+    assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["weather", "clock"]
 
 
 @pytest.mark.parametrize("choice", ["none", None])
@@ -221,7 +233,12 @@ def test_several_choices_have_their_own_calls(tooled):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            "messages.0.content.0.text",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name"),
         ({"tools": [CLOCK] * 513}, "tools"),

@@ -324,7 +324,8 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
         raise InvalidParameterError("the request body is nested too deeply") from None
     except ValueError as e:  # msgspec.DecodeError and UnicodeDecodeError
         raise InvalidParameterError(
-            f"the request body is not valid JSON: {_reason(str(e), bytes(data))}"
+            f"{param or 'the request body'} is not valid JSON: {_reason(str(e), bytes(data))}",
+            param or None,
         ) from None
 
 

@@ -11,22 +11,14 @@ from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS
-from dist_aclgraph.serve.openai.text_parts import not_offered
+from dist_aclgraph.serve.openai.text_parts import TextPart, text_of
 from dist_aclgraph.serve.openai.tools import ToolCall, read_calls
-
-
-class ContentPart(Body):
-    """Part of a content. Clients send the parts that other APIs of the same model have, too."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class ChatMessage(Body):
     """A message. All fields of a client's ``message.model_dump()`` are allowed."""
 
-    PARTS: ClassVar = {"content": ContentPart, "tool_calls": ToolCall}
+    PARTS: ClassVar = {"content": TextPart, "tool_calls": ToolCall}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Raw, schemas.CONTENT] = ABSENT
@@ -76,21 +68,17 @@ class ChatMessage(Body):
         if not data.startswith(b"["):
             return str(decode(data, str, param))
         check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
-        kind = self.kind_of_part(ContentPart)
+        kind = self.kind_of_part(TextPart)
         parts = decode(data, list[str | kind], param)  # type: ignore[valid-type]
         if len(parts) > MAX_PARTS:
             raise InvalidParameterError(
                 f"{param} has {len(parts)} parts; at most {MAX_PARTS} are allowed", param
             )
-        texts = [part if isinstance(part, str) else _text_of(part, param) for part in parts]
+        texts = [
+            part if isinstance(part, str) else text_of(part, f"{param}.{i}", schemas.TEXT_PARTS)
+            for i, part in enumerate(parts)
+        ]
         return [{"type": "text", "text": text} for text in texts] or ""
-
-
-def _text_of(part: ContentPart, param: str) -> str:
-    text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in schemas.TEXT_PARTS or text is None:
-        raise not_offered(part.type, param)
-    return text
 
 
 def messages_for_template(body: Body, raw: Raw) -> list[dict[str, Any]]:

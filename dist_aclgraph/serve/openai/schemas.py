@@ -147,7 +147,7 @@ TOOLS = _or_null(
         "maxItems": MAX_TOOLS,
         "items": {
             "type": "object",
-            "required": ["type", "function"],
+            "required": ["function"],
             "properties": {
                 "type": {"const": "function"},
                 "function": {

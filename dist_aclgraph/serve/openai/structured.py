@@ -30,7 +30,7 @@ _NOTHING = (b"", b"null", b"{}", b"[]")
 
 
 class _JsonSchema(Body, kw_only=True):
-    schema: Raw = Raw(b"{}")
+    schema: Raw = Raw()
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -192,7 +192,9 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
         raise InvalidParameterError(
             "response_format.json_schema is missing", "response_format.json_schema"
         )
-    text = _schema(found.json_schema.schema, "response_format.json_schema.schema")
+    has_schema = bytes(found.json_schema.schema) not in (b"", b"null")
+    schema = found.json_schema.schema if has_schema else Raw(b"{}")
+    text = _schema(schema, "response_format.json_schema.schema")
     return StructuredOutputs(json=text, whitespace_pattern=whitespace)
 
 

@@ -15,8 +15,8 @@ from dist_aclgraph.serve.openai.schemas import MAX_PARTS
 STRINGS_PER_PART = 16
 
 
-class _Part(Body):
-    """A part of a text; other fields are ignored."""
+class TextPart(Body):
+    """A part of a text. Clients send parts of several APIs."""
 
     type: str
     text: str | None = None
@@ -36,18 +36,25 @@ def read_texts(raw: Raw, param: str, offered: Collection[str]) -> list[str]:
     if not data.startswith(b"["):
         return [decode(data, str, param)]
     check_num_strings(data, STRINGS_PER_PART * MAX_PARTS, param)
-    parts = decode(data, list[_Part], param)
+    parts = decode(data, list[TextPart], param)
     if len(parts) > MAX_PARTS:
         raise InvalidParameterError(
             f"{param} has {len(parts)} parts; at most {MAX_PARTS} are allowed", param
         )
-    return [_text_of(part, f"{param}.{i}", offered) for i, part in enumerate(parts)]
+    return [text_of(part, f"{param}.{i}", offered) for i, part in enumerate(parts)]
 
 
-def _text_of(part: _Part, param: str, offered: Collection[str]) -> str:
+def text_of(part: TextPart, param: str, offered: Collection[str]) -> str:
+    """Return the text of a part.
+
+    Raises:
+        InvalidParameterError: the part is not text.
+    """
     text = part.refusal if part.text is None else part.text
-    if part.type not in offered or text is None:
+    if part.type not in offered:
         raise not_offered(part.type, param)
+    if text is None:
+        raise InvalidParameterError(f"{param}.text is missing", f"{param}.text")
     return text
 
 

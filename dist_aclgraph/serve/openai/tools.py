@@ -43,8 +43,8 @@ class Tool(Body, kw_only=True):
 
     PARTS: ClassVar = {"function": Function}
 
-    type: str
-    function: Function
+    type: str = "function"
+    function: Function | None = None
 
 
 class _Named(Body, kw_only=True):
@@ -79,7 +79,7 @@ class ToolCall(Body, kw_only=True):
 
     function: _CalledFunction
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     index: int | None = None
 
 
@@ -132,15 +132,21 @@ def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | N
     if not found:
         check_needs_no_tools(asked)
         return None
-    for i, tool in enumerate(found):
-        check_type(tool.type, f"tools.{i}")
+    functions = [_function_of(tool, f"tools.{i}") for i, tool in enumerate(found)]
     return use_tools(
-        [tool.function for tool in found],
+        functions,
         asked,
         is_parallel=is_parallel is not False,
         places=[f"tools.{i}.function.name" for i in range(len(found))],
         definitions=decode(bytes(tools), list[dict[str, Any]], "tools"),
     )
+
+
+def _function_of(tool: Tool, place: str) -> Function:
+    check_type(tool.type, place)
+    if tool.function is None:
+        raise InvalidParameterError(f"{place}.function is missing", f"{place}.function")
+    return tool.function
 
 
 def decode_tools(tools: Raw, kind: type[T]) -> list[T]:

@@ -356,8 +356,10 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         super().check_fields()
         if self.suffix:
             raise InvalidParameterError("suffix is not offered", "suffix")
-        if self.best_of not in (None, 1):
-            raise InvalidParameterError("best_of is not offered", "best_of")
+        if self.best_of not in (None, 1, self.num_choices):
+            raise InvalidParameterError(
+                f"best_of is {self.best_of}; only the value of n is offered", "best_of"
+            )
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
