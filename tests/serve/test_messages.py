@@ -286,6 +286,23 @@ def test_a_form_of_the_text_becomes_a_grammar(tooled):
     assert '"name"' in tooled.engine.submitted[-1].sampling.structure.grammar
 
 
+def test_the_form_may_have_its_older_name(tooled):
+    tooled.answer('{"name": "Tom"}')
+    form = {"type": "json_schema", "schema": Person.model_json_schema()}
+
+    ask(tooled, extra_body={"output_format": form})
+
+    assert '"name"' in tooled.engine.submitted[-1].sampling.structure.grammar
+
+
+def test_an_empty_system_prompt_is_left_out(tooled):
+    tooled.answer("x")
+
+    ask(tooled, system="")
+
+    assert "system" not in prompt_of(tooled)
+
+
 def test_arguments_that_are_no_object_are_not_lost(tooled):
     tooled.answer('<tool_call>\n{"name": "weather", "arguments": {"city": "Ro')
 

@@ -81,14 +81,8 @@ THINKING = _or_null(
         budget_tokens={"type": "integer", "minimum": 0},
     ),
 )
-OUTPUT_CONFIG = _or_null(
-    _object(
-        (),
-        effort=_STRING,
-        format=_object(
-            ("type", "schema"), type={"const": "json_schema"}, schema={"type": "object"}
-        ),
-    )
-)
+_FORMAT = _object(("type", "schema"), type={"const": "json_schema"}, schema={"type": "object"})
+FORMAT = _or_null(_FORMAT)
+OUTPUT_CONFIG = _or_null(_object((), effort=_STRING, format=_FORMAT))
 STOP = _or_null(_list({"type": "string", "minLength": 1}, MAX_STOP_STRINGS, least=0))
 OBJECT = _or_null({"type": "object"})

@@ -62,7 +62,7 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
     prompt: list[str] = []
     if bytes(system) not in _NOTHING:
         texts = read_texts(system, "system", ("text",))
-        prompt = [text for text in texts if not text.startswith(BILLING)]
+        prompt = [text for text in texts if text and not text.startswith(BILLING)]
     found: list[dict[str, Any]] = []
     for i, turn in enumerate(turns):
         for each in _messages_of(turn, f"messages.{i}.content"):

@@ -79,6 +79,7 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
     output_config: Annotated[Raw, schemas.OUTPUT_CONFIG] = ABSENT
+    output_format: Annotated[Raw, schemas.FORMAT] = ABSENT  # older name of output_config.format
     # The service refuses a value in this field.
     mcp_servers: Annotated[Raw, IGNORED] = ABSENT
     # The service ignores these fields.
@@ -223,5 +224,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         return self._conversation(tools, params, context_len, self.cache_salt or "")
 
     def _form(self) -> StructuredOutputs | None:
-        found = self._output_config().format
-        return None if found is None else read_text_format(found, "output_config.format")
+        found, param = self._output_config().format, "output_config.format"
+        if found is None and bytes(self.output_format) not in _NOTHING:
+            param = "output_format"
+            found = decode(self.output_format, TextFormat, param)
+        return None if found is None else read_text_format(found, param)
