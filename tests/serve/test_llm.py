@@ -163,6 +163,14 @@ def test_a_prompt_may_be_text_ids_or_a_mapping(llm):
     assert llm.generate([], params) == []
 
 
+def test_prompts_may_have_a_cache_salt(llm, deployment):
+    llm.generate([{"prompt": "one", "cache_salt": "mine"}, "two"], SamplingParams(max_tokens=1))
+
+    assert sorted(submit.cache_salt for submit in deployment.engine.submitted) == ["", "mine"]
+    with pytest.raises(InvalidParameterError, match="cache_salt is 5"):
+        llm.generate({"prompt": "one", "cache_salt": 5})
+
+
 def test_prompts_may_be_any_iterable_and_ids_may_be_numpys(llm):
     params = SamplingParams(max_tokens=1)
     ids = llm.tokenizer.encode("one two")

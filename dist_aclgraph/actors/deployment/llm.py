@@ -29,6 +29,7 @@ from dist_aclgraph.actors.deployment.outputs import (
     ScoringRequestOutput,
 )
 from dist_aclgraph.actors.deployment.prompts import (
+    GivenPrompt,
     Prompt,
     as_prompt,
     check_absent,
@@ -66,6 +67,7 @@ class _Choice:
     output: CompletionOutput
     params: SamplingParams
     text: OutputText
+    cache_salt: str
 
     @property
     def engine_id(self) -> str:
@@ -149,7 +151,8 @@ class LLM:
 
         Args:
             prompts: one prompt or several prompts. A prompt is a text, a list of token ids,
-                ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+                ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A mapping may also have
+                ``cache_salt``: only prompts with the same salt share cached blocks.
             sampling_params: one object for all prompts, or one object for each prompt; the default
                 is the model's recommended parameters.
             use_tqdm: show the progress on stderr, if stderr is a terminal.
@@ -206,7 +209,9 @@ class LLM:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         texts = [self.tokenizer.render_chat(each, options) for each in conversations]
-        prompts = [(text, self._encode(text, add_special_tokens=False)) for text in texts]
+        prompts = [
+            GivenPrompt(text, self._encode(text, add_special_tokens=False)) for text in texts
+        ]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def embed(
@@ -288,7 +293,7 @@ class LLM:
             reranker.encode(query, document, instruction, max_tokens=self._context_len, most=most)
             for query, document in paired(queries, documents)
         ]
-        found = self._run([(None, ids) for ids in prompts], reranker.params, use_tqdm)
+        found = self._run([GivenPrompt(ids=ids) for ids in prompts], reranker.params, use_tqdm)
         scored = []
         for request in found:
             (logprobs,) = request.outputs[0].logprobs or [{}]
@@ -341,11 +346,11 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[tuple[str | None, Sequence[int] | None]],
+        prompts: Sequence[GivenPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         shows_progress: bool,
     ) -> list[RequestOutput]:
-        """Generate outputs for prompts that have text, token ids, or both."""
+        """Generate outputs for prompts."""
         client = self._open_client()
         if params is None:
             params = self.get_default_sampling_params()
@@ -357,8 +362,8 @@ class LLM:
             raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
         waiting: deque[_Choice] = deque()
         requests = []
-        for (text, ids), own in zip(prompts, each, strict=True):
-            choices = self._prepare(text, ids, own)
+        for prompt, own in zip(prompts, each, strict=True):
+            choices = self._prepare(prompt, own)
             requests.append(choices[0].request)
             waiting += choices
         arrived: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
@@ -377,6 +382,7 @@ class LLM:
                             choice.params,
                             end_ids(self.tokenizer, choice.params),
                             arrived.put,
+                            cache_salt=choice.cache_salt,
                         )
                     delta = arrived.get()
                     if delta.request_id not in running:
@@ -414,11 +420,9 @@ class LLM:
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )
 
-    def _prepare(
-        self, text: str | None, given: Sequence[int] | None, params: SamplingParams
-    ) -> list[_Choice]:
+    def _prepare(self, given: GivenPrompt, params: SamplingParams) -> list[_Choice]:
         """Check a prompt; return its choices."""
-        ids = self._encode(text or "") if given is None else token_ids(given)
+        ids = self._encode(given.text or "") if given.ids is None else token_ids(given.ids)
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")
@@ -436,7 +440,7 @@ class LLM:
                 "prompt",
             )
         seed = self._seeds.randrange(2**31) if params.seed is None else params.seed
-        request = RequestOutput(str(next(self._ids)), text, ids)
+        request = RequestOutput(str(next(self._ids)), given.text, ids)
         choices = []
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
@@ -445,7 +449,8 @@ class LLM:
                 own = replace(own, prompt_logprobs=None)
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
-            choices.append(_Choice(request, output, own, OutputText(self.tokenizer, ids, own)))
+            text = OutputText(self.tokenizer, ids, own)
+            choices.append(_Choice(request, output, own, text, given.cache_salt))
         return choices
 
     def _advance(self, choice: _Choice, delta: RequestDelta) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, cast
 
@@ -17,6 +18,19 @@ ABSENT = {
     "mm_processor_kwargs": "prompts are texts",
     "pooling_params": "the checkpoint tells how its states are pooled; embed has dimensions",
 }
+
+
+@dataclass(frozen=True)
+class GivenPrompt:
+    """A prompt that has text, token ids, or both.
+
+    Attributes:
+        cache_salt: only requests with the same salt share cached blocks.
+    """
+
+    text: str | None = None
+    ids: Sequence[int] | None = None
+    cache_salt: str = ""
 
 
 def check_absent(**given: object) -> None:
@@ -46,18 +60,26 @@ def token_ids(given: Iterable[int]) -> list[int]:
         raise InvalidParameterError(FORMS, "prompt") from None
 
 
-def as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
-    """Return text and token ids of a prompt; each is None if the prompt does not contain it."""
+def as_prompt(prompt: Prompt) -> GivenPrompt:
+    """Return what a user's prompt contains.
+
+    Raises:
+        InvalidParameterError: the prompt contains something else, or neither text nor token ids.
+    """
     if isinstance(prompt, str):
-        return prompt, None
+        return GivenPrompt(prompt)
     if not isinstance(prompt, Mapping):
-        return None, prompt
+        return GivenPrompt(ids=prompt)
     given = {key: value for key, value in prompt.items() if value is not None}
-    if unknown := given.keys() - {"prompt", "prompt_token_ids"}:
+    if unknown := given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
         raise InvalidParameterError(
-            f"a prompt has {', '.join(sorted(unknown))}; it may have prompt or prompt_token_ids",
+            f"a prompt has {', '.join(sorted(unknown))}; it may have prompt or prompt_token_ids, "
+            "and cache_salt",
             "prompt",
         )
+    salt = given.pop("cache_salt", "")
+    if not isinstance(salt, str):
+        raise InvalidParameterError(f"cache_salt is {salt!r:.80}; it must be text", "cache_salt")
     if not given:
         raise InvalidParameterError("a prompt must have prompt or prompt_token_ids", "prompt")
-    return given.get("prompt"), given.get("prompt_token_ids")
+    return GivenPrompt(given.get("prompt"), given.get("prompt_token_ids"), salt)
