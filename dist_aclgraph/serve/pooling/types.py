@@ -13,7 +13,7 @@ from dist_aclgraph.serve.openai.counted import check_num_strings, decode_prompts
 from dist_aclgraph.serve.openai.types import MAX_PROMPT
 from dist_aclgraph.text.rerank import paired
 
-MAX_INPUTS = 1024  # maximum number of inputs, or of pairs, in one request
+MAX_INPUTS = 2048  # maximum number of inputs, or of pairs, in one request
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS}
