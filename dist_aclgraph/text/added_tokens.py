@@ -4,7 +4,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class AddedTokens:
 
 
 def read_added_tokens(
-    directory: Path, described: Mapping[str, Any], known: Iterable[AddedToken]
+    directory: Path, described: Mapping[str, Any], known: Collection[AddedToken]
 ) -> AddedTokens:
     """Return the tokens that a checkpoint adds.
 
@@ -72,8 +72,10 @@ def read_added_tokens(
         if isinstance(value, str | dict)
     }
     special = [flagged.get(token.content, token) for token in named.values()]
-    if isinstance(extra, list):
-        special += [_token(value, is_special=True) for value in extra]
+    if isinstance(extra, list):  # these names do not change the flags of known tokens
+        there = {token.content for token in (*known, *listed.values())}
+        more = [_token(value, is_special=True) for value in extra]
+        special += [token for token in more if token.content not in there]
     if not is_complete:
         names = {token.content for token in special}
         for text, token_id in _read(directory / "added_tokens.json").items():
