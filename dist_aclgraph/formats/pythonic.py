@@ -21,11 +21,11 @@ MARKERS = TAGS
 BEGINS = ()  # only the first character of an answer can begin a call
 MAX_NAME_CHARS = 256
 _TOOL_NAME = re.compile(r"[\w.:/-]+")
-_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_NAME = re.compile(r"[^\W\d][\w.-]*")
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,99}/"  # name of a parameter that the schema does not list
-_AFTER_PARAMETER = re.compile(r",\s*(?:[A-Za-z_][\w.-]*\s*=?|\))?")
+_AFTER_PARAMETER = re.compile(r",\s*(?:[^\W\d][\w.-]*\s*=?|\))?")
 _PREFIXES = {"r", "b", "u", "f"}  # letters that Python writes before a string
-_NO_NAME = re.compile(r"^(?![A-Za-z_][\w.-]*\Z)")
+_NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 
 def fits(template: str) -> bool:

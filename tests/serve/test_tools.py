@@ -158,6 +158,14 @@ def test_messages_may_have_the_forms_of_other_servers(tooled, message, plain):
     assert found[0]["tokens"] == found[1]["tokens"]
 
 
+def test_a_tool_may_have_a_name_in_any_script(tooled):
+    tooled.answer('<tool_call>\n{"name": "天气", "arguments": {}}\n</tool_call>')
+
+    reply = ask(tooled, tools=[{"type": "function", "function": {"name": "天气"}}])
+
+    assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["天气"]
+
+
 def test_a_tool_without_a_type_is_a_function(tooled):
     tooled.answer(CALLS)
 

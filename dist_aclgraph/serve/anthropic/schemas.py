@@ -25,7 +25,7 @@ def _or_null(*schemas: Json) -> Meta:
 
 
 _STRING: Json = {"type": "string"}
-_NAME: Json = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+_NAME: Json = {"type": "string", "pattern": r"^[\w.:/-]{1,128}$"}
 _TEXT = _object(("type", "text"), type={"const": "text"}, text=_STRING)
 _TEXTS: Json = {"anyOf": [_STRING, _list(_TEXT, MAX_PARTS)]}
 _RESULT = _object(

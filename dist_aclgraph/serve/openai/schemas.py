@@ -140,7 +140,7 @@ _NAMED = {
     "required": ["name"],
     "properties": {"name": {"type": "string"}},
 }
-_TOOL_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+_TOOL_NAME = {"type": "string", "pattern": r"^[\w.:/-]{1,128}$"}
 TOOLS = _or_null(
     {
         "type": "array",

@@ -22,7 +22,7 @@ HOSTED = (
     *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
     *("image_generation", "tool_search", "mcp"),
 )
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_NAME = re.compile(r"[\w.:/-]{1,128}")
 _NOTHING = (b"", b"null", b"[]")
 
 T = TypeVar("T")
