@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.formats.no_effect import leave_out_no_effect
 from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.formats.schema_values import (
     not_by_parameters,
@@ -94,6 +95,8 @@ class Lark:
             options: see ``StructuredOutputs.json_options``.
         """
         found = {**schema} if isinstance(schema, Mapping) else {} if schema else {"enum": []}
+        found = json.loads(json.dumps(found))
+        leave_out_no_effect(found)
         found["x-guidance"] = {**options, "coerce_one_of": is_any_of(found)}
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
 

@@ -21,16 +21,17 @@ DATA = {"const", "enum", "default", "examples"}
 
 def is_any_of(schema: Any) -> bool:
     """Return whether each ``oneOf`` within a schema means the same as ``anyOf``."""
-    return all(exclude_each_other(branches, schema) for branches in _one_ofs(schema))
+    one_ofs = (part["oneOf"] for part in parts_of(schema) if "oneOf" in part)
+    return all(exclude_each_other(branches, schema) for branches in one_ofs)
 
 
-def _one_ofs(part: Any) -> Iterator[Any]:
-    stack = [part]
+def parts_of(schema: Any) -> Iterator[Any]:
+    """Yield the objects of a schema that are schemas, the schema itself first."""
+    stack = [schema]
     while stack:
         part = stack.pop()
         if isinstance(part, Mapping):
-            if "oneOf" in part:
-                yield part["oneOf"]
+            yield part
             for key, value in part.items():
                 if key in NAMED and isinstance(value, Mapping):
                     stack += value.values()

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dist_aclgraph.formats.choice import FORMATS
+from dist_aclgraph.formats.no_effect import leave_out_no_effect
+from dist_aclgraph.sampling import StructuredOutputs
+from tests.formats.walk import Walk
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"format": "binary"},
+        {"format": "my-format"},
+        {"uniqueItems": False},
+        {"not": False},
+        {"propertyNames": {}},
+        {"unevaluatedProperties": True},
+        {"dependentRequired": {}},
+    ],
+)
+def test_keywords_that_allow_every_value_are_left_out(keyword):
+    schema = {"properties": {"a": {"type": "string", **keyword}, "format": {"format": "date"}}}
+    walk = Walk("hermes", {})
+
+    form = StructuredOutputs(json=json.dumps(schema))
+    assert walk.allows(form, walk.tokens('{"a": "x", "format": "2026-01-02"}'))
+    assert not walk.allows(form, walk.tokens('{"a": 1}'))
+    assert not walk.allows(form, walk.tokens('{"format": "x"}'))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tools_may_have_such_keywords(name):
+    tools = {"f": {"type": "object", "properties": {"a": {"type": "integer", "not": False}}}}
+    walk = Walk(name, tools)
+    form = walk.form.structured(None, tools, set(tools), is_required=True)
+
+    assert form is not None
+    walk.matcher(form)  # has no error
+
+
+def test_data_and_keywords_with_an_effect_stay():
+    schema = {
+        "const": {"not": False},
+        "not": {"type": "string"},
+        "uniqueItems": True,
+        "format": "regex",
+        "properties": {"uniqueItems": False},
+    }
+    before = json.dumps(schema)
+
+    leave_out_no_effect(schema)
+
+    assert json.dumps(schema) == before
