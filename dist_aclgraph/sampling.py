@@ -151,7 +151,8 @@ class SamplingParams:
             in the output.
         repetition_penalty: > 0; for tokens that are in the prompt or the output, it divides
             positive logits and multiplies negative logits.
-        seed: random numbers depend only on seed and position; None draws a random seed.
+        seed: random numbers depend only on seed and position; None, and -1 as in vLLM, draw a
+            random seed.
         logprobs: number of alternatives to report for each token; None reports nothing.
         prompt_logprobs: number of alternatives to report for each prompt token except the first
             one.
@@ -285,6 +286,11 @@ def truncated(
     if most < 0:
         most = max(1, context_len - max(1, max_tokens or 1))
     return ids[-most:]
+
+
+def chosen_seed(params: SamplingParams) -> int | None:
+    """Return the seed that a request has chosen; None if it leaves the choice to the service."""
+    return None if params.seed == -1 else params.seed
 
 
 def seed_of_choice(seed: int, index: int) -> int:

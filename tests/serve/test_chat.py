@@ -166,6 +166,22 @@ def test_n_choices_have_seeds_of_their_own(service):
     assert reply.usage.prompt_tokens == len(service.state.tokenizer.encode_chat(HI))
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", {"messages": HI}),
+        ("completions", {"prompt": "Hi"}),
+        ("responses", {"input": "Hi"}),
+    ],
+)
+def test_the_seed_minus_one_is_a_random_seed(service, path, fields):
+    for _ in range(3):
+        body = {"model": MODEL, "seed": -1, **fields}
+        assert service.http.post(f"/v1/{path}", json=body).status_code == 200
+
+    assert len({-1, *(submit.sampling.seed for submit in service.engine.submitted)}) == 4
+
+
 def test_text_parts_are_joined_and_developer_means_system(service):
     service.answer("a")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

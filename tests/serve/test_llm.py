@@ -110,13 +110,13 @@ def test_without_max_tokens_the_context_is_the_limit(llm, deployment):
 
 
 def test_equal_seeds_are_kept_and_missing_ones_drawn(llm, deployment):
-    params = [SamplingParams(max_tokens=1, seed=3), SamplingParams(max_tokens=1)]
+    params = [SamplingParams(max_tokens=1, seed=seed) for seed in (3, None, -1, -1)]
 
-    llm.generate([[5], [5]], params)
+    llm.generate([[5]] * 4, params)
 
-    first, second = (submit.sampling.seed for submit in deployment.engine.submitted)
+    first, *others = (submit.sampling.seed for submit in deployment.engine.submitted)
     assert first == 3
-    assert second != 0
+    assert len({0, -1, *others}) == 5
 
 
 def test_logprobs_are_by_token_id_with_rank_and_text(llm):

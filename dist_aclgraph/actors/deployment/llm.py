@@ -45,7 +45,13 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
 )
 from dist_aclgraph.hub import with_local_model
-from dist_aclgraph.sampling import SamplingParams, check_truncation, seed_of_choice, truncated
+from dist_aclgraph.sampling import (
+    SamplingParams,
+    check_truncation,
+    chosen_seed,
+    seed_of_choice,
+    truncated,
+)
 from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.text.chat_template import ChatOptions
@@ -439,7 +445,8 @@ class LLM:
                 f"{len(ids)} and {wanted} more were asked for",
                 "prompt",
             )
-        seed = self._seeds.randrange(2**31) if params.seed is None else params.seed
+        seed = chosen_seed(params)
+        seed = self._seeds.randrange(2**31) if seed is None else seed
         request = RequestOutput(str(next(self._ids)), given.text, ids)
         choices = []
         for index in range(params.n):

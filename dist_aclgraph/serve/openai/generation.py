@@ -17,7 +17,7 @@ from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.formats.events import Event
 from dist_aclgraph.formats.scanner import Reader
-from dist_aclgraph.sampling import SamplingParams, seed_of_choice
+from dist_aclgraph.sampling import SamplingParams, chosen_seed, seed_of_choice
 from dist_aclgraph.serve.observe.request_account import CLIENT_GONE, RequestAccount
 from dist_aclgraph.serve.openai.errors import GenerationTimeoutError
 from dist_aclgraph.serve.openai.inbox import Inbox
@@ -163,7 +163,8 @@ class Generation:
         self._num_open = num_others + 1
         chance = self.journal.chance.seed
         for prompt_ids, params in zip(self.prompts, self.params, strict=True):
-            seed = params.seed if params.seed is not None else chance + len(self._choices)
+            seed = chosen_seed(params)
+            seed = chance + len(self._choices) if seed is None else seed
             for j in range(self.num_choices):
                 own = replace(params, seed=seed_of_choice(seed, j))
                 if j:
