@@ -24,6 +24,7 @@ WEIGHTS = "model-00001-of-00001.safetensors"
 FILES = {
     "config.json": b'{"model": 1}',
     "tokenizer.json": b'{"tokens": 1}',
+    "tiktoken.model": b"YQ== 0",
     "chat_template.jinja": b"x",
     "additional_chat_templates/tool_use.jinja": b"y",
     WEIGHTS: b"weights" * 1000,
