@@ -182,6 +182,19 @@ def test_the_seed_minus_one_is_a_random_seed(service, path, fields):
     assert len({-1, *(submit.sampling.seed for submit in service.engine.submitted)}) == 4
 
 
+@pytest.mark.parametrize("length", [2041, 3000])
+@pytest.mark.parametrize(
+    ("path", "param"), [("chat/completions", "messages"), ("responses", "input")]
+)
+def test_a_prompt_that_is_too_long_names_the_field_of_messages(service, path, param, length):
+    message = {"role": "user", "content": "a" * length}
+
+    reply = service.http.post(f"/v1/{path}", json={"model": MODEL, param: [message]})
+
+    error = assert_error(reply)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
 def test_text_parts_are_joined_and_developer_means_system(service):
     service.answer("a")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

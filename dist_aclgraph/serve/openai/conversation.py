@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Scope
 
 from dist_aclgraph.actors.client.token_log import TransferRole
-from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
+from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError, UnusableToolError
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
@@ -98,12 +98,15 @@ async def encode(state: ApiState, asked: Conversation) -> list[int]:
     if asked.tools is not None:
         options = replace(options, tools=asked.tools.definitions)
     # Encode on a thread, because a long prompt must not delay the streams of other requests.
-    ids = await asyncio.to_thread(
-        state.tokenizer.encode_chat,
-        asked.messages,
-        options,
-        max_tokens=asked.most_prompt_tokens or state.context_len,
-    )
+    try:
+        ids = await asyncio.to_thread(
+            state.tokenizer.encode_chat,
+            asked.messages,
+            options,
+            max_tokens=asked.most_prompt_tokens or state.context_len,
+        )
+    except RequestTooLongError as e:
+        raise RequestTooLongError(str(e), asked.limit_param) from None
     return asked.truncated(ids)
 
 
