@@ -133,6 +133,7 @@ def tooled(shared_tooled):
 def as_new(service: Service) -> Service:
     engine = service.engine
     until(lambda: engine.num_running == 0)
+    until(lambda: service.state.slots.taken == 0)  # slots are released after the answer
     engine.reply, engine.fail_after, engine.step_s = echo, None, 0.002
     engine.submitted.clear()
     engine.aborted.clear()

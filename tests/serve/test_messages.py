@@ -12,7 +12,7 @@ from dist_aclgraph.serve.anthropic.messages import usage_of
 from dist_aclgraph.serve.http.access import Access
 from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys
 from dist_aclgraph.serve.openai.generation import Usage
-from tests.serve.conftest import WAIT_S, serving
+from tests.serve.conftest import WAIT_S, serving, until
 from tests.serve.test_hostile_bodies import filled
 from tests.serve.test_tools import CALLS
 from tests.serve.tooled import MODEL
@@ -457,6 +457,7 @@ def test_errors_of_all_layers_have_anthropics_form(tooled):
     other = {"model": "other", "messages": HI, "max_tokens": 5}
     assert assert_error(tooled.http.post(PATH, json=other), 404)["type"] == "not_found_error"
     total = tooled.state.slots.total
+    until(lambda: tooled.state.slots.taken == 0)  # slots are released after the answer
     tooled.state.slots.acquire(total)
     for path in (PATH, f"{PATH}?beta=true"):  # the second path is refused after its head was read
         full = tooled.http.post(path, json=other)

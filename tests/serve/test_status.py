@@ -44,6 +44,7 @@ def test_the_numbers_are_those_of_the_metrics(own_service):
 def test_refused_requests_are_counted_by_status_and_the_start_is_told(own_service):
     own_service.http.post("/v1/completions", json={"model": "another", "prompt": "x"})
     own_service.http.get("/nowhere")
+    until(lambda: own_service.state.slots.taken == 0)  # slots are released after the answer
     own_service.state.slots.acquire(own_service.state.slots.total)
     own_service.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
 
