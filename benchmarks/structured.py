@@ -114,7 +114,7 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
         # The device samples arbitrary tokens, which no grammar allows. So the matchers read the
         # tokens of a valid answer.
         answer = valid_answer(tokenizer, (1 + num_drafts) * (steps + 3 * WARM_UP))
-        runner._matchers = _Scripted.of(runner._matchers, answer)
+        _Scripted.replace_tokens(runner._matchers, answer)
         for number, times in measure_steps(rank.npu, runner, found_config, constrained, steps):
             rows.append(
                 {
@@ -244,11 +244,10 @@ class _Scripted(Matchers):
     answer: list[int]
 
     @classmethod
-    def of(cls, matchers: Matchers, answer: list[int]) -> _Scripted:
-        found = cls.__new__(cls)
-        found.__dict__.update(matchers.__dict__)
-        found.answer = answer
-        return found
+    def replace_tokens(cls, matchers: Matchers, answer: list[int]) -> None:
+        """Make these matchers, which a runner already uses, read the tokens of the answer."""
+        matchers.__class__ = cls
+        vars(matchers)["answer"] = answer
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
         super()._tokens(row, begin, end)  # its result is dropped; the call costs the usual time

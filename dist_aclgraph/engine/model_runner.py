@@ -6,13 +6,10 @@ decisions: the plan contains them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,34 +28,30 @@ from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.block_copier import BlockCopier
 from dist_aclgraph.engine.cache_copier import CacheCopier
 from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
-from dist_aclgraph.engine.drafts.drafting import Collect
 from dist_aclgraph.engine.drafts.landing_drafts import LandingDrafts
-from dist_aclgraph.engine.embeddings import ComingEmbeddings, queue_embeddings
+from dist_aclgraph.engine.embeddings import queue_embeddings
 from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.engine.masks.matchers import GrammarReport, Matchers
-from dist_aclgraph.engine.mixed_step import padded_size, upload_step
-from dist_aclgraph.engine.prompt_report import ComingPrompt, queue_prompts
+from dist_aclgraph.engine.masks.matchers import Matchers
+from dist_aclgraph.engine.mixed_work import MixedWork
+from dist_aclgraph.engine.prompt_report import queue_prompts
+from dist_aclgraph.engine.rank_caches import RankCaches
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.state_steps import StateSteps
 from dist_aclgraph.engine.step_output import (
     TALLY_SHAPE,
-    ComingOutput,
-    HostOutput,
     SpecialPlaces,
     StepOutput,
 )
+from dist_aclgraph.engine.steps_in_flight import Flight, Sampled, StepsInFlight
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graphs.device_step import SharedPlaces
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
-from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
+from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
-from dist_aclgraph.layers.experts import ExpertStep
-from dist_aclgraph.layers.segments import run_directly, work_between
-from dist_aclgraph.models.attention_kind import Cache, CacheRoom
+from dist_aclgraph.layers.segments import run_directly
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.copy_slots import NUM_STATE_SLOTS
@@ -68,7 +61,7 @@ from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.copies import CopyJob
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import GraphLens
-from dist_aclgraph.steps.step import RankPlan, StepResult, StepSize
+from dist_aclgraph.steps.step import RankPlan, StepResult
 from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
@@ -78,43 +71,6 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The queued work of a step, without its drafts.
-
-    Attributes:
-        tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
-        best: [num_samples * (k + 1)], the greatest logits.
-        span: measures the replays of a full graph; None if replays are not measured.
-    """
-
-    tokens: Tensor
-    best: Tensor
-    accepted: Tensor | None
-    special: SpecialPlaces | None
-    span: ReplaySpan | None = None
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step that is queued on the device.
-
-    Attributes:
-        num_written: number of steps whose inputs were written to the buffers, this step included.
-        stages: host time of this step by stage, up to now.
-        grammars: the state of grammars after the step was queued.
-    """
-
-    plan: RankPlan
-    rank: int
-    inputs: HostStep
-    coming: ComingOutput
-    num_written: int
-    stages: dict[str, float]
-    span: ReplaySpan | None
-    grammars: GrammarReport
 
 
 class ModelRunner:
@@ -148,37 +104,28 @@ class ModelRunner:
         state_tiers: KVTiers | None = None,
     ) -> None:
         self._npu = npu
-        self._max_len = max_len
         self._model = model
-        self._owns_output = owns_output
         self._choose_exchange = choose_exchange
         max_rows, k = config.scheduler.max_num_seqs, config.speculative.num_tokens
-        self._dtype, self._block_size = TORCH_DTYPES[config.dtype], config.kv.block_size
+        dtype = TORCH_DTYPES[config.dtype]
         self._context = context
-        self._place = ContextPlace(
+        place = ContextPlace(
             Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
         )
         state_slots = None if model.spec.linear is None else StateSlots.from_config(config)
-        self._num_slots = 0 if state_slots is None else state_slots.count
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
-        self._flights: deque[_Flight] = deque()  # queued steps, oldest first
-        # Number of accepted drafts in each row's last step.
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)
-        self._caches: list[Cache] = []
-        self._attention = AttentionSteps(model.kind, self._place, npu)
-        graph_lens = GraphLens(self._place, k)
+        attention = AttentionSteps(model.kind, place, npu)
+        graph_lens = GraphLens(place, k)
         # Four counts, for the decoder and for drafts: the tokens that experts computed, and the
         # tokens beyond the capacity of an exchange.
-        self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
-        self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
-        # Number of tokens beyond the capacity of the decoder's exchanges, in all steps until now.
-        self._num_unplaced = 0
+        tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
+        decoder_tally, draft_tally = tally[..., 0].unbind(0)
         self._buffers = StepBuffers(
             npu,
             buffer_sizes(graphs, max_rows),
-            table_width(max_len, self._place.shards.tokens_per_block, k),
+            table_width(max_len, place.shards.tokens_per_block, k),
             model.spec.vocab_size,
-            self._dtype,
+            dtype,
             num_drafts=k,
             spare_row=max_rows,
             hidden_size=model.spec.hidden_size,
@@ -194,10 +141,16 @@ class ModelRunner:
                 max_rows,
                 model.spec.vocab_size,
                 npu.device,
-                attention=self._attention,
+                attention=attention,
                 tally=draft_tally,
                 choose_exchange=choose_exchange,
             )
+        # With drafts, or with several steps in flight, every rank needs the tokens; otherwise only
+        # the rank that owns the output needs them.
+        self._samples = owns_output or self._drafts is not None or in_flight > 1
+        num_slots = 0 if state_slots is None else state_slots.count
+        block_size = config.kv.block_size
+        self.caches = RankCaches(npu, model, self._drafts, block_size, dtype, num_slots)
         self._states: StateSteps | None = None
         if state_slots is not None and model.spec.linear is not None:
             passed = None if self._drafts is None else self._drafts.passed
@@ -211,17 +164,17 @@ class ModelRunner:
         self._work = GraphWork(
             model=model,
             buffers=self._buffers,
-            attention=self._attention,
+            attention=attention,
             graph_lens=graph_lens,
             drafts=self._drafts,
-            caches=self._caches,
-            tally=self._decoder_tally,
+            caches=self.caches.decoder,
+            tally=decoder_tally,
             choose_exchange=choose_exchange,
             states=self._states,
             follows=in_flight > 1,
         )
         num_latest = self._work.tokens.num_latest
-        self._batch = InputBatch(max_rows, max_len, self._place, num_latest, k)
+        self._batch = InputBatch(max_rows, max_len, place, num_latest, k)
         self._matchers = Matchers(
             self._batch,
             partial(read_vocabulary, config),
@@ -231,9 +184,8 @@ class ModelRunner:
         )
         self._landing_drafts = LandingDrafts(npu, max_rows, k) if k else None
         self._output = StepOutput(
-            npu, self._batch, max_rows, k, model.spec.vocab_size, self._dtype, in_flight
+            npu, self._batch, max_rows, k, model.spec.vocab_size, dtype, in_flight
         )
-        self._spare_row = max_rows
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
         self._counts = DeviceCounts(config.profile and npu.kind == "emulated")
@@ -247,13 +199,37 @@ class ModelRunner:
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
         )
+        self._flights = StepsInFlight(
+            self._batch,
+            self._output,
+            self._buffers,
+            self._replays,
+            self._matchers,
+            self._watch,
+            self._counts,
+            max_rows=max_rows,
+            tally=tally,
+            owns_output=owns_output,
+            has_drafts=self._drafts is not None,
+        )
+        self._mixed = MixedWork(
+            npu=npu,
+            model=model,
+            graph_work=self._work,
+            attention=attention,
+            states=self._states,
+            caches=self.caches,
+            context=context,
+            watch=self._watch,
+            spare_row=max_rows,
+        )
         self.make_cache(num_blocks)
         self._copier: CacheCopier | None = None
         if tiers is not None:
-            blocks = BlockCopier(npu, self._block_tensors, tiers)
+            blocks = BlockCopier(npu, self.caches.block_tensors, tiers)
             states = None
             if state_tiers is not None:
-                states = BlockCopier(npu, self._state_tensors, state_tiers, NUM_STATE_SLOTS)
+                states = BlockCopier(npu, self.caches.state_tensors, state_tiers, NUM_STATE_SLOTS)
             self._copier = CacheCopier(blocks, states, state_slots)
 
     def make_cache(self, num_blocks: int) -> None:
@@ -262,53 +238,11 @@ class ModelRunner:
         No captured graph may exist, because graphs contain the addresses of the old cache.
         """
         assert self._graphs.is_empty
-        # The old caches are freed first, because the memory might be too small for two.
-        self._caches.clear()
-        room = CacheRoom(num_blocks, self._block_size, self._dtype, self._num_slots)
-        self._caches += self._model.make_caches(room)
-        if self._drafts is not None:
-            self._drafts.make_cache(room)
-
-    def cache_tensors(self) -> list[Tensor]:
-        """Return all tensors that contain KV or recurrent states, the tensors of the drafting
-        module included.
-        """
-        return [*self._block_tensors(), *self._state_tensors()]
-
-    def _block_tensors(self) -> list[Tensor]:
-        caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
-        return [tensor for cache in caches for tensor in cache.tensors]
-
-    def _state_tensors(self) -> list[Tensor]:
-        return [tensor for cache in self._caches for tensor in cache.states]
+        self.caches.make(num_blocks)
 
     def note_stages(self, note: Callable[[str], None]) -> None:
         """From now on, call ``note`` with each stage that the host has ended."""
         self._watch.on_lap = note
-
-    def clear_cache(self) -> None:
-        """Set all KV to zero. Otherwise the memory can contain NaN, which would spread.
-
-        Raises:
-            DeviceError: the device failed.
-        """
-        with translated("clearing the KV cache"):
-            for tensor in self.cache_tensors():
-                tensor.zero_()
-        self._npu.synchronize()
-
-    def _clean(self, block_ids: IntArray) -> None:
-        """Set blocks to zero after the queued work. No step in flight uses these blocks."""
-        index = self._npu.upload(block_ids.astype(np.int64))
-        for tensor in self._block_tensors():
-            tensor.index_fill_(0, index, 0)
-
-    @property
-    def _samples(self) -> bool:
-        """Whether this rank samples. With drafts, or with several steps in flight, every rank needs
-        the tokens; otherwise only the rank that owns the output needs them.
-        """
-        return self._owns_output or self._drafts is not None or self._steps_in_flight > 1
 
     def _tokens_at(self, references: IntArray) -> Tensor:
         """Return the tokens that references name, [n] int32."""
@@ -394,35 +328,18 @@ class ModelRunner:
         watch.lap("rows")
         records = unpack_ints(batch.scheduled, 4)
 
-        ended: deque[tuple[_Flight, HostOutput]] = deque()  # results to report
-
-        def land() -> IntArray:
-            """Read the previous step; return the number of accepted drafts of each request."""
-            while self._flights:
-                ended.append(self._read_oldest())
-            return np.where(self._batch.in_flight(records), self._num_passed[records[:, 0]], 0)
-
-        def answer(stage: str) -> None:
-            """If the previous step has ended, report it now, before this step ends.
-
-            Args:
-                stage: the stage of this step that the host works on.
-            """
-            if self._flights and self._output.is_here(self._flights[0].coming):
-                watch.lap(stage)
-                ended.append(self._read_oldest())
-            while ended:
-                report(self._result(*ended.popleft()))
-
+        land = partial(self._flights.land, records)
+        # If the previous step ends meanwhile, it is reported before this step ends.
+        answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
                 begins = land()
                 records = records.copy()
                 records[:, 1] += begins
             if batch.cleaned:
-                self._clean(unpack_ints(batch.cleaned))
+                self.caches.clean(unpack_ints(batch.cleaned))
             if self._states is not None and batch.started:
-                states = self._state_tensors()
+                states = self.caches.state_tensors()
                 self._states.begin([start.row for start in batch.started], states)
                 if batch.restored:
                     self._states.restore(batch.restored, states)
@@ -433,7 +350,7 @@ class ModelRunner:
             self._batch.note_samples(inputs)
         watch.lap("sample")
         answer("sample")
-        self._flights.append(flight)
+        self._flights.add(flight)
         if len(self._flights) == self._steps_in_flight:
             report(self.finish())
 
@@ -442,39 +359,6 @@ class ModelRunner:
         """Whether a step is in flight."""
         return bool(self._flights)
 
-    def _queue_output(
-        self,
-        plan: RankPlan,
-        rank: int,
-        inputs: HostStep,
-        sampled: Sampled,
-        prompts: Sequence[ComingPrompt] = (),
-        embeddings: ComingEmbeddings | None = None,
-    ) -> _Flight:
-        """Queue the copy of a step's results to the host before drafting, so that the host
-        continues while the device drafts.
-
-        Args:
-            prompts: log-probabilities of prompts, whose copies are already queued.
-            embeddings: hidden states of prompts, whose copy is already queued.
-        """
-        needs_tokens = self._owns_output or self._drafts is not None
-        if self._samples and not needs_tokens:
-            needs_tokens = self._matchers.concern(inputs)
-        coming = self._output.queue(
-            inputs.num_samples if needs_tokens else 0,
-            sampled.tokens,
-            sampled.best,
-            sampled.accepted,
-            None if plan.exchange is None else self._tally,
-            sampled.special if self._owns_output else None,
-            prompts if self._owns_output else (),
-            embeddings if self._owns_output else None,
-        )
-        num_written, stages = self._buffers.num_written, self._watch.stages
-        grammars = self._matchers.take_report()
-        return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span, grammars)
-
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
@@ -482,50 +366,7 @@ class ModelRunner:
         a fault in the step is attributed to this step, but a fault in its drafts is attributed to
         the next step.
         """
-        return self._result(*self._read_oldest())
-
-    def _read_oldest(self) -> tuple[_Flight, HostOutput]:
-        """Wait for the oldest step in flight; return its output."""
-        flight = self._flights.popleft()
-        with translated(f"step {flight.plan.step}"), torch.inference_mode():
-            read = self._output.read(flight.coming, self._replays.send_ahead)
-        self._buffers.mark_read(flight.num_written)
-        if self._matchers.concern(flight.inputs) and len(read.counts):
-            self._matchers.note(flight.inputs, read.counts, read.token_ids)
-        if self._drafts is not None:
-            self._num_passed[flight.inputs.sampled_rows] = read.counts - 1
-            self._replays.guess_next(flight.inputs, read.counts)
-        return flight, read
-
-    def _result(self, flight: _Flight, read: HostOutput) -> StepResult:
-        plan = flight.plan
-        self._replays.book_wait(flight.span)
-        self._watch.lap_of(flight.stages, "read")
-        num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
-        result = StepResult(
-            plan.epoch,
-            plan.step,
-            flight.rank,
-            expert_tokens=read.expert_tokens,
-            num_unplaced=self._num_unplaced - num_unplaced,
-            unmasked=pack_ints(flight.grammars.unmasked),
-            compiling=pack_ints(flight.grammars.compiling),
-            timings_us=flight.stages,
-            overlapped_us=self._watch.take_overlapped(),
-            counted=self._counts.read_and_reset(),
-        )
-        if not self._owns_output:
-            return result
-        return msgspec.structs.replace(
-            result,
-            token_ids=pack_ints(read.token_ids),
-            non_finite=pack_ints(read.non_finite),
-            counts=b"" if self._drafts is None else pack_ints(read.counts),
-            logprobs=read.logprobs,
-            prompts=read.prompts,
-            embeddings=read.embeddings,
-            failed=flight.grammars.failed,
-        )
+        return self._flights.finish()
 
     def forget_steps(self) -> None:
         """Drop all steps in flight after an abort of the device; keep graphs and caches.
@@ -535,18 +376,15 @@ class ModelRunner:
         Raises:
             DeviceError: the device does not work after the abort.
         """
-        self._flights.clear()
+        self._flights.forget()
         if self._copier is not None:
             self._copier.forget()
-        self._num_passed[:] = 0
         self._replays.forget()
         self._buffers.forget()
         self._output.forget()
         with translated("bringing the device back"):
             self._graphs.forget(runtime().current_stream())
-            # The counts include tokens of aborted steps, so that later steps report only their own
-            # tokens.
-            self._num_unplaced = int(self._decoder_tally[1])
+            self._flights.forget_unplaced()
         self._npu.synchronize()
 
     def close(self) -> None:
@@ -555,13 +393,13 @@ class ModelRunner:
         Raises:
             DeviceError: the device does not work after the abort.
         """
-        self._flights.clear()
+        self._flights.forget()
         if self._copier is not None:
             self._copier.close()
         self._replays.forget()
         with translated("giving graphs and cache back"):
             self._graphs.release_all()
-            self._caches.clear()
+            self.caches.decoder.clear()
 
     def copy_blocks(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
         """Begin copy jobs, and continue earlier jobs; see ``BlockCopier.advance``.
@@ -596,7 +434,7 @@ class ModelRunner:
         inputs: HostStep,
         land: Callable[[], IntArray],
         answer: Callable[[str], None],
-    ) -> _Flight:
+    ) -> Flight:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
             return self._run_mixed(plan, rank, inputs, None, land, partial(answer, "forward"))
@@ -623,7 +461,7 @@ class ModelRunner:
         self._replays.update(decoder, between)
         self._know_tokens(inputs, land, between)
         sampled = self._sample_whole(plan.graph, inputs, span)
-        flight = self._queue_output(plan, rank, inputs, sampled)
+        flight = self._flights.queue_output(plan, rank, inputs, sampled)
         for graph in drafts:
             self._replays.replay(graph)
             self._replays.update(graph, between)
@@ -653,91 +491,41 @@ class ModelRunner:
         pieces: CapturedPieces | None,
         land: Callable[[], IntArray],
         answer: Callable[[], None],
-    ) -> _Flight:
+    ) -> Flight:
         """Run any mixture of requests: the decoder piecewise or eagerly, everything else eagerly.
 
         Args:
             answer: called between segments; reports the previous step if that step has ended.
         """
-        graph = None if pieces is None else pieces.descriptor
-        static = None if graph is None else self._buffers.inputs(graph)
-        size = padded_size(plan, inputs)
-        step = upload_step(self._npu, inputs, size, self._spare_row, static)
-        if (inputs.token_ids < 0).any():  # some ids are references to tokens
-            step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))
-        metadata = self._attention.of_step(inputs, step)
-        if self._states is not None and inputs.num_tokens:
-            metadata = replace(metadata, states=self._states.of_step(inputs))
-        self._watch.lap("inputs")
-        if graph is not None and pieces is not None:
-            pieces.begin()
-            hidden = self._work.run_pieces(graph, metadata, work_between(pieces.replay, answer))
-        else:
-            experts = ExpertStep(plan.exchange, self._decoder_tally)
-            hidden = self._model.forward(
-                step.token_ids,
-                step.positions,
-                step.slots,
-                self._caches,
-                metadata,
-                work_between(run_directly, answer),
-                step=experts,
-            )
-        if self._states is not None and plan.batch.kept:
-            # This comes before the results are sent: when the engine has the result of a step, the
-            # step's checkpoints must be complete.
-            self._states.keep(plan.batch.kept, self._state_tensors())
-        collect = partial(self._collect, step.shared)
-        states, logits, tokens, best = self._choose(hidden, step.places, size, collect)
+        mixed = self._mixed.run(plan, inputs, pieces, answer)
+        tokens, best = mixed.tokens, mixed.best
         self._know_tokens(inputs, land, answer)
-        special = self._choose_special(inputs, logits, tokens)
+        special = self._choose_special(inputs, mixed.logits, tokens)
         prompts = queue_prompts(
-            self._npu, self._batch, inputs, hidden, self._model.logits, PROMPT_PLACES
+            self._npu, self._batch, inputs, mixed.hidden, self._model.logits, PROMPT_PLACES
         )
         num_places = 1 if self._drafts is None else self._drafts.num_places
-        embeddings = queue_embeddings(self._npu, self._batch, inputs, states, num_places)
+        embeddings = queue_embeddings(self._npu, self._batch, inputs, mixed.places, num_places)
         if self._drafts is None:
             if self._steps_in_flight > 1:
                 self._work.tokens.latest[: len(tokens)].copy_(tokens)
             sampled = Sampled(tokens, best, None, special)
-            return self._queue_output(plan, rank, inputs, sampled, prompts, embeddings)
-        accepted = self._drafts.count(tokens, step)
+            return self._flights.queue_output(plan, rank, inputs, sampled, prompts, embeddings)
+        accepted = self._drafts.count(tokens, mixed.step)
         sampled = Sampled(tokens, best, accepted, special)
-        flight = self._queue_output(plan, rank, inputs, sampled, prompts, embeddings)
+        flight = self._flights.queue_output(plan, rank, inputs, sampled, prompts, embeddings)
         self._drafts.propose_mixed(
-            step, inputs, metadata, hidden, tokens, accepted, plan.exchange, collect
+            mixed.step,
+            inputs,
+            mixed.metadata,
+            mixed.hidden,
+            tokens,
+            accepted,
+            plan.exchange,
+            partial(self._mixed.collect, mixed.step.shared),
         )
         self._send_drafts()
         return flight
-
-    def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of [n, hidden] at places, even at places on other prefill ranks."""
-        rows = hidden.index_select(0, places)
-        if shared is None:
-            return rows
-        n = len(places)
-        every = self._context.pcp.all_gather(rows).flatten(0, 1)
-        index = torch.arange(n, dtype=torch.int32, device=rows.device)
-        return every.index_select(0, shared.owners[:n] * n + index)
-
-    def _choose(
-        self, hidden: Tensor, places: Tensor, size: StepSize, collect: Collect
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return hidden state and logits of the places, the most probable token of each, and its
-        logit.
-        """
-        n = len(places)
-        if size.num_samples == 0:  # no request samples, because all prompts are unfinished
-            empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
-            return hidden[:0], hidden[:0], empty, hidden[:0, 0]
-        if n == 0:  # Other ranks have places, and all ranks must run the same collectives.
-            hidden = hidden[:1]
-        elif n < len(hidden) or self._drafts is not None or self._place.num_prompt_ranks > 1:
-            hidden = collect(hidden, places)
-        logits = self._model.logits(hidden)
-        self._watch.lap("forward")
-        best, chosen = logits.max(-1)
-        return hidden[:n], logits[:n], chosen.int()[:n], best[:n]
 
     def _choose_special(
         self, inputs: HostStep, logits: Tensor, tokens: Tensor

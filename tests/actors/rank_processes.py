@@ -243,7 +243,7 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
 
     def kv_bytes() -> int:
         """Return the number of bytes of the decoder's caches."""
-        caches = [vars(cache).values() for cache in worker._running.runner._caches]
+        caches = [vars(cache).values() for cache in worker._running.runner.caches.decoder]
         return sum(tensor.nbytes for tensors in caches for tensor in tensors)
 
     def serve(address: ChannelAddress) -> None:

@@ -28,5 +28,5 @@ def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
     if runner._drafts is not None and len(rows):
         passed = runner._drafts.passed.index_select(0, npu.upload(rows))
         is_kept.index_fill_(0, (npu.upload(slots.bases(rows)) + passed).long(), True)
-    for tensor in runner._state_tensors():
+    for tensor in runner.caches.state_tensors():
         tensor.masked_fill_(~is_kept.view(-1, *[1] * (tensor.dim() - 1)), torch.nan)

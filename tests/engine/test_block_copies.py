@@ -55,7 +55,7 @@ class Service:
         states: KVTiers | None = None,
     ) -> None:
         self.runner = runner
-        runner.clear_cache()
+        runner.caches.clear()
         self.tokens: dict[str, list[int]] = {}
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64),

@@ -58,7 +58,7 @@ def test_a_replay_is_read_while_its_drafts_stand_before_attention(
     monkeypatch.setattr(runner._replays, "update", hold_drafts)
     runner.launch(decoding(runner.graph, first), 0, lambda result: None)
     deadline_s = time.monotonic() + PATIENCE_S
-    [flight] = runner._flights
+    [flight] = runner._flights._flights
     while not (is_here := runner._output.is_here(flight.coming)):
         if time.monotonic() > deadline_s:
             break

@@ -76,7 +76,7 @@ def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
 
 def poison(runner: ModelRunner) -> None:
     """Fill all states with NaN, as failed requests can leave them. Results must not change."""
-    for states in runner._state_tensors():
+    for states in runner.caches.state_tensors():
         states.fill_(torch.nan)
 
 
@@ -298,7 +298,7 @@ def test_graphs_of_canns_operators_equal_eager_steps_bit_by_bit(
     for runner, plan in runners.values():
         kept = Checkpoints(num_checkpoints, 1)
         tokens, _ = run(runner, plan, arrivals, num_blocks, k, checkpoints=kept)
-        tensors = [states.view(torch.int16) for states in runner._state_tensors()]
+        tensors = [states.view(torch.int16) for states in runner.caches.state_tensors()]
         found.append((tokens, [states[1:].cpu() for states in tensors]))
 
     (eager, states), (graphs, others) = found

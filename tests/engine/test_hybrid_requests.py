@@ -27,7 +27,7 @@ def runner(npu: Any, hybrid: Path, request: pytest.FixtureRequest) -> ModelRunne
 
 
 def slots_of(runner: ModelRunner) -> list[Tensor]:
-    return [tensor.cpu() for tensor in runner._state_tensors()]
+    return [tensor.cpu() for tensor in runner.caches.state_tensors()]
 
 
 def test_a_checkpoint_is_written_before_the_result_is_sent(

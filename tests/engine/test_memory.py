@@ -156,7 +156,7 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
     )  # fmt: skip
     kind, drafts = cast(Any, decoder.kind), cast(Any, runner._drafts)
 
-    caches = bytes_of(runner.cache_tensors())
+    caches = bytes_of(runner.caches.tensors())
     drafter = None if drafts is None else drafts._drafter
     buffers = bytes_of([runner._buffers, kind._rotary, runner._output, drafter])
 
@@ -175,10 +175,10 @@ def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
     device.bad_memory.return_value = ()
     rank = RunningRank(Mock(joined=Mock(npu=device)), runner)
     for keeps_kv in (True, False):
-        for tensor in runner.cache_tensors():
+        for tensor in runner.caches.tensors():
             tensor.fill_(torch.nan)
 
         rank.resume(keeps_kv=keeps_kv)
 
-        assert all(bool(t.isnan().any()) == keeps_kv for t in runner.cache_tensors())
+        assert all(bool(t.isnan().any()) == keeps_kv for t in runner.caches.tensors())
     runner.close()

@@ -57,7 +57,7 @@ def test_the_state_after_a_rejected_draft_cannot_be_read(npu: Any, hybrid: Path)
 
     def note(scheduler: Any) -> None:
         poison_stale_slots(runner, scheduler)
-        slots = runner._state_tensors()[0].isnan().flatten(1).any(1).cpu()
+        slots = runner.caches.state_tensors()[0].isnan().flatten(1).any(1).cpu()
         is_nan.append([bool(slots[1 + place]) for place in range(2)])
 
     arrivals = [Arrival(0, tuple(range(40)), 6, None)]

@@ -401,7 +401,7 @@ class RunningRank:
         Returns ``uce`` if the use is unknown, as for memory outside torch's allocator.
         """
         caches = [
-            MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.cache_tensors()
+            MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.caches.tensors()
         ]
         if not memory or not lies_in(memory, self.joined.npu.tensor_memory()):
             return "uce"
@@ -423,7 +423,7 @@ class RunningRank:
         npu.restart()
         self.runner.forget_steps()
         if not keeps_kv:
-            self.runner.clear_cache()
+            self.runner.caches.clear()
 
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; the number of blocks is the same on every rank."""

@@ -1,0 +1,143 @@
+"""The decoder's work in a step outside full graphs: any mixture of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.device.step_measures import Stopwatch
+from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.engine.graph_work import GraphWork
+from dist_aclgraph.engine.mixed_step import padded_size, upload_step
+from dist_aclgraph.engine.rank_caches import RankCaches
+from dist_aclgraph.engine.state_steps import StateSteps
+from dist_aclgraph.graphs.device_step import DeviceStep, SharedPlaces
+from dist_aclgraph.graphs.pieces import CapturedPieces
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.context_parallel import ContextParallel
+from dist_aclgraph.layers.experts import ExpertStep
+from dist_aclgraph.layers.segments import run_directly, work_between
+from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.step import RankPlan
+
+
+@dataclass(frozen=True)
+class MixedOutput:
+    """The decoder's output for a mixture of requests.
+
+    Attributes:
+        hidden: [num_padded, hidden], of all tokens.
+        places: [num_places, hidden], the hidden states of the places that sample.
+        logits: [num_places, vocab]; tokens: [num_places] int32, the most probable token of each
+            place; best: [num_places], the logits of these tokens.
+    """
+
+    step: DeviceStep
+    metadata: AttentionMetadata
+    hidden: Tensor
+    places: Tensor
+    logits: Tensor
+    tokens: Tensor
+    best: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedWork:
+    """Runs the decoder piecewise or eagerly, and chooses a token for each place. Owns nothing.
+
+    Attributes:
+        graph_work: the same model, buffers and counters in graphs.
+        context: the ranks that share the context of this rank's requests.
+        spare_row: row of padding requests.
+    """
+
+    npu: Npu
+    model: Decoder
+    graph_work: GraphWork
+    attention: AttentionSteps
+    states: StateSteps | None
+    caches: RankCaches
+    context: ContextParallel
+    watch: Stopwatch
+    spare_row: int
+
+    def run(
+        self,
+        plan: RankPlan,
+        inputs: HostStep,
+        pieces: CapturedPieces | None,
+        answer: Callable[[], None],
+    ) -> MixedOutput:
+        """Queue the decoder's work.
+
+        Args:
+            pieces: the captured segments; None if the step is eager.
+            answer: called between segments.
+        """
+        work = self.graph_work
+        graph = None if pieces is None else pieces.descriptor
+        static = None if graph is None else work.buffers.inputs(graph)
+        size = padded_size(plan, inputs)
+        step = upload_step(self.npu, inputs, size, self.spare_row, static)
+        if (inputs.token_ids < 0).any():  # some ids are references to tokens
+            step.token_ids.copy_(work.tokens.fill_in(step.token_ids))
+        metadata = self.attention.of_step(inputs, step)
+        if self.states is not None and inputs.num_tokens:
+            metadata = replace(metadata, states=self.states.of_step(inputs))
+        self.watch.lap("inputs")
+        if graph is not None and pieces is not None:
+            pieces.begin()
+            hidden = work.run_pieces(graph, metadata, work_between(pieces.replay, answer))
+        else:
+            hidden = self.model.forward(
+                step.token_ids,
+                step.positions,
+                step.slots,
+                self.caches.decoder,
+                metadata,
+                work_between(run_directly, answer),
+                step=ExpertStep(plan.exchange, work.tally),
+            )
+        if self.states is not None and plan.batch.kept:
+            # This comes before the results are sent: when the engine has the result of a step, the
+            # step's checkpoints must be complete.
+            self.states.keep(plan.batch.kept, self.caches.state_tensors())
+        return MixedOutput(step, metadata, hidden, *self._choose(hidden, step, size.num_samples))
+
+    def _choose(
+        self, hidden: Tensor, step: DeviceStep, num_samples: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return hidden state and logits of the places, the most probable token of each, and its
+        logit.
+
+        Args:
+            num_samples: the padded number of requests that sample.
+        """
+        n = len(step.places)
+        if num_samples == 0:  # no request samples, because all prompts are unfinished
+            empty = torch.empty(0, dtype=torch.int32, device=self.npu.device)
+            return hidden[:0], hidden[:0], empty, hidden[:0, 0]
+        splits_prompts = self.context.pcp.size > 1
+        if n == 0:  # Other ranks have places, and all ranks must run the same collectives.
+            hidden = hidden[:1]
+        elif n < len(hidden) or self.graph_work.drafts is not None or splits_prompts:
+            hidden = self.collect(step.shared, hidden, step.places)
+        logits = self.model.logits(hidden)
+        self.watch.lap("forward")
+        best, chosen = logits.max(-1)
+        return hidden[:n], logits[:n], chosen.int()[:n], best[:n]
+
+    def collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return the rows of [n, hidden] at places, even at places on other prefill ranks."""
+        rows = hidden.index_select(0, places)
+        if shared is None:
+            return rows
+        n = len(places)
+        every = self.context.pcp.all_gather(rows).flatten(0, 1)
+        index = torch.arange(n, dtype=torch.int32, device=rows.device)
+        return every.index_select(0, shared.owners[:n] * n + index)

@@ -1,0 +1,79 @@
+"""The KV cache and the recurrent states of one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu, translated
+from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.models.attention_kind import Cache, CacheRoom
+from dist_aclgraph.models.decoder import Decoder
+
+
+class RankCaches:
+    """Owns the caches of the decoder's layers, in ``decoder``. The next-token module's cache, which
+    ``DraftSteps`` owns, is made and cleared together with them.
+
+    Args:
+        drafts: None if the model does not draft.
+        num_slots: number of slots of recurrent states; 0 if the model has no such state.
+    """
+
+    def __init__(
+        self,
+        npu: Npu,
+        model: Decoder,
+        drafts: DraftSteps | None,
+        block_size: int,
+        dtype: torch.dtype,
+        num_slots: int,
+    ) -> None:
+        self._npu = npu
+        self._model = model
+        self._drafts = drafts
+        self._block_size = block_size
+        self._dtype = dtype
+        self._num_slots = num_slots
+        self.decoder: list[Cache] = []
+
+    def make(self, num_blocks: int) -> None:
+        """Replace all caches by empty caches."""
+        # The old caches are freed first, because the memory might be too small for two.
+        self.decoder.clear()
+        room = CacheRoom(num_blocks, self._block_size, self._dtype, self._num_slots)
+        self.decoder += self._model.make_caches(room)
+        if self._drafts is not None:
+            self._drafts.make_cache(room)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, those of the next-token module included."""
+        return [*self.block_tensors(), *self.state_tensors()]
+
+    def block_tensors(self) -> list[Tensor]:
+        """Return the tensors whose first dimension is the block."""
+        caches = [*self.decoder, *([] if self._drafts is None else [self._drafts.cache])]
+        return [tensor for cache in caches for tensor in cache.tensors]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Return the tensors whose first dimension is the slot of a recurrent state."""
+        return [tensor for cache in self.decoder for tensor in cache.states]
+
+    def clear(self) -> None:
+        """Set all tensors to zero. Otherwise the memory can contain NaN, which would spread.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        with translated("clearing the KV cache"):
+            for tensor in self.tensors():
+                tensor.zero_()
+        self._npu.synchronize()
+
+    def clean(self, block_ids: IntArray) -> None:
+        """Set blocks to zero after the queued work. No step in flight uses these blocks."""
+        index = self._npu.upload(block_ids.astype(np.int64))
+        for tensor in self.block_tensors():
+            tensor.index_fill_(0, index, 0)

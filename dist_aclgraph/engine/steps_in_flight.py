@@ -1,0 +1,234 @@
+"""The steps that are queued on the device, and how their results reach the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import translated
+from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch
+from dist_aclgraph.engine.embeddings import ComingEmbeddings
+from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.masks.matchers import GrammarReport, Matchers
+from dist_aclgraph.engine.prompt_report import ComingPrompt
+from dist_aclgraph.engine.replays import Replays
+from dist_aclgraph.engine.step_output import ComingOutput, HostOutput, SpecialPlaces, StepOutput
+from dist_aclgraph.graphs.step_buffers import StepBuffers
+from dist_aclgraph.ints import IntArray, pack_ints
+from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.step import RankPlan, StepResult
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The queued work of a step, without its drafts.
+
+    Attributes:
+        tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
+        best: [num_samples * (k + 1)], the greatest logits.
+        span: measures the replays of a full graph; None if replays are not measured.
+    """
+
+    tokens: Tensor
+    best: Tensor
+    accepted: Tensor | None
+    special: SpecialPlaces | None
+    span: ReplaySpan | None = None
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that is queued on the device.
+
+    Attributes:
+        num_written: number of steps whose inputs were written to the buffers, this step included.
+        stages: host time of this step by stage, up to now.
+        grammars: the state of grammars after the step was queued.
+    """
+
+    plan: RankPlan
+    rank: int
+    inputs: HostStep
+    coming: ComingOutput
+    num_written: int
+    stages: dict[str, float]
+    span: ReplaySpan | None
+    grammars: GrammarReport
+
+
+class StepsInFlight:
+    """Owns the queued steps, oldest first. Queues the copy of a step's output to the host, waits
+    for it, and makes the result of the step. Does not know how a step is computed.
+
+    Args:
+        max_rows: maximum number of rows of the batch.
+        tally: int64, of shape ``TALLY_SHAPE``, the counters of experts.
+        owns_output: whether this rank sends the sampled tokens to the engine.
+        has_drafts: whether the model drafts.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        output: StepOutput,
+        buffers: StepBuffers,
+        replays: Replays,
+        matchers: Matchers,
+        watch: Stopwatch,
+        counts: DeviceCounts,
+        *,
+        max_rows: int,
+        tally: Tensor,
+        owns_output: bool,
+        has_drafts: bool,
+    ) -> None:
+        self._batch = batch
+        self._output = output
+        self._buffers = buffers
+        self._replays = replays
+        self._matchers = matchers
+        self._watch = watch
+        self._counts = counts
+        self._tally = tally
+        self._owns_output = owns_output
+        self._has_drafts = has_drafts
+        self._flights: deque[Flight] = deque()
+        self._ended: deque[tuple[Flight, HostOutput]] = deque()  # read, but not reported
+        # Number of accepted drafts in each row's last step.
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)
+        # Number of tokens beyond the capacity of the decoder's exchanges, in all steps until now.
+        self._num_unplaced = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def queue_output(
+        self,
+        plan: RankPlan,
+        rank: int,
+        inputs: HostStep,
+        sampled: Sampled,
+        prompts: Sequence[ComingPrompt] = (),
+        embeddings: ComingEmbeddings | None = None,
+    ) -> Flight:
+        """Queue the copy of a step's results to the host before drafting, so that the host
+        continues while the device drafts. The step is in flight after ``add``.
+
+        Args:
+            prompts: log-probabilities of prompts, whose copies are already queued.
+            embeddings: hidden states of prompts, whose copy is already queued.
+        """
+        needs_tokens = self._owns_output or self._has_drafts or self._matchers.concern(inputs)
+        coming = self._output.queue(
+            inputs.num_samples if needs_tokens else 0,
+            sampled.tokens,
+            sampled.best,
+            sampled.accepted,
+            None if plan.exchange is None else self._tally,
+            sampled.special if self._owns_output else None,
+            prompts if self._owns_output else (),
+            embeddings if self._owns_output else None,
+        )
+        num_written, stages = self._buffers.num_written, self._watch.stages
+        grammars = self._matchers.take_report()
+        return Flight(plan, rank, inputs, coming, num_written, stages, sampled.span, grammars)
+
+    def add(self, flight: Flight) -> None:
+        self._flights.append(flight)
+
+    def land(self, records: IntArray) -> IntArray:
+        """Read all steps in flight, without reporting them.
+
+        Args:
+            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+
+        Returns:
+            [num_reqs]: the number of accepted drafts of each request whose last token the host did
+            not have.
+        """
+        while self._flights:
+            self._ended.append(self._read_oldest())
+        return np.where(self._batch.in_flight(records), self._num_passed[records[:, 0]], 0)
+
+    def report_ended(self, report: Callable[[StepResult], None], stage: str) -> None:
+        """Report the steps that have ended, without waiting for the device.
+
+        Args:
+            report: called with each result.
+            stage: the stage of the next step that the host works on.
+        """
+        if self._flights and self._output.is_here(self._flights[0].coming):
+            self._watch.lap(stage)
+            self._ended.append(self._read_oldest())
+        while self._ended:
+            report(self._result(*self._ended.popleft()))
+
+    def finish(self) -> StepResult:
+        """Wait for the oldest step; return its result."""
+        return self._result(*self._read_oldest())
+
+    def _read_oldest(self) -> tuple[Flight, HostOutput]:
+        """Wait for the oldest step; return its output.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        flight = self._flights.popleft()
+        with translated(f"step {flight.plan.step}"), torch.inference_mode():
+            read = self._output.read(flight.coming, self._replays.send_ahead)
+        self._buffers.mark_read(flight.num_written)
+        if self._matchers.concern(flight.inputs) and len(read.counts):
+            self._matchers.note(flight.inputs, read.counts, read.token_ids)
+        if self._has_drafts:
+            self._num_passed[flight.inputs.sampled_rows] = read.counts - 1
+            self._replays.guess_next(flight.inputs, read.counts)
+        return flight, read
+
+    def _result(self, flight: Flight, read: HostOutput) -> StepResult:
+        plan = flight.plan
+        self._replays.book_wait(flight.span)
+        self._watch.lap_of(flight.stages, "read")
+        num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
+        result = StepResult(
+            plan.epoch,
+            plan.step,
+            flight.rank,
+            expert_tokens=read.expert_tokens,
+            num_unplaced=self._num_unplaced - num_unplaced,
+            unmasked=pack_ints(flight.grammars.unmasked),
+            compiling=pack_ints(flight.grammars.compiling),
+            timings_us=flight.stages,
+            overlapped_us=self._watch.take_overlapped(),
+            counted=self._counts.read_and_reset(),
+        )
+        if not self._owns_output:
+            return result
+        return msgspec.structs.replace(
+            result,
+            token_ids=pack_ints(read.token_ids),
+            non_finite=pack_ints(read.non_finite),
+            counts=pack_ints(read.counts) if self._has_drafts else b"",
+            logprobs=read.logprobs,
+            prompts=read.prompts,
+            embeddings=read.embeddings,
+            failed=flight.grammars.failed,
+        )
+
+    def forget(self) -> None:
+        """Drop all steps after an abort of the device."""
+        self._flights.clear()
+        self._ended.clear()
+        self._num_passed[:] = 0
+
+    def forget_unplaced(self) -> None:
+        """Continue to count tokens beyond capacity at the device's counter.
+
+        The counter includes tokens of aborted steps, and later steps report only their own tokens.
+        """
+        self._num_unplaced = int(self._tally[0, 1, 0])
