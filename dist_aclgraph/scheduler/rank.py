@@ -9,19 +9,18 @@ order of their deadlines.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.ints import IntArray, pack_ints
+from dist_aclgraph.ints import IntArray
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.decode_blocks import Lack, give_blocks, missing_blocks
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.prefixes import Prefixes
 from dist_aclgraph.scheduler.rank_step import (
@@ -32,32 +31,13 @@ from dist_aclgraph.scheduler.rank_step import (
     StepKind,
 )
 from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.request_ends import RequestEnds
+from dist_aclgraph.scheduler.row_changes import RowChanges
 from dist_aclgraph.scheduler.rows import EVERY, TRIES, WAITS, Indices, Places, RunningRows
-from dist_aclgraph.steps.delta import FinishReason
 from dist_aclgraph.steps.padding import padding_blocks
-from dist_aclgraph.steps.step import RankBatch, RowStart
+from dist_aclgraph.steps.step import RankBatch
 
-NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
 NO_INDICES = np.empty(0, np.intp)
-
-
-class Lack(NamedTuple):
-    """Requests that decode and lack blocks for their next tokens.
-
-    Attributes:
-        short: [n], indices of these requests.
-        missing: [n], number of blocks that each of these requests lacks.
-    """
-
-    short: Places
-    missing: IntArray
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.missing.sum())
-
-
-NO_LACK = Lack(NO_INDICES, np.empty(0, np.int32))
 
 
 class RankScheduler:
@@ -102,7 +82,8 @@ class RankScheduler:
         self._decode_len = num_drafts + 1
         self._num_prompt_ranks = num_prompt_ranks
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._appended: IntArray = NO_PAIRS  # row, token id: new tokens to send to workers
+        self._changes = RowChanges(index, rows)
+        self._ends = RequestEnds()
         self._steady: RankStep | None = None  # the last step, if the next step can repeat it
         # The builder of quiet steps. A quiet step decodes the same requests as the previous step,
         # and runs nothing else. A step that is not quiet removes the builder.
@@ -110,11 +91,6 @@ class RankScheduler:
         # Number of tokens that each request can still get in quiet steps, see ``_measure_margin``.
         self._margin = 0
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
-        # For each stop token id, the number of running requests that end at this token.
-        self._stop_ids: Counter[int] = Counter()
-        self._knows_nothing = False  # Whether workers have lost all rows.
-        # Rows that workers must get again from their first token.
-        self._renewed: list[RowStart] = []
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
@@ -147,7 +123,9 @@ class RankScheduler:
 
     def lack(self) -> Lack | None:
         """Return the requests with too few blocks for the next step; None if all have enough."""
-        return None if self._is_quiet else self._missing_blocks()
+        if self._is_quiet:
+            return None
+        return missing_blocks(self.rows, self._decode_len, self.pool.block_size)
 
     def must_wait(self, lack: Lack | None) -> bool:
         """Whether the rank must wait for steps in flight, instead of preempting a request now.
@@ -178,7 +156,7 @@ class RankScheduler:
             return self._quiet_builder, []
         self._quiet_builder = None
         blocks, victims = self._make_room(lack) if len(lack.short) else ([], [])
-        decodes = self._decodes
+        decodes = self.rows.decodes
         num_decoding = int(np.count_nonzero(decodes))
         builder = self._builder(
             EVERY if num_decoding == len(decodes) else np.flatnonzero(decodes),
@@ -200,17 +178,6 @@ class RankScheduler:
             is_unserved &= (rows.computed < rows.prompt_end) == (kind == "prompt")
         unserved: list[int] = np.flatnonzero(is_unserved).tolist()
         return sorted(unserved, key=lambda index: rows.requests[index].order)
-
-    @property
-    def _decodes(self) -> npt.NDArray[np.bool_]:
-        """Return [num_requests]: true if the request has a sampled token and may get another
-        token now.
-        """
-        rows = self.rows
-        is_open: npt.NDArray[np.bool_] = (
-            (rows.known > rows.started) & (rows.known < rows.limit) & (rows.held != WAITS)
-        )
-        return is_open
 
     def _builder(
         self,
@@ -277,7 +244,7 @@ class RankScheduler:
         builder.started.append(request.start(self.index, self._take_row(request)))
         for checkpoint in self.prefixes.checkpoint_after(request, shared):
             builder.restored += (request.row, checkpoint)
-        self._stop_ids.update(request.stop_ids)
+        self._ends.add(request)
         covered = len(request.block_ids) * size
         index = self.rows.add(
             request,
@@ -321,39 +288,8 @@ class RankScheduler:
         self._flights.append(flight)
         if not isinstance(step.indices, slice):
             self.rows.take_off(step.indices, step.records)
-        restored = pack_ints(builder.restored) if builder.restored else b""
         kept = self.prefixes.begin_checkpoints(self.rows, builder.chunks, flight)
-        renewed, self._renewed = self._renewed, []
-        if self._knows_nothing:
-            self._knows_nothing = False
-            return step, RankBatch(
-                step.records.tobytes(),
-                started=self._every_row(builder),
-                cleaned=pack_ints(cleaned),
-                restored=restored,
-                kept=kept,
-            )
-        return step, RankBatch(
-            step.records.tobytes(),
-            self._take_appended(),
-            pack_ints(builder.blocks) if builder.blocks else b"",
-            (*renewed, *builder.started),
-            pack_ints(cleaned) if cleaned else b"",
-            restored,
-            kept,
-        )
-
-    def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
-        """Return all rows in their current state, for workers that have lost their rows."""
-        started = {start.row for start in builder.started}
-        for index in range(len(self.rows)):
-            self.rows.settle(index)
-        running = (
-            request.start(self.index, request.row)
-            for request in self.rows.requests
-            if request.row not in started
-        )
-        return (*running, *builder.started)
+        return step, self._changes.message(builder, step, cleaned, kept)
 
     def rewind(self) -> list[Request]:
         """Undo the steps in flight, because workers have lost the state of these steps.
@@ -370,8 +306,7 @@ class RankScheduler:
             self.rows.put_back(flight.places[is_there], flight.step.records[is_there])
             self.pool.clean_first(flight.cleaned)
         self._steady, self._margin = None, 0
-        self._appended = NO_PAIRS
-        self._knows_nothing = True
+        self._changes.lose_rows()
         return [] if self.pool.checkpoints is None else self._preempt(self.running)
 
     def lose_kv(self) -> list[Request]:
@@ -400,11 +335,7 @@ class RankScheduler:
 
         Workers already have the step's rows; the message adds the tokens of the previous step.
         """
-        return RankBatch(step.records.tobytes(), self._take_appended())
-
-    def _take_appended(self) -> bytes:
-        appended, self._appended = self._appended, NO_PAIRS
-        return appended.tobytes()
+        return RankBatch(step.records.tobytes(), self._changes.take_tokens())
 
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
         """Whether the cache has enough blocks for a full graph's padding.
@@ -493,11 +424,9 @@ class RankScheduler:
             flight.indices = np.where(is_taken, -1, at)
         self._steady = None
         self.rows.held[places] = WAITS
-        self._appended = self._appended[~np.isin(self._appended[:, 0], self.rows.row[places])]
+        self._changes.drop(self.rows.row[places].tolist())
         for place in places.tolist():
-            self.rows.settle(place)
-            request = self.rows.requests[place]
-            self._renewed.append(request.start(self.index, request.row))
+            self._changes.renew(place)
 
     def free_held(self) -> int:
         """Let the requests run again that wait for their grammars, and return their number.
@@ -529,7 +458,7 @@ class RankScheduler:
             self._accepted += np.bincount(new.counts - 1, minlength=self._decode_len)
             passed = np.zeros(len(records), np.int32)
             passed[samples] = new.counts - 1
-        new, reasons = self._end(sampled, new, is_quiet=flight.is_quiet)
+        new, reasons = self._ends.cut(rows, sampled, new, is_quiet=flight.is_quiet)
         firsts = NO_INDICES
         if flight.step.num_decoding < flight.step.num_reqs:
             firsts = np.flatnonzero(rows.received[sampled] == rows.started[sampled])
@@ -543,7 +472,7 @@ class RankScheduler:
         outputs = StepOutputs(
             requests, rows.key[sampled].copy(), new.token_ids, ends, firsts, reasons, new.logprobs
         )
-        self._note_appended(rows.row[sampled], new)
+        self._changes.add_tokens(rows.row[sampled], new)
         if not flight.is_quiet:
             self.prefixes.store_full_blocks(rows, indices)
             self._margin = self._measure_margin()
@@ -564,7 +493,7 @@ class RankScheduler:
             isinstance(flight.indices, slice)
             and 0 < flight.step.num_reqs == len(self.rows)
             and new.is_plain
-            and self._stop_ids.keys().isdisjoint(new.token_ids.tolist())
+            and not self._ends.has_stops(new.token_ids.tolist())
         )
 
     def land(self, appended: IntArray, margin: int, *, has_full: bool) -> None:
@@ -576,7 +505,7 @@ class RankScheduler:
             has_full: whether a request has filled a block.
         """
         flight = self._flights.popleft()
-        self._append(appended)
+        self._changes.append(appended)
         if not flight.is_quiet:
             if has_full:
                 self.prefixes.store_full_blocks(self.rows, flight.indices)
@@ -594,19 +523,6 @@ class RankScheduler:
             if (place := flight.places[samples[index]]) >= 0:
                 requests[place].embedding = embedding
 
-    def _note_appended(self, row: IntArray, new: NewTokens) -> None:
-        """Store the new tokens of [n] rows for the next message to workers."""
-        appended = np.empty((len(new.token_ids), 2), np.int32)
-        appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
-        appended[:, 1] = new.token_ids
-        self._append(appended)
-
-    def _append(self, appended: IntArray) -> None:
-        if len(self._appended):  # tokens of an earlier step that no message has sent yet
-            appended = np.concatenate([self._appended, appended])
-            appended = appended[np.argsort(appended[:, 0], kind="stable")]
-        self._appended = appended
-
     @property
     def _is_quiet(self) -> bool:
         """Whether the next step has the same requests, and no request can reach its maximum length,
@@ -617,48 +533,6 @@ class RankScheduler:
     def _measure_margin(self) -> int:
         """Return the smallest margin of all requests, see ``Columns.margins``."""
         return int(self.rows.margins().min()) if len(self.rows) else 0
-
-    def _end(
-        self, sampled: Indices, new: NewTokens, *, is_quiet: bool
-    ) -> tuple[NewTokens, dict[int, FinishReason]]:
-        """End the finished requests at their last token.
-
-        Args:
-            sampled: [num_samples], index of each sampled request; ``new`` has their tokens.
-            is_quiet: whether no request can reach its maximum length.
-
-        Returns:
-            The tokens that requests get; the finish reason of each finished request, by its index
-            in ``sampled``.
-        """
-        tokens: list[int] = new.token_ids.tolist()
-        has_stops = not self._stop_ids.keys().isdisjoint(tokens)
-        if is_quiet and not has_stops:
-            return new, {}
-        rows = self.rows
-        known, limit = rows.received[sampled], rows.limit[sampled]
-        counts = np.ones(len(known), np.int32) if new.counts is None else new.counts
-        may_end = known + counts >= limit
-        if has_stops:
-            stops = np.isin(new.token_ids, list(self._stop_ids))
-            may_end |= np.bincount(np.repeat(np.arange(len(counts)), counts), stops) > 0
-        if not may_end.any():
-            return new, {}
-        requests = rows.select(sampled)
-        reasons: dict[int, FinishReason] = {}
-        kept = counts.copy()
-        ends = np.cumsum(counts)
-        for index in np.flatnonzero(may_end).tolist():
-            request, room = requests[index], int(limit[index] - known[index])
-            end = int(ends[index])
-            count = request.num_until_stop(
-                int(known[index]), tokens[end - int(counts[index]) : end][:room]
-            )
-            if count is not None:
-                reasons[index], kept[index] = "stop", count
-            elif counts[index] >= room:
-                reasons[index], kept[index] = "length", room
-        return new if new.counts is None else new.cut(kept), reasons
 
     # ---- requests that leave
 
@@ -682,52 +556,28 @@ class RankScheduler:
         moves = self.rows.remove([self.rows.index_of(request) for request in requests])
         for flight in self._flights:
             flight.move(moves)
-        left = [request.row for request in requests]
-        self._appended = self._appended[~np.isin(self._appended[:, 0], left)]
-        self._renewed = [start for start in self._renewed if start.row not in left]
+        self._changes.drop([request.row for request in requests])
+        self._ends.remove(requests)
         for request in requests:
-            self._stop_ids.subtract(request.stop_ids)
             self.pool.free(request.block_ids)
             self._free_rows.append(request.row)
             request.leave_row()
-        self._stop_ids = +self._stop_ids
-
-    # ---- blocks
 
     def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
         """Give blocks to the decoding requests that lack blocks for their next tokens.
 
         If too few blocks are free, the requests that are last in the order of service are
-        preempted. Drafts beyond the last possible token of a request get no block.
+        preempted.
 
         Returns:
-            Flat records (row, index in the block table, block id), and the preempted requests.
+            The result of ``give_blocks``, and the preempted requests.
         """
-        rows, size = self.rows, self.pool.block_size
         victims: list[Request] = []
         while lack.num_blocks > self.pool.num_free:
-            victim = max(rows.requests, key=lambda request: request.order)
+            victim = max(self.rows.requests, key=lambda request: request.order)
             victims += self._preempt([victim])
-            lack = self._missing_blocks()
-        short, missing = lack
-        blocks: list[int] = []
-        owners = map(rows.requests.__getitem__, np.repeat(short, missing).tolist())
-        for request, block_id in zip(owners, self.pool.allocate(int(missing.sum())), strict=True):
-            blocks += (request.row, len(request.block_ids), block_id)
-            request.block_ids.append(block_id)
-            if request.is_suspect:
-                self.pool.clean_first([block_id])
-        rows.covered[short] += missing * size
-        return blocks, victims
-
-    def _missing_blocks(self) -> Lack:
-        rows, size = self.rows, self.pool.block_size
-        ends = np.minimum(rows.computed + rows.slack + self._decode_len, rows.limit - 1)
-        is_short = ends > rows.covered
-        if not is_short.any():
-            return NO_LACK
-        short = np.flatnonzero(is_short & self._decodes)
-        return Lack(short, -(-(ends[short] - rows.covered[short]) // size))
+            lack = missing_blocks(self.rows, self._decode_len, self.pool.block_size)
+        return give_blocks(self.rows, self.pool, lack), victims
 
 
 def _still_there(

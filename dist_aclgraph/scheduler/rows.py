@@ -92,6 +92,14 @@ class Columns:
             self.held,
         ) = columns
 
+    @property
+    def decodes(self) -> npt.NDArray[np.bool_]:
+        """[num_requests]: true if the request has a sampled token and may get another token now."""
+        is_open: npt.NDArray[np.bool_] = (
+            (self.known > self.started) & (self.known < self.limit) & (self.held != WAITS)
+        )
+        return is_open
+
     def margins(self) -> IntArray:
         """Return how many tokens each request can get before it reaches its maximum length, fills a
         block or needs a block.

@@ -33,10 +33,11 @@ from dist_aclgraph.kv.look_ups import LookUps
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.decode_blocks import Lack
 from dist_aclgraph.scheduler.decoding_ranks import land_decoding
 from dist_aclgraph.scheduler.group_rows import GroupRows
 from dist_aclgraph.scheduler.outputs import StepOutputs
-from dist_aclgraph.scheduler.rank import Lack, RankScheduler
+from dist_aclgraph.scheduler.rank import RankScheduler
 from dist_aclgraph.scheduler.rank_step import (
     NewTokens,
     RankStep,

@@ -1,0 +1,106 @@
+"""RowChanges: the changes of a rank's rows that its workers do not know yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from dist_aclgraph.ints import IntArray, pack_ints
+from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder
+from dist_aclgraph.scheduler.rows import RunningRows
+from dist_aclgraph.steps.step import RankBatch, RowStart
+
+NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
+
+
+class RowChanges:
+    """Collects new tokens and rows, and puts them into the next message to the rank's workers.
+
+    Args:
+        dp_rank: index of the data-parallel rank in its group.
+    """
+
+    def __init__(self, dp_rank: int, rows: RunningRows) -> None:
+        self._dp_rank = dp_rank
+        self._rows = rows
+        self._appended: IntArray = NO_PAIRS  # row, token id
+        # Rows that workers must get again from their first token.
+        self._renewed: list[RowStart] = []
+        self._knows_nothing = False  # Whether workers have lost all rows.
+
+    def add_tokens(self, row: IntArray, new: NewTokens) -> None:
+        """Add the new tokens of [n] sampled rows."""
+        appended = np.empty((len(new.token_ids), 2), np.int32)
+        appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
+        appended[:, 1] = new.token_ids
+        self.append(appended)
+
+    def append(self, appended: IntArray) -> None:
+        """Add tokens: [n, 2], row and token id."""
+        if len(self._appended):  # tokens of an earlier step that no message has sent yet
+            appended = np.concatenate([self._appended, appended])
+            appended = appended[np.argsort(appended[:, 0], kind="stable")]
+        self._appended = appended
+
+    def renew(self, index: int) -> None:
+        """Send the row of a running request again from its first token."""
+        self._rows.settle(index)
+        request = self._rows.requests[index]
+        self._renewed.append(request.start(self._dp_rank, request.row))
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Drop the changes of rows."""
+        self._appended = self._appended[~np.isin(self._appended[:, 0], list(rows))]
+        self._renewed = [start for start in self._renewed if start.row not in rows]
+
+    def lose_rows(self) -> None:
+        """Send all rows again, because workers have lost them."""
+        self._appended = NO_PAIRS
+        self._knows_nothing = True
+
+    def message(
+        self, builder: StepBuilder, step: RankStep, cleaned: Sequence[int], kept: bytes
+    ) -> RankBatch:
+        """Return the message for a decided step, with all changes until now.
+
+        Args:
+            cleaned, kept: as in ``RankBatch``.
+        """
+        renewed, self._renewed = self._renewed, []
+        restored = pack_ints(builder.restored) if builder.restored else b""
+        if self._knows_nothing:
+            self._knows_nothing = False
+            return RankBatch(
+                step.records.tobytes(),
+                started=self._every_row(builder),
+                cleaned=pack_ints(cleaned),
+                restored=restored,
+                kept=kept,
+            )
+        return RankBatch(
+            step.records.tobytes(),
+            self.take_tokens(),
+            pack_ints(builder.blocks) if builder.blocks else b"",
+            (*renewed, *builder.started),
+            pack_ints(cleaned) if cleaned else b"",
+            restored,
+            kept,
+        )
+
+    def take_tokens(self) -> bytes:
+        """Return the new tokens, as in ``RankBatch.appended``."""
+        appended, self._appended = self._appended, NO_PAIRS
+        return appended.tobytes()
+
+    def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
+        """Return all rows in their current state."""
+        started = {start.row for start in builder.started}
+        for index in range(len(self._rows)):
+            self._rows.settle(index)
+        running = (
+            request.start(self._dp_rank, request.row)
+            for request in self._rows.requests
+            if request.row not in started
+        )
+        return (*running, *builder.started)
