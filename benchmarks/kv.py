@@ -92,9 +92,9 @@ class Service:
                 self.runner.launch(plan.for_rank(0), 0, results.append)
             elif self.runner.is_busy:
                 results.append(self.runner.finish())
-            (jobs,) = self.scheduler.take_copies(is_idle=not self.runner.is_busy)
+            (jobs,) = self.scheduler.copies.take_jobs(is_idle=not self.runner.is_busy)
             for number, num_whole in self.runner.copy_blocks(jobs):
-                self.scheduler.end_copy(number, 0, num_whole)
+                self.scheduler.copies.end(number, 0, num_whole)
         outputs = self.scheduler.update(results)
         now_s = time.perf_counter()
         for index in outputs.firsts.tolist():
@@ -105,7 +105,7 @@ class Service:
         self._last_s = now_s
 
     def finish(self) -> None:
-        while self.scheduler.has_work or self.scheduler.copies[0].is_busy:
+        while self.scheduler.has_work or self.scheduler.copies.is_busy:
             self.turn()
 
 

@@ -171,14 +171,14 @@ class Lockstep:
 
     def _copy(self) -> None:
         """Begin and continue copies of KV blocks, like an engine."""
-        jobs = self.scheduler.take_copies(is_idle=not self._in_flight)
+        jobs = self.scheduler.copies.take_jobs(is_idle=not self._in_flight)
         for rank, ended in enumerate(self.ranks.copy(jobs)):
             for number, num_whole in ended:
-                self.scheduler.end_copy(number, rank, num_whole)
+                self.scheduler.copies.end(number, rank, num_whole)
 
     def finish(self) -> None:
         """Run steps until no request is left, and no block is copied."""
-        while self.scheduler.has_work or any(copies.is_busy for copies in self.scheduler.copies):
+        while self.scheduler.has_work or self.scheduler.copies.is_busy:
             self.turn()
 
     def generate(

@@ -7,10 +7,8 @@ the graph that the largest batch needs.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
@@ -32,9 +30,9 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.look_ups import LookUps
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
-from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.decode_blocks import Lack
 from dist_aclgraph.scheduler.decoding_ranks import land_decoding
+from dist_aclgraph.scheduler.group_copies import GroupCopies
 from dist_aclgraph.scheduler.group_rows import GroupRows
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.rank import RankScheduler
@@ -46,7 +44,7 @@ from dist_aclgraph.scheduler.rank_step import (
     largest_of,
 )
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.steps.copies import CopyJob
+from dist_aclgraph.scheduler.waiting_requests import WaitingRequests
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ChooseExchange, no_exchange
@@ -112,13 +110,8 @@ class Scheduler:
         window = pools[0].block_size + num_drafts + 1
         self._rows = GroupRows(len(pools), config.max_num_seqs, window, num_drafts)
         self._ranks_per_batch = tp * pcp
-        self.copies = [
-            BlockCopies(pool, look_ups, self._workers_of(index))
-            for index, pool in enumerate(pools)
-            if look_ups is not None
-        ]
-        # Requests that wait until their blocks are looked up in files, or read from files.
-        self._fetching: set[Request] = set()
+        self.waiting = WaitingRequests()
+        self.copies = GroupCopies(pools, look_ups, tp * pcp, self.waiting)
         self.ranks = [
             RankScheduler(
                 index,
@@ -130,13 +123,10 @@ class Scheduler:
                 exact=exact,
                 copies=copies,
             )
-            for index, (pool, copies) in enumerate(zip_longest(pools, self.copies))
+            for index, (pool, copies) in enumerate(zip_longest(pools, self.copies.ranks))
         ]
         # Kinds of steps, in the order in which they are tried; the first kind with work is chosen.
         self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
-        self.waiting: deque[Request] = deque()  # in the order of deadlines
-        # Requests without a row whose grammars are compiled, with their last rank and row.
-        self._compiling: dict[Request, tuple[int, int]] = {}
         self._splits_prompts = pcp > 1
         self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
@@ -161,23 +151,14 @@ class Scheduler:
         """The first worker of each data-parallel rank."""
         return range(0, len(self.ranks) * self._ranks_per_batch, self._ranks_per_batch)
 
-    def _workers_of(self, dp_rank: int) -> range:
-        """Return the workers of a data-parallel rank."""
-        return range(dp_rank * self._ranks_per_batch, (dp_rank + 1) * self._ranks_per_batch)
-
     @property
     def has_work(self) -> bool:
         """Whether a step is in flight or could be scheduled."""
-        waiting = self.waiting or self._compiling or self._fetching
-        return bool(waiting or self._in_flight or any(map(len, (r.rows for r in self.ranks))))
+        return bool(self._in_flight or self.waiting or any(len(rank.rows) for rank in self.ranks))
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
-
-    @property
-    def _num_waiting(self) -> int:
-        return len(self.waiting) + len(self._compiling) + len(self._fetching)
 
     @property
     def num_preemptions(self) -> int:
@@ -203,7 +184,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
         # Requests that will have a row in the next step do not count as waiting.
-        num_waiting = self._num_waiting - sum(rank.num_free_rows for rank in self.ranks)
+        num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting and not request.has_output:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting, the limit is scheduler.max_waiting"
@@ -213,7 +194,7 @@ class Scheduler:
         request.deadline = self.step - (-len(request.tokens) // self.config.prompt_share)
         self._num_arrived += 1
         self._requests[request.request_id] = request
-        insort(self.waiting, request, key=_order)
+        self.waiting.add([request])
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
         """End a request at once, even while a step runs it.
@@ -227,9 +208,7 @@ class Scheduler:
         request.is_over = True
         if request.row >= 0:
             self.ranks[request.dp_rank].abort(request)
-        elif request in self._fetching:
-            self._fetching.remove(request)
-        elif self._compiling.pop(request, None) is None:
+        else:
             self.waiting.remove(request)
         return RequestDelta(
             request_id, finish_reason=reason, num_cached_tokens=max(0, request.num_cached_tokens)
@@ -249,8 +228,8 @@ class Scheduler:
         needed first.
         """
         self.admitted = []
-        if self._fetching:
-            self._end_looking()
+        if self.waiting.has_fetching:
+            self.waiting.end_looking()
         if self._is_void and (again := self._run_again()) is not None:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
@@ -270,10 +249,7 @@ class Scheduler:
         # run, the held requests run again.
         if self._in_flight:
             return None
-        num_held = sum(rank.free_held() for rank in self.ranks) + len(self._compiling)
-        for request in self._compiling:
-            request.tries_grammar = True
-        self._end_compiling(list(self._compiling))
+        num_held = sum(rank.free_held() for rank in self.ranks) + self.waiting.try_grammars()
         return self.schedule() if num_held else None
 
     def _build(self, kind: StepKind, lacks: Sequence[Lack | None]) -> list[StepBuilder]:
@@ -286,14 +262,15 @@ class Scheduler:
         for rank, lack in zip(self.ranks, lacks, strict=True):
             builder, victims = rank.begin(lack, kind)
             builders.append(builder)
-            self._wait_again(victims)
-        while self.waiting:
-            first = self.waiting[0]
+            self.waiting.add(victims)
+        queue = self.waiting.queue
+        while queue:
+            first = queue[0]
             for builder in builders:
                 builder.serve_chunks(before=first)
             if not self._admit(first, builders):
                 break
-            self.waiting.popleft()
+            queue.popleft()
         for builder in builders:
             if builder.unserved:
                 builder.serve_chunks()
@@ -334,7 +311,7 @@ class Scheduler:
             for rank, step in zip(self.ranks, steps, strict=True)
         ]
         told = [result for result in current.values() if result.unmasked or result.compiling]
-        if told or self._compiling or self._rows.held.any():
+        if told or self.waiting.has_compiling or self._rows.held.any():
             self._hold(steps, told)
         self._in_flight.popleft()
         others, parts = land_decoding(self._rows, self.ranks, brought)
@@ -357,11 +334,6 @@ class Scheduler:
         outputs = StepOutputs.joined(parts)
         return msgspec.structs.replace(outputs, failed=failed) if failed else outputs
 
-    def _wait_again(self, requests: Sequence[Request]) -> None:
-        """Put requests that have lost their rows back into the queue."""
-        for request in requests:
-            insort(self.waiting, request, key=_order)
-
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
         """Let requests whose logits are NaN or infinite for the first time wait again; end and
         return the other requests.
@@ -374,7 +346,7 @@ class Scheduler:
                 failed.append(request)
             else:
                 request.is_suspect = True
-                self._wait_again([request])
+                self.waiting.add([request])
         self.num_non_finite += len(failed)
         return failed
 
@@ -388,72 +360,9 @@ class Scheduler:
         self.epoch = epoch
         self._in_flight.clear()
         self._is_void = False
-        self._end_fetching([each for copies in self.copies for each in copies.forget()])
+        self.copies.forget()
         for rank in self.ranks:
-            self._wait_again(rank.rewind())
-
-    # ---- copies of KV blocks
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether a copy job runs."""
-        return any(copies.num_running for copies in self.copies)
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether files of blocks are looked up."""
-        return any(copies.is_looking for copies in self.copies) or any(
-            request.look_up is not None for request in self._fetching
-        )
-
-    def copied_blocks(self) -> dict[str, int]:
-        """Return the sums of ``CopyCounts`` over all ranks; empty if no copies are kept."""
-        total: Counter[str] = Counter()
-        for copies in self.copies:
-            total.update(asdict(copies.counts))
-        return dict(total)
-
-    def take_copies(self, *, is_idle: bool, may_touch: bool = False) -> list[tuple[CopyJob, ...]]:
-        """Return the jobs that the workers of each data-parallel rank must begin now; see
-        ``BlockCopies.take_jobs``.
-        """
-        return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.copies]
-
-    def end_copy(self, number: int, rank: int, num_whole: int) -> None:
-        """Record that a worker has ended a copy job. When all workers of the job have ended it, the
-        request that waits for the job returns to the queue.
-        """
-        copies = self.copies[rank // self._ranks_per_batch]
-        request = copies.end(number, rank, num_whole)
-        if request is not None:
-            self._end_fetching([request])
-
-    def has_ended_copies(self, request: Request) -> bool:
-        """Return whether no block of an ended request is still to be written to a file."""
-        return self.copies[request.dp_rank].have_ended(request.hashes)
-
-    def stop_fetching(self, dp_rank: int) -> int:
-        """Let no request wait for a data-parallel rank's copy jobs until one of them ends; return
-        how many requests waited for reads.
-        """
-        return self._end_fetching(self.copies[dp_rank].note_late())
-
-    def _end_looking(self) -> None:
-        """Put the requests whose files were looked up back into the queue."""
-        self._end_fetching(
-            [
-                request
-                for request in self._fetching
-                if (look_up := request.look_up) is not None and look_up() is not None
-            ]
-        )
-
-    def _end_fetching(self, requests: Sequence[Request]) -> int:
-        """Put the requests that still wait for files back into the queue; return their number."""
-        left = [request for request in requests if request in self._fetching]
-        self._fetching.difference_update(left)
-        self._wait_again(left)
-        return len(left)
+            self.waiting.add(rank.rewind())
 
     def lose_kv(self) -> None:
         """Let every request wait and start again at its first token, because all KV is lost.
@@ -462,14 +371,14 @@ class Scheduler:
         """
         assert not self._in_flight, "rewind() comes first"
         for rank in self.ranks:
-            self._wait_again(rank.lose_kv())
+            self.waiting.add(rank.lose_kv())
 
     def stats(self) -> dict[str, int]:
         """Return gauges and counters for metrics."""
         num_verified = sum(rank.num_verified for rank in self.ranks)
         return {
             "running": sum(rank.num_running for rank in self.ranks),
-            "waiting": self._num_waiting,
+            "waiting": len(self.waiting),
             "blocks_used": sum(rank.pool.num_used for rank in self.ranks),
             "blocks_usable": sum(rank.pool.num_usable for rank in self.ranks),
             "preemptions": self.num_preemptions,
@@ -504,7 +413,7 @@ class Scheduler:
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
             if self.ranks[index].prefixes.fetch(request, shared):
-                self._fetching.add(request)
+                self.waiting.fetch(request)
                 return True
             if self.ranks[index].start(builders[index], request, shared):
                 self.admitted.append(request)
@@ -613,14 +522,8 @@ class Scheduler:
             compiling[index].update(unpack_ints(result.compiling).tolist())
         for rank in self.ranks:
             victims = rank.hold(unmasked[rank.index], compiling[rank.index])
-            self._compiling |= {each: (rank.index, row) for each, row in victims.items()}
-        places = self._compiling.items()
-        self._end_compiling([each for each, (rank, row) in places if row not in compiling[rank]])
-
-    def _end_compiling(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            del self._compiling[request]
-        self._wait_again(requests)
+            self.waiting.compile(victims, rank.index)
+        self.waiting.end_compiling(compiling)
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the maximum length of the request, prompt and output together.
@@ -651,7 +554,3 @@ class Scheduler:
                 "max_tokens",
             )
         return limit
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order

@@ -224,11 +224,11 @@ class SimulatedCopies:
         may_touch = now_s - self._touched_s >= TOUCH_S
         if may_touch:
             self._touched_s = now_s
-        taken = self._scheduler.take_copies(is_idle=is_idle, may_touch=may_touch)
+        taken = self._scheduler.copies.take_jobs(is_idle=is_idle, may_touch=may_touch)
         for dp_rank, jobs in enumerate(taken):
             for job in jobs:
                 self._begin(dp_rank, job, now_s)
-        waits = any(copies.is_busy for copies in self._scheduler.copies)
+        waits = self._scheduler.copies.is_busy
         return has_changed or (waits and not self._running)
 
     def _begin(self, dp_rank: int, job: CopyJob, now_s: float) -> None:
@@ -267,7 +267,7 @@ class SimulatedCopies:
                 self._node.write_state(block_hash)
         first = running.dp_rank * self._ranks_per_batch
         for rank in range(first, first + self._ranks_per_batch):
-            self._scheduler.end_copy(job.number, rank, running.num_whole)
+            self._scheduler.copies.end(job.number, rank, running.num_whole)
 
 
 def make_copies(

@@ -209,7 +209,7 @@ class SimulatedGroup:
 
     def take_handed_over(self) -> list[Request]:
         """Return the requests whose prompt's blocks are in files now, or could not be written."""
-        is_ready = self.scheduler.has_ended_copies
+        is_ready = self.scheduler.copies.have_ended
         ready = [request for request in self._handing_over if is_ready(request)]
         self._handing_over = [each for each in self._handing_over if each not in ready]
         return ready
@@ -223,7 +223,7 @@ class SimulatedGroup:
         scheduler, flying = self.scheduler, self._flying
         while self.clock_s < until_s:
             self._look_again()
-            is_due = self.changes.is_due(not scheduler.has_work, not scheduler.waiting)
+            is_due = self.changes.is_due(not scheduler.has_work, not scheduler.waiting.queue)
             is_changed = is_due and not flying and self._change_graphs()
             plan = None if is_due and flying else scheduler.schedule()
             if plan is not None:
@@ -275,7 +275,7 @@ class SimulatedGroup:
             return False
         if not output:
             self.latencies.note_arrival(name, arrival.arrival_s)
-        self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
+        self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting.queue))
         return True
 
     def _run(self, plan: StepPlan, step: LastStep, on_progress: OnProgress) -> StepOutputs:

@@ -89,7 +89,7 @@ def test_a_request_runs_when_all_workers_have_read_its_blocks(world: World) -> N
     world.channel.reply(1, (jobs[0].number, 2))
     world.turn()
     assert world.turn() == 1 + BLOCK, "a worker has read two blocks only"
-    assert world.scheduler.copied_blocks()["missed"] == 1
+    assert world.scheduler.copies.counts()["missed"] == 1
 
 
 def test_a_request_does_not_wait_for_workers_that_read_for_ever(world: World) -> None:
@@ -115,7 +115,7 @@ def test_no_request_waits_for_copies_again_until_one_ends(world: World) -> None:
     other = submit("b", list(range(50, 50 + 3 * BLOCK + 1)), SamplingParams(max_tokens=2))
     world.scheduler.add(other)
     assert world.turn() == 2 * (3 * BLOCK + 1), "both are computed"
-    assert world.scheduler.has_ended_copies(other)
+    assert world.scheduler.copies.have_ended(other)
     for rank in range(WORKERS):
         world.channel.reply(rank, (jobs[0].number, 0))
     world.link.turn(is_idle=False)
@@ -130,7 +130,7 @@ def test_a_worker_that_answers_does_not_hide_one_that_reads_for_ever(
 ) -> None:
     """The two workers belong to one data-parallel rank, or to two."""
     world = World(monkeypatch, num_pools)
-    copies, num_tokens = world.scheduler.copies[-1], []
+    copies, num_tokens = world.scheduler.copies.ranks[-1], []
     for number in range(4):
         copies.condemn([bytes([number]) * 16])
         num_tokens.append(world.turn())
@@ -146,7 +146,7 @@ def test_a_worker_that_answers_does_not_hide_one_that_reads_for_ever(
 
 def test_files_of_cached_blocks_are_touched_at_most_once_in_a_while(world: World) -> None:
     world.scheduler.abort("a")
-    copies = world.scheduler.copies[0]
+    copies = world.scheduler.copies.ranks[0]
 
     def touches() -> int:
         copies.note_used([b"x" * 16])
@@ -177,12 +177,12 @@ def test_replies_of_an_earlier_epoch_are_ignored(world: World) -> None:
     ((_, (jobs,)),) = world.channel.sent
     for rank in range(WORKERS):
         world.channel.reply(rank, (jobs[0].number, 3), epoch=EPOCH - 1)
-    assert world.turn() == 0 and world.scheduler.is_copying
+    assert world.turn() == 0 and world.scheduler.copies.is_running
 
 
 def test_a_group_that_resumes_forgets_its_copies(world: World) -> None:
     world.turn()
     world.scheduler.rewind(EPOCH)
     world.link.reset()
-    assert not world.scheduler.is_copying
+    assert not world.scheduler.copies.is_running
     assert world.turn() == 3 * BLOCK + 1

@@ -68,7 +68,7 @@ class Service:
 
     @property
     def counts(self) -> dict[str, int]:
-        return self.scheduler.copied_blocks()
+        return self.scheduler.copies.counts()
 
     def add(self, name: str, prompt: Sequence[int], **options: Any) -> None:
         self.tokens[name] = []
@@ -77,14 +77,14 @@ class Service:
     def turn(self) -> None:
         for delta in turn(self.scheduler, self.runner):
             self.tokens[delta.request_id] += delta.token_ids
-        (jobs,) = self.scheduler.take_copies(is_idle=not self.runner.is_busy)
+        (jobs,) = self.scheduler.copies.take_jobs(is_idle=not self.runner.is_busy)
         for number, num_whole in self.runner.copy_blocks(jobs):
-            self.scheduler.end_copy(number, 0, num_whole)
+            self.scheduler.copies.end(number, 0, num_whole)
 
     def finish(self) -> None:
         """Run until no request and no copy is left."""
         deadline_s = time.monotonic() + WAIT_S
-        while self.scheduler.has_work or self.scheduler.copies[0].is_busy:
+        while self.scheduler.has_work or self.scheduler.copies.is_busy:
             self.turn()
             assert time.monotonic() < deadline_s
         assert self.scheduler.ranks[0].pool.num_used == 0
@@ -236,7 +236,7 @@ def test_an_aborted_request_leaves_its_blocks_to_the_cache(
     service = Service(runner, tiers)
     service.add("a", PROMPTS[3])
     service.turn()
-    assert service.scheduler.is_copying and not service.scheduler.running
+    assert service.scheduler.copies.is_running and not service.scheduler.running
     service.scheduler.abort("a")
     service.finish()
     assert service.answer([PROMPTS[3]]) == [expected[3]]
@@ -284,7 +284,7 @@ def test_files_of_condemned_blocks_are_deleted(runner: ModelRunner, tiers: KVTie
     service.answer([prompt])
     hashes = block_hashes(pack_ints(prompt), "", BLOCK_SIZE)
     assert all(map(tiers.has, hashes))
-    service.scheduler.copies[0].condemn(hashes[1:])
+    service.scheduler.copies.ranks[0].condemn(hashes[1:])
     service.finish()
     assert [tiers.has(each) for each in hashes] == [True] + [False] * (len(hashes) - 1)
 
@@ -299,7 +299,7 @@ def test_a_prefix_in_the_cache_touches_its_files(
     for path in paths:
         os.utime(path, (1.0, 1.0))
     service.answer([prompt])
-    (jobs,) = service.scheduler.take_copies(is_idle=True, may_touch=True)
+    (jobs,) = service.scheduler.copies.take_jobs(is_idle=True, may_touch=True)
     service.runner.copy_blocks(jobs)
     service.finish()
     times = [path.stat().st_mtime for path in paths]
@@ -343,9 +343,9 @@ def test_copies_end_with_an_abort_of_the_device(
     for index, prompt in enumerate(PROMPTS):
         service.add(str(index), prompt)
     service.turn()
-    assert service.scheduler.is_copying
+    assert service.scheduler.copies.is_running
     runner.forget_steps()
     service.scheduler.rewind(epoch=0)
-    assert not service.scheduler.is_copying
+    assert not service.scheduler.copies.is_running
     service.finish()
     assert [service.tokens[str(index)] for index in range(len(PROMPTS))] == expected

@@ -65,7 +65,7 @@ class Traffic:
 
     def step(self, number: int) -> None:
         chance, scheduler = self.chance, self.scheduler
-        if len(scheduler.waiting) < MAX_SEQS and chance.random() < 0.4:
+        if len(scheduler.waiting.queue) < MAX_SEQS and chance.random() < 0.4:
             self.submit()
         if chance.random() < 0.05 and self.got:
             output = scheduler.abort(chance.choice(list(self.got)[-9:]))

@@ -47,10 +47,10 @@ def test_tokens_are_those_of_computed_blocks(
     num_full = sum((len(prompt) - 1) // size for prompt in reference.prompts)
     with lockstep(config) as group:
         computed = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
-        assert group.scheduler.copied_blocks()["loaded"] == 0
+        assert group.scheduler.copies.counts()["loaded"] == 0
         group.restart()
         read = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
-        counts = group.scheduler.copied_blocks()
+        counts = group.scheduler.copies.counts()
 
     assert [answer.tokens for answer in computed] == reference.tokens
     assert [answer.tokens for answer in read] == reference.tokens

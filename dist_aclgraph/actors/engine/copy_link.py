@@ -36,13 +36,13 @@ class CopyLink:
         self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
         self._waits_for: set[int] = set()  # workers that have not answered the last message
         self._touched_s = time.monotonic()
-        self._num_ended = [0] * len(scheduler.copies)  # last known ``num_ended`` of each rank
-        self._progress_s = [self._touched_s] * len(scheduler.copies)  # when it last changed
+        self._num_ended = [0] * len(scheduler.copies.ranks)  # last known ``num_ended`` of each rank
+        self._progress_s = [self._touched_s] * len(scheduler.copies.ranks)  # when it last changed
 
     @property
     def is_busy(self) -> bool:
         """Whether a copy job runs, or files are looked up."""
-        return self._scheduler.is_copying or self._scheduler.is_looking
+        return self._scheduler.copies.is_running or self._scheduler.copies.is_looking
 
     def num_read(self) -> dict[str, int]:
         """Return how many blocks were read from each tier, by the tier's name. If several workers
@@ -63,7 +63,7 @@ class CopyLink:
             WorkerLostError: a worker failed while no step is in flight; the error names the rank.
         """
         scheduler = self._scheduler
-        if is_idle and scheduler.is_copying:
+        if is_idle and scheduler.copies.is_running:
             self._channel.poll_copied(scheduler.epoch)
         now_s = time.monotonic()
         for answer in self._channel.take_copied():
@@ -73,13 +73,13 @@ class CopyLink:
             if answer.number == self._number:
                 self._waits_for.discard(answer.rank)
             for number, num_whole in answer.ended:
-                scheduler.end_copy(number, answer.rank, num_whole)
+                scheduler.copies.end(number, answer.rank, num_whole)
         may_touch = now_s - self._touched_s >= TOUCH_S
         if may_touch:
             self._touched_s = now_s
-        jobs = scheduler.take_copies(is_idle=is_idle, may_touch=may_touch)
+        jobs = scheduler.copies.take_jobs(is_idle=is_idle, may_touch=may_touch)
         self._give_up_late(now_s)
-        if any(jobs) or (scheduler.is_copying and not self._waits_for):
+        if any(jobs) or (scheduler.copies.is_running and not self._waits_for):
             self._number += 1
             self._waits_for = set(range(self._channel.num_workers))
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
@@ -89,12 +89,12 @@ class CopyLink:
 
         A worker whose files do not answer must not be hidden by other workers, whose files do.
         """
-        for rank, copies in enumerate(self._scheduler.copies):
+        for rank, copies in enumerate(self._scheduler.copies.ranks):
             if not copies.num_running or copies.num_ended != self._num_ended[rank]:
                 self._num_ended[rank], self._progress_s[rank] = copies.num_ended, now_s
             elif now_s - self._progress_s[rank] > self._timeout_s:
                 self._progress_s[rank] = now_s
-                freed = self._scheduler.stop_fetching(rank)
+                freed = self._scheduler.copies.stop_fetching(rank)
                 event(logger, "copies_are_late", logging.WARNING, dp_rank=rank, requests=freed)
 
     def reset(self) -> None:

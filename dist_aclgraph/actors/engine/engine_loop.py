@@ -136,7 +136,7 @@ class EngineLoop:
         self._recipients = Recipients()
         self._hand_overs = HandOvers(scheduler, self._recipients)
         self._copies: CopyLink | None = None
-        if scheduler.copies:
+        if scheduler.copies.ranks:
             self._copies = CopyLink(scheduler, channel, step_timeout_s)
         self._kv_events = kv_events
         self._fetches = fetches
@@ -275,7 +275,9 @@ class EngineLoop:
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
         """Decide one step, deliver ``outputs``, return the outputs of the next finished step."""
         self._take(0)
-        is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
+        is_due = self._changes.is_due(
+            not self._scheduler.has_work, not self._scheduler.waiting.queue
+        )
         if is_due and not self._flying:
             # Deliver before a capture, so that no token waits for the capture.
             self._deliver(outputs)

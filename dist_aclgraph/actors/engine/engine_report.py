@@ -53,7 +53,7 @@ def group_metrics(
         "generation_tokens": counts.generation_tokens,
         "prefix_cache_queries": stats["admitted_tokens"],
         "prefix_cache_hits": stats["cached_tokens"],
-        "kv_copied_blocks": scheduler.copied_blocks(),
+        "kv_copied_blocks": scheduler.copies.counts(),
         "kv_read_blocks": counts.num_read,
         "kv_copies_bytes": ranks_report.get("copies_bytes", {}),
         "kv_late_look_ups": ranks_report.get("late_look_ups", 0),

@@ -54,7 +54,7 @@ class HandOvers:
         for request, client in waiting:
             if client is None or self._recipients.find(request.request_id) != client:
                 continue  # the client has left, or has aborted the request
-            if not self._scheduler.has_ended_copies(request):
+            if not self._scheduler.copies.have_ended(request):
                 self._waiting.append((request, client))
                 continue
             link, number = self._recipients.pop(request.request_id)

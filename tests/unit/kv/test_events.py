@@ -160,7 +160,7 @@ def test_a_schedulers_events_are_its_pools_blocks_without_those_of_salts(
     for index, (prompt, salt) in enumerate(requests):
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         scheduler.add(submit(str(index), prompt, params, cache_salt=salt))
-    known = list(scheduler.waiting)
+    known = list(scheduler.waiting.queue)
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None

@@ -153,7 +153,7 @@ def test_a_long_prompt_is_served_in_an_endless_stream_of_others(stream: int) -> 
     while "long" not in run_step(scheduler)[1]:
         steps += 1
         for index in range(8):  # more requests than fit in a step
-            if len(scheduler.waiting) < 500:
+            if len(scheduler.waiting.queue) < 500:
                 other = add(scheduler, f"{steps} {index}", stream, max_tokens=1)
                 earlier_tokens += stream if other.order < long.order else 0
 
@@ -186,13 +186,13 @@ def test_no_prompt_waits_for_prompts_that_arrive_after_its_deadline(
             if at == step:
                 request = add(scheduler, str(index), num_tokens, chance.randint(1, 20))
                 deadlines[str(index)], came[str(index)] = request.deadline, scheduler.step
-        waiting = {request.request_id for request in scheduler.waiting}
+        waiting = {request.request_id for request in scheduler.waiting.queue}
         if not scheduler.has_work:
             if step > 12:
                 break
             continue
         run_step(scheduler)
-        started = waiting - {request.request_id for request in scheduler.waiting}
+        started = waiting - {request.request_id for request in scheduler.waiting.queue}
         left = waiting - started
         begun |= started
         for name in started:

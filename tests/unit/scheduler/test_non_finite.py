@@ -182,4 +182,4 @@ def test_files_of_blocks_that_might_contain_nan_are_not_read() -> None:
     run(scheduler, 5)
     files.update(request.hashes)
     scheduler.add(make_request("second", 33))
-    assert scheduler.schedule() is not None and not scheduler.is_copying
+    assert scheduler.schedule() is not None and not scheduler.copies.is_running

@@ -314,7 +314,7 @@ def test_a_full_queue_takes_a_request_that_another_group_has_begun() -> None:
         scheduler.add(make_request(str(index)))
     begun = submit("begun", [1, 2, 3], SamplingParams(max_tokens=4), output=[4])
     scheduler.add(begun)
-    assert begun in scheduler.waiting
+    assert begun in scheduler.waiting.queue
 
 
 @pytest.mark.parametrize(("output", "num_cached"), [([], 16), ([3], 0)])
@@ -338,7 +338,7 @@ def test_a_request_that_shares_no_blocks_reads_none_from_files() -> None:
     request = make_request("a", 33, prompt_logprobs=0)
     request.hashes = block_hashes(request.tokens.tobytes(), "", 16)
     scheduler.add(request)
-    assert scheduler.schedule() is not None and not scheduler.is_copying
+    assert scheduler.schedule() is not None and not scheduler.copies.is_running
 
 
 def test_steps_go_on_while_a_disk_does_not_answer() -> None:
@@ -354,7 +354,7 @@ def test_steps_go_on_while_a_disk_does_not_answer() -> None:
     plan = scheduler.schedule()
     assert plan is not None and plan.largest.num_tokens == 5
     run(scheduler, 11)
-    assert scheduler.is_looking and scheduler.schedule() is not None
+    assert scheduler.copies.is_looking and scheduler.schedule() is not None
     now_s = LIMIT_S
     run(scheduler, 11)
     plan = scheduler.schedule()

@@ -298,11 +298,11 @@ class World:
 
     def copy(self) -> bool:
         """Begin and continue copies of blocks; return whether a copy ran or waits."""
-        self.files.begin(self.scheduler.take_copies(is_idle=not self.results))
-        was_busy = any(copies.is_busy for copies in self.scheduler.copies)
-        was_busy |= self.scheduler.is_looking
+        self.files.begin(self.scheduler.copies.take_jobs(is_idle=not self.results))
+        was_busy = self.scheduler.copies.is_busy
+        was_busy |= self.scheduler.copies.is_looking
         for number, rank, num_whole in self.files.advance():
-            self.scheduler.end_copy(number, rank, num_whole)
+            self.scheduler.copies.end(number, rank, num_whole)
         return was_busy
 
     def resume(self, *, keeps_kv: bool) -> None:
@@ -368,7 +368,7 @@ class World:
             rows = [request.row for request in rank.running]
             assert len(set(rows)) == len(rows)
             assert {start.row for start in plan.batches[rank.index].started} <= set(rows)
-        orders = [request.order for request in scheduler.waiting]
+        orders = [request.order for request in scheduler.waiting.queue]
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:

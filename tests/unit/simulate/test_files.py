@@ -86,7 +86,7 @@ def test_the_simulation_copies_as_the_scheduler_does_with_a_worker(
         look_ups=LookUps(Files(files.contents.__contains__)),
     )
     second, touched_s, coming, flying = 0.0, 0.0, list(enumerate(load)), deque()
-    while coming or scheduler.has_work or scheduler.copies[0].is_busy:
+    while coming or scheduler.has_work or scheduler.copies.is_busy:
         while coming and coming[0][1].arrival_s <= second:
             index, arrival = coming.pop(0)
             prompt, count = arrival.token_ids(index), arrival.output_tokens
@@ -96,22 +96,22 @@ def test_the_simulation_copies_as_the_scheduler_does_with_a_worker(
             flying.append(worker.execute(step.for_rank(0)))
         ended = list(files.advance())
         for number, rank, num_whole in ended:
-            scheduler.end_copy(number, rank, num_whole)
+            scheduler.copies.end(number, rank, num_whole)
         may_touch = second - touched_s >= TOUCH_S
         touched_s = second if may_touch else touched_s
-        files.begin(scheduler.take_copies(is_idle=not flying, may_touch=may_touch))
+        files.begin(scheduler.copies.take_jobs(is_idle=not flying, may_touch=may_touch))
         assert not list(files.advance()), "the files of jobs that have just begun are moved"
         if step is not None and len(flying) < in_flight:
             continue
         if flying:
             scheduler.update([flying.popleft()])
             second += 1
-        elif coming and not (ended or scheduler.copies[0].is_busy):
+        elif coming and not (ended or scheduler.copies.is_busy):
             second = coming[0][1].arrival_s
 
     assert simulated.dispatcher.report() == dispatcher.report()
     assert simulated.scheduler.stats() == scheduler.stats()
-    assert simulated.scheduler.copied_blocks() == scheduler.copied_blocks()
+    assert simulated.scheduler.copies.counts() == scheduler.copies.counts()
 
 
 def test_a_request_waits_as_long_as_its_blocks_are_read(checkpoint: Path) -> None:

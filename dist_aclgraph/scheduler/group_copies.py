@@ -1,0 +1,93 @@
+"""GroupCopies: the copies of KV blocks in files, of all data-parallel ranks of a group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.look_ups import LookUps
+from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.waiting_requests import WaitingRequests
+from dist_aclgraph.steps.copies import CopyJob
+
+
+class GroupCopies:
+    """Decides for all ranks, and lets requests wait no longer when their files are read.
+
+    Args:
+        look_ups: looks up the files of KV blocks; None if no copies are kept.
+        ranks_per_batch: number of workers of each data-parallel rank.
+        waiting: the requests that wait for files.
+
+    Attributes:
+        ranks: the copies of each data-parallel rank; empty if no copies are kept.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[BlockPool],
+        look_ups: LookUps | None,
+        ranks_per_batch: int,
+        waiting: WaitingRequests,
+    ) -> None:
+        self._ranks_per_batch = ranks_per_batch
+        self._waiting = waiting
+        size = ranks_per_batch
+        self.ranks = [
+            BlockCopies(pool, look_ups, range(index * size, (index + 1) * size))
+            for index, pool in enumerate(pools)
+            if look_ups is not None
+        ]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a copy job runs."""
+        return any(copies.num_running for copies in self.ranks)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether files of blocks are looked up."""
+        return any(copies.is_looking for copies in self.ranks) or self._waiting.is_looking
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy job runs, or blocks are still to be written."""
+        return any(copies.is_busy for copies in self.ranks)
+
+    def counts(self) -> dict[str, int]:
+        """Return the sums of ``CopyCounts`` over all ranks; empty if no copies are kept."""
+        total: Counter[str] = Counter()
+        for copies in self.ranks:
+            total.update(asdict(copies.counts))
+        return dict(total)
+
+    def take_jobs(self, *, is_idle: bool, may_touch: bool = False) -> list[tuple[CopyJob, ...]]:
+        """Return the jobs that the workers of each data-parallel rank must begin now; see
+        ``BlockCopies.take_jobs``.
+        """
+        return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.ranks]
+
+    def end(self, number: int, rank: int, num_whole: int) -> None:
+        """Record that a worker has ended a copy job. When all workers of the job have ended it, the
+        request that waits for the job returns to the queue.
+        """
+        request = self.ranks[rank // self._ranks_per_batch].end(number, rank, num_whole)
+        if request is not None:
+            self._waiting.end_fetching([request])
+
+    def have_ended(self, request: Request) -> bool:
+        """Return whether no block of an ended request is still to be written to a file."""
+        return self.ranks[request.dp_rank].have_ended(request.hashes)
+
+    def stop_fetching(self, dp_rank: int) -> int:
+        """Let no request wait for a data-parallel rank's copy jobs until one of them ends; return
+        how many requests waited for reads.
+        """
+        return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
+
+    def forget(self) -> None:
+        """Drop all jobs, because the workers have lost them; no request waits for files."""
+        self._waiting.end_fetching([each for copies in self.ranks for each in copies.forget()])

@@ -1,0 +1,115 @@
+"""WaitingRequests: the requests of a lockstep group that have no row."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+from dist_aclgraph.scheduler.request import Request
+
+
+class WaitingRequests:
+    """Owns the requests that wait: in the queue, for files, or for their grammars.
+
+    Attributes:
+        queue: the requests that can be admitted, in the order of deadlines.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[Request] = deque()
+        # Requests that wait until their blocks are looked up in files, or read from files.
+        self._fetching: set[Request] = set()
+        # Requests whose grammars are compiled, with their last rank and row.
+        self._compiling: dict[Request, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self._compiling) + len(self._fetching)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Put requests into the queue."""
+        for request in requests:
+            insort(self.queue, request, key=_order)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that waits for anything."""
+        if request in self._fetching:
+            self._fetching.remove(request)
+        elif self._compiling.pop(request, None) is None:
+            self.queue.remove(request)
+
+    # ---- files
+
+    @property
+    def has_fetching(self) -> bool:
+        """Whether a request waits for files."""
+        return bool(self._fetching)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether a request waits until its files are looked up."""
+        return any(request.look_up is not None for request in self._fetching)
+
+    def fetch(self, request: Request) -> None:
+        """Let a request that has left the queue wait for its files."""
+        self._fetching.add(request)
+
+    def end_looking(self) -> None:
+        """Put the requests whose files were looked up back into the queue."""
+        self.end_fetching(
+            [
+                request
+                for request in self._fetching
+                if (look_up := request.look_up) is not None and look_up() is not None
+            ]
+        )
+
+    def end_fetching(self, requests: Sequence[Request]) -> int:
+        """Put the requests that still wait for files back into the queue; return their number."""
+        left = [request for request in requests if request in self._fetching]
+        self._fetching.difference_update(left)
+        self.add(left)
+        return len(left)
+
+    # ---- grammars
+
+    @property
+    def has_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._compiling)
+
+    def compile(self, rows: Mapping[Request, int], dp_rank: int) -> None:
+        """Let requests wait for their grammars, which the workers of a rank compile.
+
+        Args:
+            rows: the requests, with the rows that they had.
+        """
+        self._compiling |= {request: (dp_rank, row) for request, row in rows.items()}
+
+    def end_compiling(self, compiling: Sequence[Collection[int]]) -> None:
+        """Put the requests whose grammars are compiled back into the queue.
+
+        Args:
+            compiling: for each data-parallel rank, the rows whose grammars are not compiled yet.
+        """
+        waits = self._compiling.items()
+        self._end_compiling([each for each, (rank, row) in waits if row not in compiling[rank]])
+
+    def try_grammars(self) -> int:
+        """Put all requests that wait for grammars back into the queue; return their number. They
+        will run single tokens, see ``Request.tries_grammar``.
+        """
+        requests = list(self._compiling)
+        for request in requests:
+            request.tries_grammar = True
+        self._end_compiling(requests)
+        return len(requests)
+
+    def _end_compiling(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            del self._compiling[request]
+        self.add(requests)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
