@@ -13,7 +13,7 @@ import pytest
 
 from dist_aclgraph.actors.cluster.placement import ROOM_S
 from dist_aclgraph.actors.cluster.spares import Spares
-from dist_aclgraph.actors.controller import serving_groups
+from dist_aclgraph.actors.controller import group_calls, roll, serving_groups
 from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.serving_groups import ServingGroups
@@ -87,7 +87,7 @@ class CrowdedGroups(ServingGroups):
 
 def test_a_roll_to_changed_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = CrowdedGroups()
-    monkeypatch.setattr(serving_groups, "hash_sources", lambda: "of another version")
+    monkeypatch.setattr(roll, "hash_sources", lambda: "of another version")
 
     with pytest.raises(ConfigError, match="start a new service for the new version"):
         groups.roll(groups.config)
@@ -166,8 +166,8 @@ def test_copies_are_deleted_after_workers_have_stopped_to_write_them(
         group.kill = lambda: happened.append(f"kill {name}")
         return group
 
-    monkeypatch.setattr(serving_groups.ray, "wait", wait)
-    serving_groups.stop_groups([make_group("lost"), make_group("good"), Mock(engine=None)], 1.0)
+    monkeypatch.setattr(group_calls.ray, "wait", wait)
+    group_calls.stop_groups([make_group("lost"), make_group("good"), Mock(engine=None)], 1.0)
 
     assert happened[:2] == [
         ["stop of lost", "stop of good", "loop of lost", "loop of good"],

@@ -190,16 +190,16 @@ def test_a_request_whose_prefill_group_dies_continues_after_its_token() -> None:
     assert name in (FIRST, SECOND) and message.prompt == pack_ints([*range(40), 7])
 
 
-class FakeScheduler:
+class FakeCopies:
     has_ended = False
 
-    def has_ended_copies(self, request: Request) -> bool:
+    def have_ended(self, request: Request) -> bool:
         return self.has_ended
 
 
 def test_the_end_of_a_request_waits_for_its_copies() -> None:
-    scheduler, recipients, link = FakeScheduler(), Recipients(), object()
-    hand_overs = HandOvers(scheduler, recipients)  # type: ignore[arg-type]
+    copies, recipients, link = FakeCopies(), Recipients(), object()
+    hand_overs = HandOvers(copies, recipients)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=1)
     requests = [submit(name, [1, 2], params) for name in "abc"]
     requests[0].hands_over = requests[1].hands_over = True
@@ -216,7 +216,7 @@ def test_the_end_of_a_request_waits_for_its_copies() -> None:
     list(recipients.hand_out(kept))
     assert list(hand_overs.take_ready()) == []
     recipients.remove("b")  # the client has aborted the request
-    scheduler.has_ended = True
+    copies.has_ended = True
     ((to, deltas),) = hand_overs.take_ready()
     (delta,) = deltas.each({0: "a"})
     assert to is link and delta == RequestDelta("a", finish_reason="length")
@@ -225,8 +225,8 @@ def test_the_end_of_a_request_waits_for_its_copies() -> None:
 
 def test_a_later_request_with_the_same_id_is_not_ended() -> None:
     """A client can lose its link to a group, and submit the same request again."""
-    scheduler, recipients, link = FakeScheduler(), Recipients(), object()
-    hand_overs = HandOvers(scheduler, recipients)  # type: ignore[arg-type]
+    copies, recipients, link = FakeCopies(), Recipients(), object()
+    hand_overs = HandOvers(copies, recipients)  # type: ignore[arg-type]
     request = submit("a", [1, 2], SamplingParams(max_tokens=1))
     request.hands_over = True
     request.key = recipients.add("a", link, 0)  # type: ignore[arg-type]
@@ -237,7 +237,7 @@ def test_a_later_request_with_the_same_id_is_not_ended() -> None:
     recipients.remove("a")
     list(recipients.hand_out(StepOutputs()))
     recipients.add("a", link, 1)  # type: ignore[arg-type]
-    scheduler.has_ended = True
+    copies.has_ended = True
     assert list(hand_overs.take_ready()) == [] and recipients.find("a") == (link, 1)
     assert len(hand_overs) == 0
 

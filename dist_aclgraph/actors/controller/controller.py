@@ -24,12 +24,9 @@ from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.ray_errors import ours, ray_logs
 from dist_aclgraph.actors.cluster.spares import Spares
+from dist_aclgraph.actors.controller.group_calls import stop_groups
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
-from dist_aclgraph.actors.controller.serving_groups import (
-    ServingGroups,
-    ranks_of_groups,
-    stop_groups,
-)
+from dist_aclgraph.actors.controller.serving_groups import ServingGroups, ranks_of_groups
 from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.controller.state import State, advance
 from dist_aclgraph.actors.controller.term import Handover, Term

@@ -12,28 +12,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.cluster.spares import Spares
+from dist_aclgraph.actors.controller.group_calls import drain_groups, open_group, stop_groups
 from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.group_watch import GroupWatch
-from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
-from dist_aclgraph.actors.controller.startup import EPOCH, OnGraph, OnPhase, Startup, side_by_side
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.roll import check_roll, early_end
+from dist_aclgraph.actors.controller.startup import OnGraph, OnPhase, Startup, side_by_side
 from dist_aclgraph.actors.controller.state import State
 from dist_aclgraph.actors.controller.survivors import gather_survivors
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.controller.traffic_watch import TrafficWatches
-from dist_aclgraph.actors.engine.engine import EngineSettings, EngineSockets
 from dist_aclgraph.actors.host import run_directory
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.messages import GroupList
-from dist_aclgraph.actors.worker.worker_group import bundles_of_groups, fetch
+from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     ConfigError,
@@ -41,30 +42,13 @@ from dist_aclgraph.errors import (
     EngineUnavailableError,
     PlacementError,
     RollError,
-    WorkerError,
 )
-from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.logs import event, logged
-from dist_aclgraph.planning.chip import Chip
-from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.restarts import StartLimit
 from dist_aclgraph.topology import Ranks, WorldRank
-from dist_aclgraph.version import build, build_of, hash_sources
 
 logger = logging.getLogger(__name__)
-
-ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
-# A roll cannot change these keys, because ingress replicas read them at their start.
-OF_THE_INGRESS = (
-    "model",
-    "model_overrides",
-    "name",
-    "served_model_aliases",
-    "task",
-    "sampling_defaults",
-    "seed",
-)
 
 
 class ServingGroups:
@@ -174,7 +158,7 @@ class ServingGroups:
         for group in new:
             group.number, self._next_number = self._next_number, self._next_number + 1
             group.prefills = self._lacks_prefill(group.planner.config, new)
-        side_by_side(self._open, new)
+        side_by_side(partial(open_group, token=self._token, controller_s=self._started_s), new)
         for group in new:
             group.enter(GroupState.SERVING)
             group.opened_s = time.monotonic()
@@ -275,18 +259,7 @@ class ServingGroups:
             DistAclGraphError: the first new group did not start; nothing has changed.
         """
         planner = Planner.from_config(config)
-        for key in OF_THE_INGRESS:
-            old, new = getattr(self.config, key), getattr(config, key)
-            if old != new:
-                raise ConfigError(
-                    f"{key} changes, which ingresses have read; start a new service for it"
-                )
-        if build_of(hash_sources()) != build():
-            raise ConfigError(
-                f"the service runs dist_aclgraph {build()}, and the files have changed: a roll "
-                "changes the configuration only; start a new service for the new version, and stop "
-                "this one when the new one serves"
-            )
+        check_roll(self.config, config)
         with self._change("roll", groups=len(self.taking)):
             self.give_up_lost(are_replaced=False)
             before = left = self.taking
@@ -301,7 +274,7 @@ class ServingGroups:
                     cause = ours(e, "starting a group")
                     if self.taking == before:
                         raise cause from e
-                    raise RollError(self._early_end(planner, cause)) from e
+                    raise RollError(early_end(self.taking, planner, self.num_wanted, cause)) from e
             self._spares.release()  # the new configuration can change the size of groups
             self._ask_for_spares()
 
@@ -323,17 +296,6 @@ class ServingGroups:
                 f"the only group is to be replaced, and another one needs {request.size} NPUs; "
                 f"free are {free}; add some, or stop the service and start it anew"
             )
-
-    def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
-        """Return the error text of a failed roll, with the configuration of each group."""
-        new = [g.number for g in self.taking if g.planner is planner]
-        old = [g.number for g in self.taking if g.planner is not planner]
-        missing = f", {self.num_missing} of {self.num_wanted} groups are missing"
-        return (
-            f"the roll has ended early: {cause}; {_named(new)} the new configuration, "
-            f"{_named(old)} the one from before{missing if self.num_missing else ''}; roll again "
-            "to go on, or roll back by the other configuration"
-        )
 
     @contextmanager
     def _change(self, name: str = "", **fields: Any) -> Iterator[None]:
@@ -457,21 +419,11 @@ class ServingGroups:
             event(logger, "group_draining", group=group.number)
         version = self._publish()
         self._on_phase(State.DRAINING)
-        draining: dict[Any, LockstepGroup] = {}
-        for group in groups:
-            timeout_s = group.planner.config.timeouts.drain_s
-            draining[group.engine.drain.remote(version, timeout_s)] = group
-        deadline_s = time.monotonic() + ANSWER_S
-        deadline_s += max(group.planner.config.timeouts.drain_s for group in groups)
-        while draining:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            ready, _ = ray.wait(list(draining), num_returns=1, timeout=left_s)
-            for ref in ready or list(draining):
-                group = draining.pop(ref)
-                if problem := _problem_of_drain(ref, group) if ready else "it does not answer":
-                    logger.warning("%s has not drained: %s", group.name, problem)
-                event(logger, "group_drained", group=group.number, problem=problem or None)
-                self._give_back([group])
+        for group, problem in drain_groups(groups, version):
+            if problem:
+                logger.warning("%s has not drained: %s", group.name, problem)
+            event(logger, "group_drained", group=group.number, problem=problem or None)
+            self._give_back([group])
 
     def _give_back(self, groups: Sequence[LockstepGroup]) -> None:
         if not groups:
@@ -496,50 +448,6 @@ class ServingGroups:
         """Tell all engines how many seconds ago each restart of the last hour was."""
         for group in self.groups:
             group.engine.set_restarts.remote(ages_s)
-
-    # ---- one group
-
-    def _open(self, group: LockstepGroup) -> None:
-        """Start the step loops of a group's workers; store the engine's address for clients."""
-        planner = group.planner
-        timeout_s = planner.config.timeouts.join_s
-        asking = group.engine.channel_addresses.remote(group.workers.node_ids)
-        group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s), group.number)
-        report = {
-            **group_report(group),
-            "emulated": group.workers.is_emulated,
-            "block_size": planner.config.kv.block_size,
-            "max_model_len": planner.max_model_len,
-            "mode_reasons": list(planner.mode_reasons),
-            "ready_seconds": time.monotonic() - self._started_s,
-        }
-        chip = Chip(group.offers[0].device, group.offers[0].cann)
-        exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
-        settings = EngineSettings(
-            group=group.number,
-            epoch=EPOCH,
-            num_blocks=group.num_blocks,
-            max_model_len=planner.max_model_len,
-            vocab_size=planner.facts.vocab_size,
-            plan=group.captured.plan,
-            costs=group.captured.costs,
-            lazy_capacity=group.lazy_capacity,
-            exchange=exchange,
-            counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
-            has_state=planner.facts.linear is not None,
-            cache_place=CachePlace.of(planner.config, planner.facts),
-            token=self._token,
-            report=report,
-        )
-        serving: Any = group.engine.serve.remote(settings)
-        # Also wait for the loops, so that the wait ends early if a worker dies.
-        ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
-        if not ready:
-            raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
-        if ready[0] != serving:
-            fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
-        sockets: EngineSockets = ray.get(serving, timeout=timeout_s)
-        group.opened_at, group.blocks_at = sockets.clients, sockets.blocks
 
 
 def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
@@ -571,40 +479,3 @@ def check_count(count: int) -> None:
     """
     if count < 1:
         raise ConfigError(f"{count} groups were asked for; a deployment has at least 1")
-
-
-def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Let engines dismiss workers, and let workers' loops end. Then let engines leave the copies
-    that workers have written, and kill the remaining processes.
-    """
-    stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
-    loops = [ref for group in stopping.values() for ref in group.loops]
-    ended = [stopping[ref] for ref in _wait([*stopping, *loops], timeout_s) if ref in stopping]
-    _wait([group.engine.leave_copies.remote() for group in ended], timeout_s)
-    for group in groups:
-        group.kill()
-
-
-def _wait(refs: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Return the calls that have ended when all have ended, or after the timeout."""
-    if not refs:
-        return []
-    ended: list[Any] = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]
-    return ended
-
-
-def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
-    """Return why a group has not drained; "" if it has drained."""
-    try:
-        if ray.get(ref):
-            return ""
-        return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
-    except RayError as e:  # the engine is dead; its requests have been resumed or have ended
-        return str(ours(e, f"draining group {group.number}"))
-
-
-def _named(numbers: Sequence[int]) -> str:
-    """Return group numbers followed by a verb, e.g. ``groups 0, 2 run``."""
-    if len(numbers) == 1:
-        return f"group {numbers[0]} runs"
-    return f"groups {', '.join(map(str, numbers))} run" if numbers else "no group runs"

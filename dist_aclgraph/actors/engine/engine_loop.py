@@ -134,7 +134,7 @@ class EngineLoop:
         self._resumption = resumption
         self._report = report
         self._recipients = Recipients()
-        self._hand_overs = HandOvers(scheduler, self._recipients)
+        self._hand_overs = HandOvers(scheduler.copies, self._recipients)
         self._copies: CopyLink | None = None
         if scheduler.copies.ranks:
             self._copies = CopyLink(scheduler, channel, step_timeout_s)

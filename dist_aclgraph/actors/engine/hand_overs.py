@@ -14,17 +14,17 @@ from msgspec.structs import replace
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.wire.client_links import ClientLink
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.scheduler.group_copies import GroupCopies
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import Note, StepDeltas
 
 
 class HandOvers:
     """Owns the requests whose first token was sent, and whose end waits for copies of blocks."""
 
-    def __init__(self, scheduler: Scheduler, recipients: Recipients) -> None:
-        self._scheduler = scheduler
+    def __init__(self, copies: GroupCopies, recipients: Recipients) -> None:
+        self._copies = copies
         self._recipients = recipients
         # Requests with their clients, because a later request can have the same id.
         self._waiting: list[tuple[Request, tuple[ClientLink, int] | None]] = []
@@ -54,7 +54,7 @@ class HandOvers:
         for request, client in waiting:
             if client is None or self._recipients.find(request.request_id) != client:
                 continue  # the client has left, or has aborted the request
-            if not self._scheduler.copies.have_ended(request):
+            if not self._copies.have_ended(request):
                 self._waiting.append((request, client))
                 continue
             link, number = self._recipients.pop(request.request_id)

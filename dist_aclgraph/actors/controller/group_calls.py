@@ -1,0 +1,126 @@
+"""The calls to a group's engine and workers that open, drain and stop the group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.controller.startup import EPOCH
+from dist_aclgraph.actors.engine.engine import EngineSettings, EngineSockets
+from dist_aclgraph.actors.worker.worker_group import fetch
+from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.kv.tiers import CachePlace
+from dist_aclgraph.planning.chip import Chip
+from dist_aclgraph.planning.exchange import ExchangeRule
+
+ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
+
+
+def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
+    """Start the step loops of a group's workers; store the engine's address for clients.
+
+    Args:
+        token: the deployment's connection token.
+        controller_s: when the controller began to start groups (``time.monotonic``).
+
+    Raises:
+        WorkerError: a rank did not start its step loop.
+    """
+    planner = group.planner
+    timeout_s = planner.config.timeouts.join_s
+    asking = group.engine.channel_addresses.remote(group.workers.node_ids)
+    group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s), group.number)
+    report = {
+        **group_report(group),
+        "emulated": group.workers.is_emulated,
+        "block_size": planner.config.kv.block_size,
+        "max_model_len": planner.max_model_len,
+        "mode_reasons": list(planner.mode_reasons),
+        "ready_seconds": time.monotonic() - controller_s,
+    }
+    chip = Chip(group.offers[0].device, group.offers[0].cann)
+    exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
+    settings = EngineSettings(
+        group=group.number,
+        epoch=EPOCH,
+        num_blocks=group.num_blocks,
+        max_model_len=planner.max_model_len,
+        vocab_size=planner.facts.vocab_size,
+        plan=group.captured.plan,
+        costs=group.captured.costs,
+        lazy_capacity=group.lazy_capacity,
+        exchange=exchange,
+        counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
+        has_state=planner.facts.linear is not None,
+        cache_place=CachePlace.of(planner.config, planner.facts),
+        token=token,
+        report=report,
+    )
+    serving: Any = group.engine.serve.remote(settings)
+    # Also wait for the loops, so that the wait ends early if a worker dies.
+    ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
+    if not ready:
+        raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
+    if ready[0] != serving:
+        fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
+    sockets: EngineSockets = ray.get(serving, timeout=timeout_s)
+    group.opened_at, group.blocks_at = sockets.clients, sockets.blocks
+
+
+def drain_groups(
+    groups: Sequence[LockstepGroup], version: int
+) -> Iterator[tuple[LockstepGroup, str]]:
+    """Drain groups at the same time; yield each group that has drained, or could not drain, and the
+    reason if it could not.
+
+    Args:
+        version: version of the list of groups in which these groups are draining.
+    """
+    draining: dict[Any, LockstepGroup] = {}
+    for group in groups:
+        timeout_s = group.planner.config.timeouts.drain_s
+        draining[group.engine.drain.remote(version, timeout_s)] = group
+    deadline_s = time.monotonic() + ANSWER_S
+    deadline_s += max(group.planner.config.timeouts.drain_s for group in groups)
+    while draining:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        ready, _ = ray.wait(list(draining), num_returns=1, timeout=left_s)
+        for ref in ready or list(draining):
+            group = draining.pop(ref)
+            yield group, _problem_of_drain(ref, group) if ready else "it does not answer"
+
+
+def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
+    """Return why a group has not drained; "" if it has drained."""
+    try:
+        if ray.get(ref):
+            return ""
+        return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
+    except RayError as e:  # the engine is dead; its requests have been resumed or have ended
+        return str(ours(e, f"draining group {group.number}"))
+
+
+def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
+    """Let engines dismiss workers, and let workers' loops end. Then let engines leave the copies
+    that workers have written, and kill the remaining processes.
+    """
+    stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
+    loops = [ref for group in stopping.values() for ref in group.loops]
+    ended = [stopping[ref] for ref in _wait([*stopping, *loops], timeout_s) if ref in stopping]
+    _wait([group.engine.leave_copies.remote() for group in ended], timeout_s)
+    for group in groups:
+        group.kill()
+
+
+def _wait(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Return the calls that have ended when all have ended, or after the timeout."""
+    if not refs:
+        return []
+    ended: list[Any] = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]
+    return ended
