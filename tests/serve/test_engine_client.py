@@ -239,7 +239,7 @@ def test_an_engine_that_leaves_while_it_is_asked_ends_nothing_else(
         until(lambda: both.capacity().total == 1)
         yield 1001
 
-    monkeypatch.setattr(both, "_query_ids", while_one_leaves())
+    monkeypatch.setattr(both._queries, "_ids", while_one_leaves())
 
     assert both.query("metrics").keys() == {"0"}
     both.submit("later", [1], LONG, (), lambda delta: None)

@@ -13,16 +13,12 @@ client closes its link to that engine as soon as no request of this client runs 
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
 
@@ -30,6 +26,7 @@ import msgspec
 import zmq
 
 from dist_aclgraph.actors.client.known_engine import Capacity, KnownEngine, SeenGroupState
+from dist_aclgraph.actors.client.open_queries import OpenQueries, OpenQuery
 from dist_aclgraph.actors.client.outage import Recovery
 from dist_aclgraph.actors.client.request_table import STOPPING, RequestTable
 from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest, TransferRole
@@ -47,7 +44,6 @@ from dist_aclgraph.actors.wire.messages import (
     Goodbye,
     GroupList,
     Hello,
-    Query,
     QueryKind,
     Submit,
     ToEngine,
@@ -98,7 +94,7 @@ class EngineClient:
         if not addresses:
             raise EngineDeadError("the deployment has no engine")
         self._lock = threading.Lock()
-        self._query_ids = itertools.count(1)
+        self._queries = OpenQueries()
         self._commands: queue.SimpleQueue[tuple[KnownEngine, ToEngine]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -197,33 +193,18 @@ class EngineClient:
             EngineDeadError: no engine has answered.
         """
         self.raise_if_dead()
-        asked: list[tuple[KnownEngine, int, Future[dict[str, Any]]]] = []
+        asked: list[OpenQuery] = []
         for engine in self._known():
-            query = Query(next(self._query_ids), what)
-            future: Future[dict[str, Any]] = Future()
+            # The query is open before the check, so that it ends if the engine is lost meanwhile.
+            opened = self._queries.open(engine, what)
             with self._lock:
-                if engine.dead_because or engine.url not in self._table.engines:
-                    continue
-                engine.queries[query.query_id] = future
-            asked.append((engine, query.query_id, future))
-            self._command(engine, query)
-        deadline = time.monotonic() + timeout_s
-        answers: dict[str, dict[str, Any]] = {}
-        problem = self.outage() or STOPPING
-        for engine, query_id, future in asked:
-            try:
-                answers[engine.name] = future.result(max(0.0, deadline - time.monotonic()))
-            except CancelledError:  # the engine was removed
+                is_gone = engine.dead_because or engine.url not in self._table.engines
+            if is_gone:
+                self._queries.drop(opened)
                 continue
-            except EngineDeadError as e:
-                problem = str(e)
-            except FutureTimeoutError:
-                problem = f"no answer to {what} within {timeout_s:g} s"
-                with self._lock:
-                    engine.queries.pop(query_id, None)
-        if not answers:
-            raise EngineDeadError(problem)
-        return answers
+            asked.append(opened)
+            self._command(engine, opened.query)
+        return self._queries.wait(asked, timeout_s, self.outage() or STOPPING)
 
     def raise_if_dead(self) -> None:
         """Raise EngineDeadError with the causes if no engine is alive and none will be started."""
@@ -413,13 +394,11 @@ class EngineClient:
             if not (engine.is_draining and is_over):
                 return False
             self._table.remove(engine)
-            queries, engine.queries = engine.queries, {}
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
         engine.link.is_lost = True  # so that commands in the link's queue are not sent
-        for future in queries.values():
-            future.cancel()
+        self._queries.end(engine, None)
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
@@ -459,7 +438,7 @@ class EngineClient:
         try:
             for message in engine.link.receive():
                 if isinstance(message, Answer):
-                    self._answered(engine, message)
+                    self._queries.answer(engine, message)
                 elif isinstance(message, GroupList):
                     self._adopt(message)
                 else:
@@ -471,12 +450,6 @@ class EngineClient:
             self._table.router.hear(engine.url, engine.link.others_tokens)
             if engine.dead_because and engine.link.is_welcome:
                 engine.dead_because = ""
-
-    def _answered(self, engine: KnownEngine, message: Answer) -> None:
-        with self._lock:
-            future = engine.queries.pop(message.query_id, None)
-        if future is not None:
-            future.set_result(json.loads(message.body))
 
     def _deliver(self, engine: KnownEngine, message: Deltas) -> None:
         """Pass the deltas of a step to the callbacks.
@@ -521,13 +494,11 @@ class EngineClient:
         # The lock is held until all requests are moved, so that an abort finds each request at one
         # engine.
         with self._lock:
-            queries, engine.queries = engine.queries, {}
             is_over = self._closing.is_set()
             over = self._table.lose(engine, reason, time.monotonic(), is_over=is_over)
         for request in over:
             self._end(request, EngineDeadError(reason))
-        for future in queries.values():
-            future.set_exception(EngineDeadError(reason))
+        self._queries.end(engine, EngineDeadError(reason))
 
     def _command(self, engine: KnownEngine, message: ToEngine) -> None:
         self._commands.put((engine, message))

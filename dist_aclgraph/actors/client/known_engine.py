@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from dist_aclgraph.actors.client.token_log import OpenRequest
 from dist_aclgraph.actors.wire.engine_link import EngineLink
@@ -40,7 +39,6 @@ class KnownEngine:
     requests: dict[str, OpenRequest] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     num_submitted: int = 0
-    queries: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.link = self.open_link()

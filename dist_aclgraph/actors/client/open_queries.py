@@ -1,0 +1,94 @@
+"""OpenQueries: the questions that a client has asked engines, until they are answered."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NamedTuple
+
+from dist_aclgraph.actors.client.known_engine import KnownEngine
+from dist_aclgraph.actors.wire.messages import Answer, Query, QueryKind
+from dist_aclgraph.errors import EngineDeadError
+
+
+class OpenQuery(NamedTuple):
+    """A query to one engine; the future gets the engine's answer."""
+
+    engine: KnownEngine
+    query: Query
+    future: Future[dict[str, Any]]
+
+
+class OpenQueries:
+    """Owns the queries of one client. Any thread may call the methods."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._open: dict[tuple[KnownEngine, int], OpenQuery] = {}
+
+    def open(self, engine: KnownEngine, what: QueryKind) -> OpenQuery:
+        """Return a new query, which the caller sends to the engine."""
+        opened = OpenQuery(engine, Query(next(self._ids), what), Future())
+        with self._lock:
+            self._open[engine, opened.query.query_id] = opened
+        return opened
+
+    def answer(self, engine: KnownEngine, answer: Answer) -> None:
+        """Give an engine's answer to the thread that waits for it; ignore late answers."""
+        with self._lock:
+            found = self._open.pop((engine, answer.query_id), None)
+        if found is not None:
+            found.future.set_result(json.loads(answer.body))
+
+    def end(self, engine: KnownEngine, error: EngineDeadError | None) -> None:
+        """End the queries to an engine.
+
+        Args:
+            error: why the engine is dead; None if the engine has drained.
+        """
+        with self._lock:
+            ended = [self._open.pop(key) for key in list(self._open) if key[0] is engine]
+        for each in ended:
+            if error is None:
+                each.future.cancel()
+            else:
+                each.future.set_exception(error)
+
+    def drop(self, opened: OpenQuery) -> None:
+        """Ignore the answer to a query."""
+        with self._lock:
+            self._open.pop((opened.engine, opened.query.query_id), None)
+
+    def wait(
+        self, asked: Sequence[OpenQuery], timeout_s: float, problem: str
+    ) -> dict[str, dict[str, Any]]:
+        """Return the answers in time; the keys are the names of the groups.
+
+        Args:
+            problem: the error text if no engine was asked.
+
+        Raises:
+            EngineDeadError: no engine has answered.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        answers: dict[str, dict[str, Any]] = {}
+        for each in asked:
+            engine, query, future = each
+            try:
+                answers[engine.name] = future.result(max(0.0, deadline_s - time.monotonic()))
+            except CancelledError:  # the engine was removed
+                continue
+            except EngineDeadError as e:
+                problem = str(e)
+            except FutureTimeoutError:
+                problem = f"no answer to {query.what} within {timeout_s:g} s"
+                self.drop(each)
+        if not answers:
+            raise EngineDeadError(problem)
+        return answers
