@@ -20,12 +20,12 @@ from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_ray
 from dist_aclgraph.actors.host.processes import end_process
 from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
+from dist_aclgraph.actors.worker.device_faults import DeviceFaults
 from dist_aclgraph.actors.worker.rank_facts import JoinedDevice, LoadedWeights, WorkerInfo
 from dist_aclgraph.actors.worker.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.worker.step_recorder import StepRecorder, open_recorder
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
-from dist_aclgraph.device.bad_memory import MemoryRange, touches
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import prepare_network, visible_devices
 from dist_aclgraph.errors import (
@@ -41,7 +41,6 @@ from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
-from dist_aclgraph.planning.way_back import MAY_SURVIVE
 from dist_aclgraph.shapes.weight_files import weight_files
 from dist_aclgraph.steps.copies import BlockCopyJobs, CopiedBlocks
 from dist_aclgraph.steps.step import Pause, RankPlan, Resume, Resumed, StepResult
@@ -71,10 +70,8 @@ class Worker:
         self._neighbours: dict[int, int] = {}
         self._progress = (0, 0)  # number of bytes of weights loaded so far, and of all weights
         self._doing = ""
-        self._is_told_to_stop = False  # whether the device was aborted; if so, any error can follow
+        self._faults = DeviceFaults()
         self._leaving = threading.Lock()
-        self._is_sound = True  # whether device memory, except KV and _bad_memory, is intact
-        self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._recorder = StepRecorder()  # replaced when the worker joins a group
@@ -130,7 +127,7 @@ class Worker:
         with self._leaving:
             if not isinstance(self._stage, RunningRank):
                 return  # the worker has already left the group of this epoch
-            self._is_told_to_stop = True
+            self._faults.is_told_to_stop = True
             self._stage.joined.npu.stop(timeout_s)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -248,8 +245,7 @@ class Worker:
         Raises:
             DeviceError: the device does not recover, or the contents of its memory are unknown.
         """
-        if not self._is_sound or not self._knows_bad_memory():
-            raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
+        self._faults.check_memory(self._running)
         self._log.group = None
         event(logger, "rank_survives")
         self._lease.give_back()
@@ -258,27 +254,14 @@ class Worker:
             self._stage = self._running.leave()
         gc.unfreeze()
         self._give_back()
-        if self._is_bad_memory_held():
-            self._stage = self._stage.joined  # free the weights, which are in or near faulty memory
+        joined = self._stage.joined
+        if self._faults.holds_bad_memory(joined):
+            self._stage = joined  # free the weights, which are in or near faulty memory
             self._give_back()
-            if self._is_bad_memory_held():
+            if self._faults.holds_bad_memory(joined):
                 raise DeviceError(f"rank {self._rank} cannot give back memory that was faulty")
-        self._bad_memory.clear()
+        self._faults.end()
         self._epoch, self._plan, self._last_step = epoch, NO_PLAN, -1
-        self._is_told_to_stop = False
-
-    def _knows_bad_memory(self) -> bool:
-        """Record all faulty memory; return whether the use of all faulty memory is known."""
-        memory = self._running.joined.npu.bad_memory()
-        self._bad_memory.update(memory)
-        return not memory or self._running.locate(memory) != "uce"
-
-    def _is_bad_memory_held(self) -> bool:
-        """Return whether the allocator still holds faulty memory, in use or free."""
-        if not self._bad_memory:
-            return False
-        assert self._joined is not None
-        return touches(tuple(self._bad_memory), self._joined.npu.tensor_memory())
 
     def _give_back(self) -> None:
         gc.collect()
@@ -324,8 +307,8 @@ class Worker:
                     rank.book_domains()
         except DistAclGraphError as e:
             failure, message = classify(e), str(e)
-            if failure == "operator" and (fault := self._fault_of(e)) is not None:
-                self._note_fault(fault)
+            if failure == "operator" and (fault := self._faults.fault_of(e, rank)) is not None:
+                self._faults.note(fault)
         self._doing = ""
         self._recorder.idle()
         return GraphAnswer(
@@ -459,8 +442,8 @@ class Worker:
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
-        joined, fault = self._running.joined, self._fault_of(error)
-        self._note_fault(fault)
+        joined, fault = self._running.joined, self._faults.fault_of(error, self._running)
+        self._faults.note(fault)
         # Report the failure for the step after the last step, because the engine might already have
         # the result of the last step, and ignores errors of steps that have a result.
         step = self._last_step + 1
@@ -475,38 +458,17 @@ class Worker:
         )
         return fault
 
-    def _note_fault(self, fault: DeviceFault | None) -> None:
-        """Record whether the weights are still intact after this fault."""
-        self._is_sound = self._is_sound and fault in MAY_SURVIVE
-
-    def _fault_of(self, error: Exception) -> DeviceFault | None:
-        """Return the fault that stopped the device; None if the fault is unknown."""
-        npu = self._running.joined.npu
-        fault = npu.fault_of(error) if isinstance(error, DeviceError) else None
-        if fault == "uce":
-            return self._locate_bad_memory()
-        return "stopped" if fault is None and self._is_told_to_stop else fault
-
-    def _locate_bad_memory(self) -> DeviceFault:
-        """Return the kind of a memory fault, which depends on the use of the faulty memory."""
-        try:
-            memory = self._running.joined.npu.bad_memory()
-        except DeviceError:
-            return "uce"
-        self._bad_memory.update(memory)
-        return self._running.locate(memory)
-
     def _resume(self, order: Resume) -> Resumed:
         """Make the device usable again, and enter the group's next epoch."""
         rank = self._running
         self._doing, error = "coming back", ""
         try:
             rank.resume(keeps_kv=order.keeps_kv)
-            self._bad_memory.clear()
-            self._epoch, self._is_told_to_stop = order.next_epoch, False
+            self._faults.end()
+            self._epoch = order.next_epoch
         except DistAclGraphError as e:
             error = str(e)
             # The device was started again, so an unknown error is not the result of the stop.
-            self._note_fault(rank.joined.npu.fault_of(e))
+            self._faults.note(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)
