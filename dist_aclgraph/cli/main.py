@@ -28,6 +28,7 @@ from dist_aclgraph.cli.model_options import (
 )
 from dist_aclgraph.errors import ConfigError, DistAclGraphError
 from dist_aclgraph.extras import require
+from dist_aclgraph.simulate.copy_rates import DISK_GB_S, HOST_GB_S, copy_rates
 from dist_aclgraph.version import VERSION
 
 cli = typer.Typer(
@@ -182,10 +183,10 @@ def simulate(
     capture_ms: Annotated[float, typer.Option(help="assumed time of a capture")] = 50.0,
     host_gbs: Annotated[
         float, typer.Option(help="assumed GB/s between an NPU and copies of KV in memory")
-    ] = 5.0,
+    ] = HOST_GB_S,
     disk_gbs: Annotated[
         float, typer.Option(help="and from the disk, for a data parallel rank")
-    ] = 2.0,
+    ] = DISK_GB_S,
     compare: Annotated[bool, typer.Option("--compare", help="try other sets of graphs")] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="draw padding and eager steps: a .png")] = None,
@@ -199,7 +200,6 @@ def simulate(
 
         from dist_aclgraph.cli.simulate import render_simulation, simulate_with_progress
         from dist_aclgraph.device.decision import decide_device
-        from dist_aclgraph.simulate.files import copy_rates
         from dist_aclgraph.simulate.load_options import LoadOptions
         from dist_aclgraph.simulate.times import line_times, read_times
 

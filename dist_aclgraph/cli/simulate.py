@@ -10,7 +10,7 @@ from rich.table import Table
 
 from dist_aclgraph.cli.plan_context import layout_in_words
 from dist_aclgraph.config import Config
-from dist_aclgraph.simulate.files import CopyRates
+from dist_aclgraph.simulate.copy_rates import CopyRates
 from dist_aclgraph.simulate.load_options import LoadOptions
 from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import StepTimes

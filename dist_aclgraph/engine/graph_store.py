@@ -111,7 +111,7 @@ class GraphStore:
         """Reset all full graphs after an abort of the device; see ``CapturedGraph.forget``."""
         for captured in (*self._graphs.values(), *self._uncommitted.values()):
             for graph in () if isinstance(captured, CapturedPieces) else captured:
-                graph.forget(main_stream)
+                graph.updates.forget(main_stream)
 
     @property
     def free_streams(self) -> int | None:

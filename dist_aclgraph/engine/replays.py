@@ -86,7 +86,9 @@ class Replays:
         """
         assert self._step is not None
         _, lens = self._step
-        self._num_behind += graph.update(self._main_stream, self._update_stream, lens, between)
+        self._num_behind += graph.updates.after_replay(
+            self._main_stream, self._update_stream, lens, between
+        )
         duration_us = self._watch.lap("update")
         if graph.num_tasks:
             self._watch.book("update_per_layer", duration_us / graph.num_tasks)
@@ -136,7 +138,9 @@ class Replays:
             return
         start_s = time.perf_counter()
         for graph in graphs:
-            graph.send_ahead(self._main_stream, self._update_stream, lens, is_wanted_elsewhere)
+            graph.updates.send_ahead(
+                self._main_stream, self._update_stream, lens, is_wanted_elsewhere
+            )
         duration_us = (time.perf_counter() - start_s) * 1e6
         self._watch.book("update_ahead", duration_us)
         self._watch.book("update_per_layer", duration_us / num_tasks)

@@ -22,6 +22,7 @@ class CapturedGraph:
 
     Attributes:
         graph: torch_npu's graph.
+        updates: sends lengths to the attention tasks, before and after a replay.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class CapturedGraph:
         self._recorder = recorder
         self._recording = recording
         self._addresses = addresses
-        self._updates = TaskUpdates(recorder.tasks)
+        self.updates = TaskUpdates(recorder.tasks)
 
     @property
     def num_tasks(self) -> int:
@@ -51,12 +52,12 @@ class CapturedGraph:
         addresses: tuple[int, ...],
         lens: Lens,
     ) -> None:
-        """Queue one replay. The replay stops at its first task until ``update`` lets it continue.
+        """Queue one replay. The replay stops at its first task until ``updates`` let it continue.
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
-            lens: the step's lengths, padding included. If lengths were sent ahead, ``update`` must
-                get the same lengths; otherwise the lengths can still change before ``update``.
+            lens: the step's lengths, padding included. If lengths were sent ahead, ``after_replay``
+                must get the same lengths; otherwise the lengths can still change until then.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.
@@ -75,46 +76,8 @@ class CapturedGraph:
                 f"{len(query_ends)} query ends up to {query_ends[-1]}; it takes {num_rows} of "
                 f"each, up to {graph.num_tokens}"
             )
-        self._updates.before_replay(main_stream, update_stream, lens)
+        self.updates.before_replay(main_stream, update_stream, lens)
         self.graph.replay()
-
-    def update(
-        self,
-        main_stream: Any,
-        update_stream: Any,
-        lens: Lens,
-        between: Callable[[], None] = lambda: None,
-    ) -> int:
-        """Send a queued replay's lengths to the tasks that did not get them before the replay.
-
-        The lengths are sent layer by layer; the host does not wait for the device. Returns the
-        number of tasks that got lengths.
-
-        Args:
-            between: called after each layer.
-        """
-        return self._updates.after_replay(main_stream, update_stream, lens, between)
-
-    def send_ahead(
-        self,
-        main_stream: Any,
-        update_stream: Any,
-        lens: Lens,
-        is_wanted_elsewhere: Callable[[], bool],
-    ) -> None:
-        """Send the probable lengths of the next replay; the replay can still get other lengths.
-
-        May be called after ``update``, several times with the same lengths. Stops between two
-        layers as soon as ``is_wanted_elsewhere`` returns true.
-        """
-        self._updates.send_ahead(main_stream, update_stream, lens, is_wanted_elsewhere)
-
-    def forget(self, main_stream: Any) -> None:
-        """Reset after an abort of the device. The abort also dropped updates and replays.
-
-        ``main_stream`` resets the graph's events. The next replay sends all lengths.
-        """
-        self._updates.forget(main_stream)
 
     def release(self) -> None:
         """Release streams and memory, and give the events to the next capture."""

@@ -188,9 +188,11 @@ class TaskUpdates:
         main_stream: Any,
         update_stream: Any,
         lens: Lens,
-        between: Callable[[], None],
+        between: Callable[[], None] = lambda: None,
     ) -> int:
         """Open the remaining tasks for the queued replay; return the number of these tasks.
+
+        The host does not wait for the device.
 
         Args:
             between: called after each task.
@@ -207,7 +209,9 @@ class TaskUpdates:
         return num_behind
 
     def forget(self, main_stream: Any) -> None:
-        """Reset after an abort of the device: close all tasks and forget their lengths."""
+        """Reset after an abort of the device, which also dropped updates and replays: close all
+        tasks and forget their lengths. ``main_stream`` resets the graph's events.
+        """
         for task in self._tasks:
             task.forget(main_stream)
         self._num_open = 0

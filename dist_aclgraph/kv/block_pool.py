@@ -218,15 +218,10 @@ class BlockPool:
         """Let workers clean these blocks, used or free, before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
-    def ref_count(self, block_id: int) -> int:
-        return self._ref_counts[block_id]
-
-    def is_stored(self, block_id: int) -> bool:
-        """Whether ``match`` can find the block; then nobody may write to the block."""
-        return self._hashes[block_id] is not None
-
     def hash_of(self, block_id: int) -> BlockHash | None:
-        """Return the hash of a block; None if ``match`` cannot find the block."""
+        """Return the hash of a block; None if ``match`` cannot find the block. A block with a hash
+        must not be written.
+        """
         return self._hashes[block_id]
 
     @property

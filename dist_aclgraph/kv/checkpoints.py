@@ -36,10 +36,6 @@ class Checkpoints:
         self.interval = interval
         self.clear()
 
-    @property
-    def num_stored(self) -> int:
-        return len(self._stored)
-
     def clear(self) -> None:
         """Free all checkpoints, for example after the device has lost their contents."""
         self._free = list(range(self.count - 1, -1, -1))

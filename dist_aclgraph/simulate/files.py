@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_files import BLOCK_AGE_S
 from dist_aclgraph.kv.block_pool import HASH_BYTES
@@ -21,43 +20,9 @@ from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.kv.tiers import DISK, HOST
 from dist_aclgraph.scheduler.file_upkeep import TOUCH_S
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.simulate.copy_rates import CopyRates
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.steps.copies import CopyJob
-
-HOST_GB_S, DISK_GB_S = 5.0, 2.0
-
-
-@dataclass(frozen=True)
-class CopyRates:
-    """Rates of copies, in bytes per second.
-
-    Attributes:
-        host: between an NPU and files in memory, for each NPU.
-        disk: from the disk, for all NPUs of a data-parallel rank together.
-    """
-
-    host: float = HOST_GB_S * 1e9
-    disk: float = DISK_GB_S * 1e9
-
-    @property
-    def in_words(self) -> str:
-        return (
-            f"copies of KV move {self.host / 1e9:g} GB/s between each NPU and memory, and "
-            f"{self.disk / 1e9:g} GB/s from the disk for each data parallel rank; files of states "
-            "take no room, and writes to the disk take no time"
-        )
-
-
-def copy_rates(host_gbs: float, disk_gbs: float) -> CopyRates:
-    """Return rates that are given in GB/s.
-
-    Raises:
-        ConfigError: a rate is not positive and finite.
-    """
-    for option, rate in (("--host-gbs", host_gbs), ("--disk-gbs", disk_gbs)):
-        if not 0 < rate < math.inf:
-            raise ConfigError(f"{option} is {rate:g}; it must be positive and finite")
-    return CopyRates(host_gbs * 1e9, disk_gbs * 1e9)
 
 
 class SimulatedTier:

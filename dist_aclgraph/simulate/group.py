@@ -32,8 +32,9 @@ from dist_aclgraph.planning.traffic import Traffic, TrafficHistory
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.simulate.copy_rates import CopyRates
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
-from dist_aclgraph.simulate.files import CopyRates, SimulatedCopies, SimulatedNode, make_copies
+from dist_aclgraph.simulate.files import SimulatedCopies, SimulatedNode, make_copies
 from dist_aclgraph.simulate.latencies import Latencies
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.streams import streams_held, tightest_offer

@@ -19,11 +19,12 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.ledger import pool_bytes
 from dist_aclgraph.planning.planner import NegotiatedPlan, content_of
 from dist_aclgraph.simulate.compare import compare
+from dist_aclgraph.simulate.copy_rates import CopyRates
 from dist_aclgraph.simulate.deployment import (
     AssumedDeployment,
     distinct,
 )
-from dist_aclgraph.simulate.files import CopyRates, SimulatedNode
+from dist_aclgraph.simulate.files import SimulatedNode
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.latencies import latency_report
 from dist_aclgraph.simulate.load import Arrival, Batch, Load, Trace

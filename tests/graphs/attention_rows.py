@@ -154,7 +154,7 @@ class AttentionDecoder:
         lens = Lens(other.get("ends", ends), (kv_lens or true_lens[0],))
         addresses = other.get("addresses", self.buffers.addresses)
         graph.replay(self.main, self.side, addresses, lens)
-        return graph.update(self.main, self.side, lens)
+        return graph.updates.after_replay(self.main, self.side, lens)
 
     @staticmethod
     def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:

@@ -85,7 +85,7 @@ def run(
         num_behind = decoder.queue(graph, rows)
         device.settle()
         lens = decoder.lens(graph, rows if guess is None else guess, longer)
-        graph.send_ahead(decoder.main, decoder.side, lens, after(num_ahead))
+        graph.updates.send_ahead(decoder.main, decoder.side, lens, after(num_ahead))
         device.settle()
     out = decoder.buffers.logits[: len(rows)].cpu()
     torch.testing.assert_close(out, decoder.expected(rows), rtol=1e-4, atol=1e-5)
@@ -121,7 +121,7 @@ def test_sending_ahead_goes_on_where_it_stopped(decoder: AttentionDecoder, devic
     run(decoder, device, graph, rows, num_ahead=1)
 
     for _ in range(LAYERS):
-        graph.send_ahead(decoder.main, decoder.side, decoder.lens(graph, rows, 1), after(1))
+        graph.updates.send_ahead(decoder.main, decoder.side, decoder.lens(graph, rows, 1), after(1))
 
     grow(rows, 0)
     assert run(decoder, device, graph, rows) == 0
@@ -150,7 +150,7 @@ def wait_for_first_task(decoder: AttentionDecoder, graph: CapturedGraph, rows: l
     for _ in range(200):
         assert not done.query()
     decoder.side.synchronize()
-    graph.update(decoder.main, decoder.side, lens)
+    graph.updates.after_replay(decoder.main, decoder.side, lens)
     out = decoder.buffers.logits[: len(rows)].cpu()
     torch.testing.assert_close(out, decoder.expected(rows), rtol=1e-4, atol=1e-5)
 
@@ -161,7 +161,7 @@ def test_after_an_abort_no_task_is_open(decoder: AttentionDecoder, device: Devic
     grow(rows, 0)
     decoder.npu.synchronize()
 
-    graph.forget(decoder.main)
+    graph.updates.forget(decoder.main)
 
     decoder.npu.synchronize()
     wait_for_first_task(decoder, graph, rows)
@@ -245,8 +245,10 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
         addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
         graph.replay(decoder.main, decoder.side, addresses, lens)
         time.sleep(pause_s)
-        wait.end(span, decoder.side, graph.update(decoder.main, decoder.side, lens))
-        graph.send_ahead(decoder.main, decoder.side, decoder.lens(graph, rows, 1), after(LAYERS))
+        wait.end(span, decoder.side, graph.updates.after_replay(decoder.main, decoder.side, lens))
+        graph.updates.send_ahead(
+            decoder.main, decoder.side, decoder.lens(graph, rows, 1), after(LAYERS)
+        )
         decoder.npu.synchronize()
         return wait.take_us(span)
 
@@ -271,7 +273,7 @@ for step in range(2000):
     decoder.queue(graph, rows, decoder.lens(graph, rows, longer).kv_lens[0])
     stop = iter(range(choose.randint(0, 4)))
     guess = decoder.lens(graph, rows, choose.choice([longer, 5]))
-    graph.send_ahead(decoder.main, decoder.side, guess, lambda: next(stop, None) is None)
+    graph.updates.send_ahead(decoder.main, decoder.side, guess, lambda: next(stop, None) is None)
 npu.synchronize()
 print("all replayed")
 """

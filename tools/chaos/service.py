@@ -150,7 +150,7 @@ class Service:
     def _all(self) -> set[int]:
         """Return all living processes in the service's session or with its temporary folder."""
         leader = self._process.pid
-        own = {pid for pid in processes.living() if processes.session_of(pid) == leader}
+        own = {pid for pid in processes.living() if _session_of(pid) == leader}
         return own | processes.with_variable(TEMPORARY, str(self.folder))
 
     def dead_segments(self) -> list[str]:
@@ -257,6 +257,13 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 def new_folder(parent: Path | None) -> Path:
     """Return a new folder with a short path for a service's temporary files."""
     return Path(tempfile.mkdtemp(prefix="s-", dir=parent))
+
+
+def _session_of(pid: int) -> int:
+    """Return the session of a process; 0 if there is no such process."""
+    with contextlib.suppress(OSError):
+        return os.getsid(pid)
+    return 0
 
 
 def _script_of(pid: int) -> str:

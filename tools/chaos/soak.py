@@ -6,6 +6,7 @@ when all groups serve and no request runs, so that samples can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -57,6 +58,13 @@ soak` makes this page.
 """
 
 
+def _count_threads(pid: int) -> int:
+    """Return how many threads a process has; 0 if there is no such process."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task"))
+    return 0
+
+
 def take_sample(service: Service) -> Sample:
     values: dict[tuple[str, str], float] = {}
 
@@ -68,7 +76,7 @@ def take_sample(service: Service) -> Sample:
             add(name, "processes", 1)
             add(name, "MiB", processes.resident_bytes(pid) / MIB)
             add(name, "files", processes.count_open_files(pid))
-            add(name, "threads", processes.count_threads(pid))
+            add(name, "threads", _count_threads(pid))
     add("segments in /dev/shm", "files", len(service.segments()))
     add("run directories", "files", service.num_run_directories())
     add("temporary files", "MiB", service.temporary_bytes() / MIB)

@@ -62,12 +62,6 @@ def start_of(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
-def session_of(pid: int) -> int:
-    """Return the session of a process; 0 if there is no such process."""
-    fields = _stat_of(pid)
-    return int(fields[3]) if fields else 0
-
-
 def name_of(pid: int) -> str:
     """Return the name of a process; "" if there is no such process."""
     with contextlib.suppress(OSError):
@@ -130,13 +124,6 @@ def count_open_files(pid: int) -> int:
     """Return how many files a process has open; 0 if it has ended or is another user's."""
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))
-    return 0
-
-
-def count_threads(pid: int) -> int:
-    """Return how many threads a process has; 0 if there is no such process."""
-    with contextlib.suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/task"))
     return 0
 
 

@@ -21,11 +21,6 @@ def read_cann_version(toolkit: Path) -> str | None:
     return next((found for path in places if (found := read_version(path))), None)
 
 
-def read_driver_version(path: Path = DRIVER) -> str | None:
-    """Return the version of the driver, e.g. 25.2.0; None without a driver."""
-    return read_version(path)
-
-
 def is_driver_new_enough(version: str) -> bool:
     """Return whether a driver supports replays."""
     numbers = tuple(int(number) for number in re.findall(r"[0-9]+", version)[:2])

@@ -15,7 +15,7 @@ from dist_aclgraph.cli.doctor.ascend_versions import (
     MIN_DRIVER,
     is_driver_new_enough,
     read_cann_version,
-    read_driver_version,
+    read_version,
 )
 from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.kv_folders import kv_findings
@@ -101,7 +101,7 @@ def cann_libraries_finding() -> Finding:
 
 
 def _driver() -> Finding:
-    found = read_driver_version()
+    found = read_version(DRIVER)
     wanted = ".".join(map(str, MIN_DRIVER))
     return Finding(
         "driver",

@@ -7,7 +7,7 @@ import os
 import platform
 from dataclasses import dataclass, field
 
-from dist_aclgraph.cli.doctor.ascend_versions import read_cann_version, read_driver_version
+from dist_aclgraph.cli.doctor.ascend_versions import DRIVER, read_cann_version, read_version
 from dist_aclgraph.cli.doctor.examine import machine_findings
 from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.npu_host import read_rdma_addresses
@@ -42,7 +42,7 @@ def node_facts() -> NodeFacts:
     npus = tuple(npus_here())
     ascend = {
         "CANN": read_cann_version(ascend_toolkit()) or "none",
-        "driver": read_driver_version() or "none",
+        "driver": read_version(DRIVER) or "none",
     }
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return NodeFacts(

@@ -7,7 +7,7 @@ import pytest
 from dist_aclgraph.cli.doctor.ascend_versions import (
     is_driver_new_enough,
     read_cann_version,
-    read_driver_version,
+    read_version,
 )
 
 
@@ -30,14 +30,14 @@ def test_the_version_of_cann_is_read_from_its_own_files(
 
 def test_where_nothing_is_installed_there_is_no_version(tmp_path: Path) -> None:
     assert read_cann_version(tmp_path / "none") is None
-    assert read_driver_version(tmp_path / "version.info") is None
+    assert read_version(tmp_path / "version.info") is None
 
 
 def test_the_version_of_the_driver_is_read(tmp_path: Path) -> None:
     path = tmp_path / "version.info"
     path.write_text("Version=25.2.3\nascendhal_version=7.35.23\n")
 
-    assert read_driver_version(path) == "25.2.3"
+    assert read_version(path) == "25.2.3"
 
 
 @pytest.mark.parametrize(

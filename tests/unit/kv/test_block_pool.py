@@ -52,7 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
         for block in holder[:1]:
             block_hash = hash_block(b"", pack_ints([name]))
             self.pool.store(block, block_hash)
-            if self.pool.is_stored(block):
+            if self.pool.hash_of(block) is not None:
                 self.content.setdefault(block, block_hash)
 
     @rule(name=st.integers(0, 5))
@@ -84,7 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_used == len(counts)
         assert self.pool.num_free + self.pool.num_used == 8
         assert counts[DUMMY_BLOCK] == 0
-        assert all(self.pool.ref_count(block) == counts[block] for block in range(9))
+        assert all(self.pool._ref_counts[block] == counts[block] for block in range(9))
 
 
 TestPool = PoolMachine.TestCase
@@ -133,7 +133,7 @@ def test_the_first_block_of_a_hash_wins() -> None:
     pool.store(second, chain([1])[0])
 
     assert pool.match(chain([1])) == [first]
-    assert not pool.is_stored(second)
+    assert pool.hash_of(second) is None
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:

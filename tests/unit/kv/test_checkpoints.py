@@ -96,7 +96,7 @@ def test_a_checkpoint_leaves_with_its_last_block(leave: str) -> None:
         pool.clear()
 
     assert checkpoints.longest([A, B]) == (0 if leave == "clear" else 1)
-    assert checkpoints.num_stored == (0 if leave == "clear" else 1)
+    assert len(checkpoints._stored) == (0 if leave == "clear" else 1)
 
 
 @pytest.mark.parametrize(("count", "interval"), [(-1, 1), (1, 0)])

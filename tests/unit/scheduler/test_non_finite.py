@@ -127,7 +127,7 @@ def test_a_second_result_that_is_not_finite_ends_the_request_and_its_blocks_are_
 
     assert [request.request_id for request, _ in outputs.failed] == ["bad"]
     assert scheduler.stats()["non_finite"] == 1
-    assert not any(scheduler.ranks[0].pool.is_stored(block_id) for block_id in (1, 2))
+    assert not any(scheduler.ranks[0].pool.hash_of(block_id) for block_id in (1, 2))
 
 
 def test_blocks_with_nan_are_no_longer_found_and_are_cleaned_when_the_last_user_leaves() -> None:

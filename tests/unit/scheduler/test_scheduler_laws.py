@@ -363,7 +363,7 @@ class World:
                     assert row.blocks == request.block_ids
                 first = int(rank.rows.computed[index] - rank.rows.flying[index]) // BLOCK_SIZE
                 writable.update(request.block_ids[first:])
-                assert not any(rank.pool.is_stored(block) for block in request.block_ids[first:])
+                assert not any(rank.pool.hash_of(block) for block in request.block_ids[first:])
             assert not writable or max(writable.values()) == 1
             rows = [request.row for request in rank.running]
             assert len(set(rows)) == len(rows)

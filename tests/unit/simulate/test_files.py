@@ -26,8 +26,9 @@ from dist_aclgraph.scheduler.file_upkeep import TOUCH_S
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.routing import block_hashes
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.simulate.copy_rates import CopyRates, copy_rates
 from dist_aclgraph.simulate.deployment import AssumedDeployment
-from dist_aclgraph.simulate.files import CopyRates, SimulatedNode, SimulatedTier, copy_rates
+from dist_aclgraph.simulate.files import SimulatedNode, SimulatedTier
 from dist_aclgraph.simulate.load import Arrival
 from dist_aclgraph.simulate.load_options import LoadOptions
 from dist_aclgraph.simulate.routing import WITH_COPIES, WITHOUT_COPIES

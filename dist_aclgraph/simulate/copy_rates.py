@@ -1,0 +1,43 @@
+"""The rates at which simulated copies of KV blocks move."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dist_aclgraph.errors import ConfigError
+
+HOST_GB_S, DISK_GB_S = 5.0, 2.0
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Rates of copies, in bytes per second.
+
+    Attributes:
+        host: between an NPU and files in memory, for each NPU.
+        disk: from the disk, for all NPUs of a data-parallel rank together.
+    """
+
+    host: float = HOST_GB_S * 1e9
+    disk: float = DISK_GB_S * 1e9
+
+    @property
+    def in_words(self) -> str:
+        return (
+            f"copies of KV move {self.host / 1e9:g} GB/s between each NPU and memory, and "
+            f"{self.disk / 1e9:g} GB/s from the disk for each data parallel rank; files of states "
+            "take no room, and writes to the disk take no time"
+        )
+
+
+def copy_rates(host_gbs: float, disk_gbs: float) -> CopyRates:
+    """Return rates that are given in GB/s.
+
+    Raises:
+        ConfigError: a rate is not positive and finite.
+    """
+    for option, rate in (("--host-gbs", host_gbs), ("--disk-gbs", disk_gbs)):
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"{option} is {rate:g}; it must be positive and finite")
+    return CopyRates(host_gbs * 1e9, disk_gbs * 1e9)
