@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dist_aclgraph.device import emulator
+from tests.emulator.modelled_time import HELPERS
 from tests.forks import forks, run_code
 from tests.namespaces import Node
 from tests.ports import free_port
@@ -178,5 +179,21 @@ def run_ranks(start_ranks) -> Callable[..., list[tuple[int, str]]]:
 
     def run(code: str, ranks: int, timeout_s: float = 120, **options) -> list[tuple[int, str]]:
         return [script.finish(timeout_s) for script in start_ranks(code, ranks, **options)]
+
+    return run
+
+
+@pytest.fixture
+def told(run_script):
+    """Run code on a device with modelled time, and return the values that it prints with
+    ``print_json``.
+    """
+
+    def run(code, **settings):
+        settings = {"kernels": "timed", "strict": False} | settings
+        status, output = run_script(HELPERS + textwrap.dedent(code), **settings)
+        assert status == 0, output
+        (line,) = [line for line in output.splitlines() if line.startswith("JSON ")]
+        return json.loads(line.removeprefix("JSON "))
 
     return run

@@ -5,13 +5,6 @@ import math
 import torch
 import torch_npu
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    tolerance = TOLERANCE[got.dtype]
-    assert torch.allclose(got.cpu().float(), want.float(), atol=tolerance, rtol=tolerance)
-
 
 def reference(query, keys, values, heads, kv_heads, causal=False, mask=None):
     """Return attention of queries [rows, heads, D] over keys [length, kv_heads, D], and the

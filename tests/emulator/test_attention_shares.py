@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch_npu
 
+from tests.emulator.compare import assert_close, refused_by
 from tests.emulator.paged import (
     Pages,
-    assert_close,
     paged_arguments,
     paged_attention,
     reference,
 )
-from tests.emulator.test_strict import refused
 
 # This log-sum-exp is finite, so that a row without keys in all shares becomes zero, and not NaN.
 FAR_BELOW = -3.4e38
@@ -89,24 +88,26 @@ def test_no_rows_are_merged_to_none():
 
 def test_merging_refuses():
     lse, outs = shares(2, 4, 64)
-    refused(NAME, "must be 0 or 1", lambda: merge(lse, outs, 2))
-    refused(NAME, "1 tensors of lse for 2", lambda: merge(lse[:1], outs))
-    refused(NAME, "17 shares, at most 16", lambda: merge(*shares(17, 4, 64)))
-    refused(NAME, "lse must be float32", lambda: merge([t.half() for t in lse], outs))
-    refused(NAME, "local_out must be Float", lambda: merge(lse, [outs[0], outs[1].half()]))
-    refused(NAME, "local_out must be float32, float16", lambda: merge(lse, [o.int() for o in outs]))
-    refused(NAME, "lse must have rank 1", lambda: merge([t.view(2, 2) for t in lse], outs))
-    refused(
+    refused_by(NAME, "must be 0 or 1", lambda: merge(lse, outs, 2))
+    refused_by(NAME, "1 tensors of lse for 2", lambda: merge(lse[:1], outs))
+    refused_by(NAME, "17 shares, at most 16", lambda: merge(*shares(17, 4, 64)))
+    refused_by(NAME, "lse must be float32", lambda: merge([t.half() for t in lse], outs))
+    refused_by(NAME, "local_out must be Float", lambda: merge(lse, [outs[0], outs[1].half()]))
+    refused_by(
+        NAME, "local_out must be float32, float16", lambda: merge(lse, [o.int() for o in outs])
+    )
+    refused_by(NAME, "lse must have rank 1", lambda: merge([t.view(2, 2) for t in lse], outs))
+    refused_by(
         NAME, "local_out must have rank 2", lambda: merge(lse, [o.view(2, 2, 64) for o in outs])
     )
-    refused(NAME, "must have one shape", lambda: merge(lse, [outs[0], outs[1][:2]]))
-    refused(
+    refused_by(NAME, "must have one shape", lambda: merge(lse, [outs[0], outs[1][:2]]))
+    refused_by(
         NAME, "lse of shape [4] for local_out [2, 64]", lambda: merge(lse, [o[:2] for o in outs])
     )
-    refused(NAME, "D of local_out is 60", lambda: merge(*shares(2, 4, 60)))
-    refused(NAME, "D of local_out is 520", lambda: merge(*shares(2, 4, 520)))
+    refused_by(NAME, "D of local_out is 60", lambda: merge(*shares(2, 4, 60)))
+    refused_by(NAME, "D of local_out is 520", lambda: merge(*shares(2, 4, 520)))
     wide = torch.zeros(4, 128).npu()[:, :64]
-    refused(NAME, "must be contiguous",
+    refused_by(NAME, "must be contiguous",
             lambda: torch_npu.npu_attention_update([lse[0].npu()], [wide], 0))  # fmt: skip
 
 

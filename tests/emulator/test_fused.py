@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch_npu
-from paged import CAUSAL, Pages, assert_close, paged_attention, reference
 from torch.nn import functional
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+from tests.emulator.compare import FLOATS, assert_close
+from tests.emulator.paged import CAUSAL, Pages, paged_attention, reference
 
 
 def rms_norm(x, gamma, epsilon=1e-6):

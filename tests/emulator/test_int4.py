@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch_npu
 
+from tests.emulator.compare import refused
+
 HALVES = [torch.bfloat16, torch.float16]
 K, N, GROUPS = 256, 24, 3
 
@@ -21,12 +23,6 @@ def int4(*shape: int) -> torch.Tensor:
 
 def bits_of(scale: torch.Tensor) -> torch.Tensor:
     return scale.float().view(torch.int32).long()
-
-
-def refused(rule: str, call) -> None:
-    with pytest.raises(RuntimeError) as error:
-        call()
-    assert rule in str(error.value)
 
 
 def on_device(call: dict, *lists: str) -> dict:

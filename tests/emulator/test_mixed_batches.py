@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch_npu
-from paged import CAUSAL, Pages, assert_close, paged_arguments, paged_attention, reference
+
+from tests.emulator.compare import assert_close
+from tests.emulator.paged import CAUSAL, Pages, paged_arguments, paged_attention, reference
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 

@@ -5,21 +5,12 @@ import math
 import pytest
 import torch
 import torch_npu
-from paged import CAUSAL, TOLERANCE
+
+from tests.emulator.compare import assert_close, refused_by
+from tests.emulator.paged import CAUSAL
 
 HALVES = [torch.bfloat16, torch.float16]
 LATENT, ROPE = 512, 64
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor, scale: float = 1) -> None:
-    tolerance = TOLERANCE[got.dtype] * scale
-    assert torch.allclose(got.cpu().float(), want.float(), atol=tolerance, rtol=tolerance)
-
-
-def refused(operator, rule, call):
-    with pytest.raises(RuntimeError) as error:
-        call()
-    assert operator + ": " in str(error.value) and rule in str(error.value)
 
 
 def on_device(options):
@@ -58,13 +49,13 @@ def test_interleave_rope_refuses():
         return torch.zeros(*shape).half()
 
     name = "aclnnInterleaveRope"
-    refused(
+    refused_by(
         name, "x must be float16 or bfloat16", rope(torch.zeros(2, 4, 1, 64), zeros(2, 1, 1, 64))
     )
-    refused(name, "D must be 64", rope(zeros(2, 4, 1, 32), zeros(2, 1, 1, 32)))
-    refused(name, "cos must have one head", rope(zeros(2, 4, 1, 64), zeros(2, 4, 1, 64)))
-    refused(name, "for x", rope(zeros(2, 4, 3, 64), zeros(2, 1, 2, 64)))
-    refused(name, "cos must be Half", rope(zeros(2, 4, 1, 64), torch.zeros(2, 1, 1, 64)))
+    refused_by(name, "D must be 64", rope(zeros(2, 4, 1, 32), zeros(2, 1, 1, 32)))
+    refused_by(name, "cos must have one head", rope(zeros(2, 4, 1, 64), zeros(2, 4, 1, 64)))
+    refused_by(name, "for x", rope(zeros(2, 4, 3, 64), zeros(2, 1, 2, 64)))
+    refused_by(name, "cos must be Half", rope(zeros(2, 4, 1, 64), torch.zeros(2, 1, 1, 64)))
 
 
 def kv_rows(batch, length, dtype):
@@ -150,7 +141,7 @@ def test_cache_writes_refuse(rule, changes):
         "cache_mode": "PA",
     } | changes
     call = on_device(call)
-    refused("aclnnKvRmsNormRopeCache", rule, lambda: torch_npu.npu_kv_rmsnorm_rope_cache(**call))
+    refused_by("aclnnKvRmsNormRopeCache", rule, lambda: torch_npu.npu_kv_rmsnorm_rope_cache(**call))
 
 
 # ---- attention
@@ -409,7 +400,7 @@ def test_attention_with_rope_before_absorption():
 def test_latent_attention_refuses(rule, rows, heads, layout, changes):
     query, rope, pages = make(2, rows, heads, [20, 20], torch.float16)
     arguments = latent_arguments(query, rope, pages, layout, [20, 20], **changes)
-    refused(
+    refused_by(
         "aclnnFusedInferAttentionScoreV4",
         rule,
         lambda: torch_npu.npu_fused_infer_attention_score_v2(**on_device(arguments)),
@@ -480,7 +471,7 @@ def test_transposed_batched_products(dtype, turned, parts):
 def test_transposed_batched_products_refuse():
     a, b = torch.zeros(4, 7, 32).half().npu(), torch.zeros(4, 32, 16).half().npu()
     call, name = torch_npu.npu_transpose_batchmatmul, "aclnnTransposeBatchMatMul"
-    refused(name, "multiples of 16", lambda: call(a[:, :, :24], b[:, :24]))
-    refused(name, "perm_x2", lambda: call(a, b, perm_x2=[0, 2, 1]))
-    refused(name, "do not multiply", lambda: call(a, b[:3]))
-    refused(name, "weight must be Half", lambda: call(a, b.float()))
+    refused_by(name, "multiples of 16", lambda: call(a[:, :, :24], b[:, :24]))
+    refused_by(name, "perm_x2", lambda: call(a, b, perm_x2=[0, 2, 1]))
+    refused_by(name, "do not multiply", lambda: call(a, b[:3]))
+    refused_by(name, "weight must be Half", lambda: call(a, b.float()))

@@ -7,6 +7,8 @@ import torch
 import torch_npu
 from torch.nn import functional
 
+from tests.emulator.compare import FLOATS
+
 torch.manual_seed(0)
 X, Y = torch.randn(6, 10), torch.randn(6, 10)
 POSITIVE, OTHER = X.abs() + 0.1, Y.abs() + 0.2
@@ -15,7 +17,6 @@ INTS, SMALL = torch.randint(1, 50, (5, 7)), torch.randint(1, 9, (5, 7))
 ROWS = torch.tensor([4, 0, 2, 2])
 DISTINCT = torch.tensor([0, 2, 3])
 PLACES = torch.randint(0, 6, (3, 10))
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def on_device(value: Any) -> Any:

@@ -3,20 +3,10 @@
 import pytest
 import torch
 import torch_npu
-from paged import TOLERANCE
+
+from tests.emulator.compare import assert_close, refused_by
 
 HALVES = [torch.bfloat16, torch.float16]
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    tolerance = TOLERANCE[got.dtype]
-    assert torch.allclose(got.cpu().float(), want.float(), atol=tolerance, rtol=tolerance)
-
-
-def refused(operator, rule, call):
-    with pytest.raises(RuntimeError) as error:
-        call()
-    assert operator + ": " in str(error.value) and rule in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -48,9 +38,9 @@ def test_dynamic_quant(dtype, smooth):
 
 def test_dynamic_quant_refuses():
     x, name = torch.zeros(2, 32).half().npu(), "aclnnDynamicQuantV2"
-    refused(name, "x must be float16", lambda: torch_npu.npu_dynamic_quant(x.float()))
+    refused_by(name, "x must be float16", lambda: torch_npu.npu_dynamic_quant(x.float()))
     half = torch.zeros(16).half().npu()
-    refused(name, "smooth_scales", lambda: torch_npu.npu_dynamic_quant(x, smooth_scales=half))
+    refused_by(name, "smooth_scales", lambda: torch_npu.npu_dynamic_quant(x, smooth_scales=half))
 
 
 def steps(rows):
@@ -113,13 +103,13 @@ def test_quantised_norms_refuse():
     def call(x=x, residual=x, gamma=gamma, **options):
         return lambda: quantised_norm(x, residual, gamma, **options)
 
-    refused(name, "x1 must be float16 or bfloat16", call(x.float(), x.float(), gamma.float()))
-    refused(name, "x2 must be", call(residual=x.bfloat16()))
-    refused(name, "gamma must be", call(gamma=gamma.bfloat16()))
-    refused(name, "gamma of shape", call(gamma=gamma[:32]))
-    refused(name, "must not be empty", call(x[:0], x[:0]))
-    refused(name, "epsilon must be above 0", call(epsilon=0.0))
-    refused(name, "beta are not emulated", call(beta=gamma.npu()))
+    refused_by(name, "x1 must be float16 or bfloat16", call(x.float(), x.float(), gamma.float()))
+    refused_by(name, "x2 must be", call(residual=x.bfloat16()))
+    refused_by(name, "gamma must be", call(gamma=gamma.bfloat16()))
+    refused_by(name, "gamma of shape", call(gamma=gamma[:32]))
+    refused_by(name, "must not be empty", call(x[:0], x[:0]))
+    refused_by(name, "epsilon must be above 0", call(epsilon=0.0))
+    refused_by(name, "beta are not emulated", call(beta=gamma.npu()))
 
 
 def quantised_swiglu(x, **options):
@@ -154,13 +144,13 @@ def test_quantised_swiglus_refuse():
     x, name = torch.zeros(2, 128).bfloat16(), "aclnnDequantSwigluQuantV2"
     groups = torch.tensor([2]).npu()
 
-    refused(name, "x must be bfloat16", lambda: quantised_swiglu(x.half()))
-    refused(name, "two dimensions", lambda: quantised_swiglu(x[None]))
-    refused(name, "no multiple of 64", lambda: quantised_swiglu(x[:, :96].contiguous()))
-    refused(name, "x of Int is not emulated", lambda: quantised_swiglu(x.int()))
-    refused(name, "quant_mode static", lambda: quantised_swiglu(x, quant_mode=0))
-    refused(name, "not emulated", lambda: quantised_swiglu(x, group_index=groups))
-    refused(name, "swiglu_mode 1", lambda: quantised_swiglu(x, swiglu_mode=1))
+    refused_by(name, "x must be bfloat16", lambda: quantised_swiglu(x.half()))
+    refused_by(name, "two dimensions", lambda: quantised_swiglu(x[None]))
+    refused_by(name, "no multiple of 64", lambda: quantised_swiglu(x[:, :96].contiguous()))
+    refused_by(name, "x of Int is not emulated", lambda: quantised_swiglu(x.int()))
+    refused_by(name, "quant_mode static", lambda: quantised_swiglu(x, quant_mode=0))
+    refused_by(name, "not emulated", lambda: quantised_swiglu(x, group_index=groups))
+    refused_by(name, "swiglu_mode 1", lambda: quantised_swiglu(x, swiglu_mode=1))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -216,9 +206,9 @@ def test_quantised_products_refuse():
             a, b, scales, **{"output_dtype": torch.bfloat16, **options}
         )
 
-    refused(name, "scale must have 1 or 24", call(scale=torch.ones(7).npu()))
-    refused(name, "scale of Long", call(scale=torch.ones(24, dtype=torch.int64).npu()))
-    refused(name, "one for each of 5 rows", call(pertoken_scale=torch.ones(4).npu()))
+    refused_by(name, "scale must have 1 or 24", call(scale=torch.ones(7).npu()))
+    refused_by(name, "scale of Long", call(scale=torch.ones(24, dtype=torch.int64).npu()))
+    refused_by(name, "one for each of 5 rows", call(pertoken_scale=torch.ones(4).npu()))
 
 
 GROUPS = 3

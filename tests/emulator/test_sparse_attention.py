@@ -5,22 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch_npu
-from paged import TOLERANCE
 from sparse_step import LENGTHS, SCALE, Step, ints
+
+from tests.emulator.compare import assert_close, refused_by
 
 HALVES = [torch.bfloat16, torch.float16]
 half = torch.float16
-
-
-def assert_close(got, want):
-    tolerance = TOLERANCE[got.dtype]
-    assert torch.allclose(got.cpu().float(), want.float(), atol=tolerance, rtol=tolerance)
-
-
-def refused(operator, rule, call):
-    with pytest.raises(RuntimeError) as error:
-        call()
-    assert operator + ": " in str(error.value) and rule in str(error.value)
 
 
 def sets_of(chosen):
@@ -101,7 +91,7 @@ def test_a_graph_follows_new_lengths_without_updates():
 )
 def test_a_choice_is_refused(rule, changes):
     step = Step(half)
-    refused("aclnnLightningIndexer", rule, lambda: step.choose(**{"count": 8, **changes}))
+    refused_by("aclnnLightningIndexer", rule, lambda: step.choose(**{"count": 8, **changes}))
 
 
 # ---- attention to chosen latents
@@ -256,7 +246,7 @@ def test_attention_to_chosen_latents_is_refused(rule, changes):
     step = Step(half)
     chosen = torch.zeros(20, 1, 4, dtype=torch.int32)
     arguments = {"chosen": chosen, **changes}
-    refused("aclnnSparseFlashAttention", rule, lambda: step.attend(**arguments))
+    refused_by("aclnnSparseFlashAttention", rule, lambda: step.attend(**arguments))
 
 
 # ---- bad values in device tensors, which a real device does not check
@@ -336,7 +326,7 @@ def test_rows_are_written_to_their_indices(index_type):
     torch_npu.npu_scatter_nd_update_(on_npu, at.npu(), rows.npu())
     cache[at[:, 0].long()] = rows
     assert torch.equal(on_npu.cpu(), cache)
-    refused(
+    refused_by(
         "aclnnScatterNdUpdate",
         "updates must be Half",
         lambda: torch_npu.npu_scatter_nd_update_(on_npu, at.npu(), rows.float().npu()),

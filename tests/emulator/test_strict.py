@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch_npu
 
+from tests.emulator.compare import refused_by
+
 FIA = "aclnnFusedInferAttentionScoreV3: "
 
 
@@ -74,12 +76,6 @@ def test_attention_refuses(rule, changes):
     assert FIA in str(error.value) and rule in str(error.value)
 
 
-def refused(operator, rule, call):
-    with pytest.raises(RuntimeError) as error:
-        call()
-    assert operator + ": " in str(error.value) and rule in str(error.value)
-
-
 def write(key, cache, slots):
     torch_npu.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), slots, cache_mode="Norm")
 
@@ -88,22 +84,24 @@ def test_cache_writes_refuse():
     key, cache = half(2, 2, 16).npu(), half(4, 8, 2, 16).npu()
     slots = torch.zeros(2, dtype=torch.int32).npu()
     name = "aclnnScatterPaKvCache"
-    refused(name, "must be contiguous", lambda: write(half(2, 2, 32).npu()[..., :16], cache, slots))
-    refused(name, "must be int32 or int64", lambda: write(key, cache, slots.float()))
-    refused(name, "the cache must be Half", lambda: write(key, cache.float(), slots))
-    refused(name, "for 2 tokens", lambda: write(key, cache, slots[:1]))
-    refused(name, "4 dimensions", lambda: write(key, cache.view(4, 8, 32), slots))
+    refused_by(
+        name, "must be contiguous", lambda: write(half(2, 2, 32).npu()[..., :16], cache, slots)
+    )
+    refused_by(name, "must be int32 or int64", lambda: write(key, cache, slots.float()))
+    refused_by(name, "the cache must be Half", lambda: write(key, cache.float(), slots))
+    refused_by(name, "for 2 tokens", lambda: write(key, cache, slots[:1]))
+    refused_by(name, "4 dimensions", lambda: write(key, cache.view(4, 8, 32), slots))
 
 
 def test_rotary_refuses():
     x, angle = half(1, 2, 4, 64).npu(), half(1, 2, 1, 64).npu()
     name = "aclnnRotaryPositionEmbedding"
     flat, flat_angle = x[0, 0], angle[0, 0]
-    refused(name, "3 or 4 dim", lambda: torch_npu.npu_rotary_mul(flat, flat_angle, flat_angle))
+    refused_by(name, "3 or 4 dim", lambda: torch_npu.npu_rotary_mul(flat, flat_angle, flat_angle))
     narrow = half(1, 2, 1, 32).npu()
-    refused(name, "as wide as x", lambda: torch_npu.npu_rotary_mul(x, narrow, narrow))
+    refused_by(name, "as wide as x", lambda: torch_npu.npu_rotary_mul(x, narrow, narrow))
     small, small_angle = half(2, 4, 32).npu(), half(2, 1, 32).npu()
-    refused(
+    refused_by(
         "aclnnApplyRotaryPosEmbV2",
         "D must be 64 or 128",
         lambda: torch_npu.npu_apply_rotary_pos_emb(
@@ -132,7 +130,7 @@ def test_attention_with_sinks_refuses(rule, changes):
     heads = options["key"].shape[-1] // options["query"].shape[-1]
     options = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     query, key = options.pop("query").bfloat16(), options.pop("key").bfloat16()
-    refused(
+    refused_by(
         "aclnnFusedInferAttentionScoreV4",
         rule,
         lambda: torch_npu.npu_fused_infer_attention_score_v2(
@@ -144,8 +142,8 @@ def test_attention_with_sinks_refuses(rule, changes):
 
 def test_norms_refuse():
     x = half(2, 64).npu()
-    refused("aclnnRmsNorm", "trailing shape", lambda: torch_npu.npu_rms_norm(x, half(32).npu()))
-    refused(
+    refused_by("aclnnRmsNorm", "trailing shape", lambda: torch_npu.npu_rms_norm(x, half(32).npu()))
+    refused_by(
         "aclnnAddRmsNorm",
         "gamma must be Half",
         lambda: torch_npu.npu_add_rms_norm(x, x, torch.zeros(64).npu()),

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from dist_aclgraph.logs import ACCESS, FIELDS
-from tests.serve import test_kept_streams as kept
+from tests.serve import kept_answers as kept
 from tests.serve.conftest import Service, serving, until
 
 BODY = {"model": "tiny-qwen3", "prompt": "a b c", "max_tokens": 5}

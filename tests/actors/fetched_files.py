@@ -1,0 +1,109 @@
+"""Files of KV blocks at a source, and an engine on another node that fetches them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.block_fetches import (
+    BlockFetches,
+)
+from dist_aclgraph.actors.wire.block_server import (
+    BlockServer,
+    BlockSource,
+    FileKind,
+    tiers_of,
+)
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.kv.tiers import CachePlace, cache_identity
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
+TOKEN, NODE, GROUP, WAIT_S = "secret", "node", "7", 60.0
+PLACE = CachePlace(num_heads=2, num_kv_heads=2, num_ranks=2)
+HYBRID = replace(PLACE, has_state=True)
+NAMES = [bytes([number]) * 16 for number in range(1, 7)]
+SIZE = 5000  # bytes of a block of one worker
+
+
+def contents(name: bytes, place: int) -> bytes:
+    return (name + bytes([place])) * (SIZE // 17)
+
+
+class World:
+    """A source with files of two workers, and an engine on another node that lacks them.
+
+    Attributes:
+        there: the files of the source.
+        here: the files of the engine that fetches them.
+        now_s: the present time for ``fetches``; tests change it.
+    """
+
+    def __init__(self, folder: Path, place: CachePlace = PLACE, **server: Any) -> None:
+        self.place = place
+
+        def configure(node: str) -> Config:
+            path = folder / node
+            path.mkdir()
+            kv = {"host_path": str(path), "host_gib": 0.01}
+            return make_config({"model": str(MODEL), "kv": kv})
+
+        self.config = configure("there")
+        self.there = tiers_of(self.config, place)
+        here = configure("here")
+        self.here = tiers_of(here, place)
+        self.now_s = 100.0
+        at = Place(NODE, str(folder), **server)
+        self.server = BlockServer(at, TOKEN, self.there)
+        self.fetches = BlockFetches(here, NODE, TOKEN, clock=lambda: self.now_s)
+        at_file = self.server.address.file  # as if other nodes reached it
+        self.address = Address("source", at_file, self.server.address.tcp or at_file)
+        self.use(self.address)
+
+    def use(self, at: Address, **changes: Any) -> None:
+        """Replace the group list, so that files are fetched from a source at this address."""
+        source = BlockSource(at, cache_identity(self.config), self.place)
+        source = msgspec.structs.replace(source, **changes)
+        entries = (GroupEntry("3", at, 1, 1), GroupEntry(GROUP, at, 1, 1, blocks=source))
+        self.fetches.set_groups(GroupList(1, entries))
+
+    def write(self, *names: bytes, states: tuple[bytes, ...] = ()) -> None:
+        files: dict[FileKind, tuple[bytes, ...]] = {"block": names, "state": states}
+        for kind, wanted in files.items():
+            for place, tiers in enumerate(self.there[kind]):
+                assert all(tiers.write(name, memoryview(contents(name, place))) for name in wanted)
+
+    def fetch(
+        self, names: list[bytes] = NAMES, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        fetch = self.fetches.fetch_from(GROUP, is_wanted)
+        assert fetch is not None
+        ended, end_s = fetch(names, 0), time.monotonic() + WAIT_S
+        while not ended():
+            assert time.monotonic() < end_s, "the fetch does not end"
+            time.sleep(0.001)
+
+    def found(self, kind: FileKind = "block") -> list[bytes]:
+        """Return the names whose files are whole at all workers of the engine that fetches."""
+        room = memoryview(bytearray(len(contents(NAMES[0], 0))))
+        return [
+            name
+            for name in NAMES
+            if all(
+                tiers.read(name, room, [len(room)]) and room == contents(name, place)
+                for place, tiers in enumerate(self.here[kind])
+            )
+        ]
+
+    def file(self, name: bytes, place: int = 0) -> Path:
+        return self.there["block"][place]._first.path_of(name)
+
+    def close(self) -> None:
+        self.fetches.close()
+        self.server.close()

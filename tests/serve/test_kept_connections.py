@@ -1,0 +1,289 @@
+"""Tests of the records of connections, and of the process that holds the connections."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.serve.resume.holder import ConnectionHolder, HeldConnection, HolderLink
+from dist_aclgraph.serve.resume.journal import Chance
+from dist_aclgraph.serve.resume.memory import REQUEST_BYTES, JournalMemory
+from dist_aclgraph.serve.resume.record import CONTINUE, MAX_LOSSES, ConnectionRecord
+from dist_aclgraph.steps.delta import RequestDelta
+
+CHANCE = Chance("abc", 1700000000, 5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ignoring() -> Iterator[None]:
+    """Ignore the signal that tells a holder about new messages."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGIO, before)
+
+
+class Connection:
+    """A connection, the record of the process that answers, and the holder of the connection."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.client = socket.create_connection(listener.getsockname())
+            self.server, _ = listener.accept()
+        self.holder = ConnectionHolder()
+        self._end = self.holder.open()
+        self.record = ConnectionRecord(HolderLink(self._end))
+        self.record.hold(self.server.fileno())
+        self.holder.take_in()
+
+    def read(self, data: bytes, *, is_noted: bool = True) -> None:
+        """Let the process read bytes of the client; if ``is_noted``, it also notes their number."""
+        self.client.sendall(data)
+        self.server.recv_into(self.record.read_buffer(), len(data), socket.MSG_WAITALL)
+        if is_noted:
+            assert self.record.take_read(len(data)) == data
+
+    def send(self, data: bytes) -> None:
+        self.server.sendall(self.record.take_unsent(data))
+
+    def die(self) -> ConnectionRecord:
+        """Let the process die; return the record that the next process takes over."""
+        self._end.close()
+        self._end = self.holder.open()
+        link = self.holder.become_link(self._end)
+        [(number, held)] = link.left.items()
+        self.record = ConnectionRecord.take_over(link, number, held)
+        self.holder._held[number] = held  # in a service, the holder is another process
+        return self.record
+
+    def close(self) -> None:
+        self.holder.close()
+        self._end.close()
+        self.client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    found = Connection()
+    yield found
+    found.close()
+
+
+@given(
+    parts=st.lists(st.binary(min_size=1, max_size=99), min_size=1, max_size=4),
+    is_noted=st.booleans(),
+    num_losses=st.integers(1, MAX_LOSSES - 1),
+)
+def test_all_that_was_read_is_known(parts: list[bytes], is_noted: bool, num_losses: int) -> None:
+    """The next process gets all bytes, even if the last part was not noted before the death."""
+    connection, others = Connection(), Connection()
+    for i, part in enumerate(parts):
+        connection.read(part, is_noted=is_noted or i < len(parts) - 1)
+        others.read(b"of another client")
+
+    for _ in range(num_losses):
+        record = connection.die()
+        assert record.all_read() == b"".join(parts)
+        assert not record.is_owed
+
+    connection.close()
+    others.close()
+
+
+def test_bytes_after_an_answered_request_belong_to_the_next_request(connection: Connection) -> None:
+    for i in range(5):
+        connection.read(b"request %d" % i)
+        connection.send(b"answer")
+        connection.record.spend()
+        connection.record.clear()
+
+    connection.read(b"the last", is_noted=False)
+
+    assert connection.die().all_read() == b"the last"
+
+
+def test_a_connection_that_its_client_has_ended_does_not_go_on(connection: Connection) -> None:
+    connection.read(b"GET")
+    connection.client.shutdown(socket.SHUT_WR)
+
+    with pytest.raises(ValueError, match="the client has left"):
+        connection.die()
+
+
+def test_a_response_that_nobody_can_make_again_does_not_go_on(connection: Connection) -> None:
+    connection.read(b"GET")
+    connection.send(b"HTTP/1.1 200 OK")
+
+    with pytest.raises(ValueError, match="cannot be made again"):
+        connection.die()
+
+
+def test_bytes_that_were_written_and_never_sent_do_not_go_on(connection: Connection) -> None:
+    connection.read(b"POST")
+    connection.record.take_unsent(CONTINUE)
+    connection.record.open_journal(CHANCE, is_alone=True)
+
+    with pytest.raises(ValueError, match="were lost"):
+        connection.die()
+
+
+def test_a_client_that_was_told_to_send_its_body_is_not_told_again(connection: Connection) -> None:
+    connection.read(b"POST")
+    connection.send(CONTINUE)
+
+    resumed = connection.die().take_resumed()
+
+    assert resumed is not None
+    assert (resumed.journal, resumed.may_send_body) == (None, True)
+
+
+def test_a_request_at_which_processes_die_in_a_row_is_given_up(connection: Connection) -> None:
+    for _ in range(MAX_LOSSES + 1):
+        connection.die()  # this death does not count, because no request is in progress
+    connection.read(b"POST")
+
+    for _ in range(MAX_LOSSES - 1):
+        connection.die()
+
+    with pytest.raises(ValueError, match="processes died"):
+        connection.die()
+
+
+def test_processes_between_whose_deaths_an_answer_grew_do_not_count(connection: Connection) -> None:
+    connection.read(b"POST")
+    journal = connection.record.open_journal(CHANCE, is_alone=True)
+
+    for token in range(3 * MAX_LOSSES):
+        journal.note(0, RequestDelta("a", pack_ints([token])))
+        resumed = connection.die().take_resumed()
+        assert resumed is not None and resumed.journal is not None
+        journal = resumed.journal
+
+    for _ in range(MAX_LOSSES - 2):
+        connection.die()
+    with pytest.raises(ValueError, match="processes died"):
+        connection.die()
+
+
+def test_a_request_without_room_is_read_and_its_connection_is_not_held(
+    connection: Connection,
+) -> None:
+    part = bytes(1 << 15)
+    for _ in range(REQUEST_BYTES // len(part)):
+        connection.read(part)
+    assert connection.record.is_held
+
+    connection.read(part)
+    assert not connection.record.is_held
+
+    connection.record.clear()
+    assert connection.record.is_held
+
+
+def test_of_two_requests_at_once_neither_has_a_journal(connection: Connection) -> None:
+    connection.read(b"POST")
+    journal = connection.record.open_journal(CHANCE, is_alone=False)
+
+    journal.note(0, RequestDelta("a"))
+
+    assert not connection.die().is_owed
+
+
+def test_a_journal_that_ends_before_its_answer_is_void(connection: Connection) -> None:
+    connection.read(b"POST")
+    connection.record.open_journal(CHANCE, is_alone=True).end()
+
+    assert not connection.record.is_held
+
+
+@given(st.lists(st.binary(max_size=9), max_size=9), st.integers(0, 80))
+def test_bytes_that_were_sent_before_are_not_sent_again(parts: list[bytes], num: int) -> None:
+    record = ConnectionRecord(None)
+    record.num_omitted = num
+
+    out = b"".join([record.take_unsent(part) for part in parts])
+
+    assert out == b"".join(parts)[num:]
+    assert record.num_omitted == max(0, num - len(b"".join(parts)))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@given(
+    st.lists(st.sampled_from(["begin", "void", "end", "lose", "take in"]), max_size=30),
+    st.data(),
+)
+def test_a_holder_has_all_connections_that_have_begun_and_not_ended(
+    turns: list[str], data: st.DataObject
+) -> None:
+    """If the journal of a connection is void when its process ends, the connection is closed."""
+    before = descriptors()
+    holder = ConnectionHolder()
+    end = holder.open()
+    link = HolderLink(end)
+    journals: dict[int, tuple[JournalMemory, int]] = {}
+    for turn in turns:
+        number = data.draw(st.sampled_from(sorted(journals))) if journals else 0
+        if turn == "begin":
+            memory, descriptor = JournalMemory.create(0, 0)
+            begun = link.begin(descriptor, descriptor)
+            assert begun is not None
+            journals[begun] = memory, descriptor
+        elif turn == "void" and journals:
+            journals[number][0].void()
+        elif turn == "end" and journals:
+            link.end(number)
+            close(*journals.pop(number))
+        elif turn == "take in":
+            holder.take_in()
+        elif turn == "lose":
+            end.close()
+            for n in [n for n, (memory, _) in journals.items() if memory.is_void]:
+                close(*journals.pop(n))
+            end = holder.open()
+            link = HolderLink(end, dict.fromkeys(journals, HeldConnection(0, 0)))
+    holder.take_in()
+
+    assert len(holder) == len(journals)
+    end.close()
+    holder.close()
+    for journal in journals.values():
+        close(*journal)
+    # The comparison is <=, because objects of earlier tests can be closed meanwhile.
+    assert descriptors() <= before
+
+
+def close(memory: JournalMemory, descriptor: int) -> None:
+    memory.close()
+    os.close(descriptor)
+
+
+def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> None:
+    holder, read, write = ConnectionHolder(), *os.pipe()
+    link = HolderLink(holder.open())
+    numbers = []
+    while (number := link.begin(read, write)) is not None:
+        numbers.append(number)
+        assert len(numbers) < 100_000
+
+    for number in numbers:
+        link.end(number)
+    assert len(holder) == 0
+    holder.take_in()
+    assert len(holder) == len(numbers)
+    link.flush()
+    holder.take_in()
+
+    assert len(holder) == 0
+    holder.close()
+    os.close(read)
+    os.close(write)
