@@ -149,8 +149,7 @@ class ModelRunner:
         # the rank that owns the output needs them.
         self._samples = owns_output or self._drafts is not None or in_flight > 1
         num_slots = 0 if state_slots is None else state_slots.count
-        block_size = config.kv.block_size
-        self.caches = RankCaches(npu, model, self._drafts, block_size, dtype, num_slots)
+        self.caches = RankCaches(npu, model, self._drafts, config.kv.block_size, dtype, num_slots)
         self._states: StateSteps | None = None
         if state_slots is not None and model.spec.linear is not None:
             passed = None if self._drafts is None else self._drafts.passed
@@ -200,17 +199,16 @@ class ModelRunner:
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
         )
         self._flights = StepsInFlight(
-            self._batch,
-            self._output,
-            self._buffers,
-            self._replays,
-            self._matchers,
-            self._watch,
-            self._counts,
-            max_rows=max_rows,
+            batch=self._batch,
+            output=self._output,
+            buffers=self._buffers,
+            replays=self._replays,
+            matchers=self._matchers,
+            watch=self._watch,
+            counts=self._counts,
             tally=tally,
             owns_output=owns_output,
-            has_drafts=self._drafts is not None,
+            has_drafts=k > 0,
         )
         self._mixed = MixedWork(
             npu=npu,

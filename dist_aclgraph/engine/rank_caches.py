@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,40 +15,32 @@ from dist_aclgraph.models.attention_kind import Cache, CacheRoom
 from dist_aclgraph.models.decoder import Decoder
 
 
+@dataclass
 class RankCaches:
     """Owns the caches of the decoder's layers, in ``decoder``. The next-token module's cache, which
     ``DraftSteps`` owns, is made and cleared together with them.
 
-    Args:
+    Attributes:
         drafts: None if the model does not draft.
         num_slots: number of slots of recurrent states; 0 if the model has no such state.
     """
 
-    def __init__(
-        self,
-        npu: Npu,
-        model: Decoder,
-        drafts: DraftSteps | None,
-        block_size: int,
-        dtype: torch.dtype,
-        num_slots: int,
-    ) -> None:
-        self._npu = npu
-        self._model = model
-        self._drafts = drafts
-        self._block_size = block_size
-        self._dtype = dtype
-        self._num_slots = num_slots
-        self.decoder: list[Cache] = []
+    npu: Npu
+    model: Decoder
+    drafts: DraftSteps | None
+    block_size: int
+    dtype: torch.dtype
+    num_slots: int
+    decoder: list[Cache] = field(default_factory=list)
 
     def make(self, num_blocks: int) -> None:
         """Replace all caches by empty caches."""
         # The old caches are freed first, because the memory might be too small for two.
         self.decoder.clear()
-        room = CacheRoom(num_blocks, self._block_size, self._dtype, self._num_slots)
-        self.decoder += self._model.make_caches(room)
-        if self._drafts is not None:
-            self._drafts.make_cache(room)
+        room = CacheRoom(num_blocks, self.block_size, self.dtype, self.num_slots)
+        self.decoder += self.model.make_caches(room)
+        if self.drafts is not None:
+            self.drafts.make_cache(room)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, those of the next-token module included."""
@@ -54,7 +48,7 @@ class RankCaches:
 
     def block_tensors(self) -> list[Tensor]:
         """Return the tensors whose first dimension is the block."""
-        caches = [*self.decoder, *([] if self._drafts is None else [self._drafts.cache])]
+        caches = [*self.decoder, *([] if self.drafts is None else [self.drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
     def state_tensors(self) -> list[Tensor]:
@@ -70,10 +64,10 @@ class RankCaches:
         with translated("clearing the KV cache"):
             for tensor in self.tensors():
                 tensor.zero_()
-        self._npu.synchronize()
+        self.npu.synchronize()
 
     def clean(self, block_ids: IntArray) -> None:
         """Set blocks to zero after the queued work. No step in flight uses these blocks."""
-        index = self._npu.upload(block_ids.astype(np.int64))
+        index = self.npu.upload(block_ids.astype(np.int64))
         for tensor in self.block_tensors():
             tensor.index_fill_(0, index, 0)

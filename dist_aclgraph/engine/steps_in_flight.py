@@ -62,46 +62,33 @@ class Flight:
     grammars: GrammarReport
 
 
+@dataclass(kw_only=True)
 class StepsInFlight:
     """Owns the queued steps, oldest first. Queues the copy of a step's output to the host, waits
     for it, and makes the result of the step. Does not know how a step is computed.
 
-    Args:
-        max_rows: maximum number of rows of the batch.
+    Attributes:
         tally: int64, of shape ``TALLY_SHAPE``, the counters of experts.
         owns_output: whether this rank sends the sampled tokens to the engine.
         has_drafts: whether the model drafts.
     """
 
-    def __init__(
-        self,
-        batch: InputBatch,
-        output: StepOutput,
-        buffers: StepBuffers,
-        replays: Replays,
-        matchers: Matchers,
-        watch: Stopwatch,
-        counts: DeviceCounts,
-        *,
-        max_rows: int,
-        tally: Tensor,
-        owns_output: bool,
-        has_drafts: bool,
-    ) -> None:
-        self._batch = batch
-        self._output = output
-        self._buffers = buffers
-        self._replays = replays
-        self._matchers = matchers
-        self._watch = watch
-        self._counts = counts
-        self._tally = tally
-        self._owns_output = owns_output
-        self._has_drafts = has_drafts
+    batch: InputBatch
+    output: StepOutput
+    buffers: StepBuffers
+    replays: Replays
+    matchers: Matchers
+    watch: Stopwatch
+    counts: DeviceCounts
+    tally: Tensor
+    owns_output: bool
+    has_drafts: bool
+
+    def __post_init__(self) -> None:
         self._flights: deque[Flight] = deque()
         self._ended: deque[tuple[Flight, HostOutput]] = deque()  # read, but not reported
         # Number of accepted drafts in each row's last step.
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)
+        self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
         # Number of tokens beyond the capacity of the decoder's exchanges, in all steps until now.
         self._num_unplaced = 0
 
@@ -124,19 +111,19 @@ class StepsInFlight:
             prompts: log-probabilities of prompts, whose copies are already queued.
             embeddings: hidden states of prompts, whose copy is already queued.
         """
-        needs_tokens = self._owns_output or self._has_drafts or self._matchers.concern(inputs)
-        coming = self._output.queue(
+        needs_tokens = self.owns_output or self.has_drafts or self.matchers.concern(inputs)
+        coming = self.output.queue(
             inputs.num_samples if needs_tokens else 0,
             sampled.tokens,
             sampled.best,
             sampled.accepted,
-            None if plan.exchange is None else self._tally,
-            sampled.special if self._owns_output else None,
-            prompts if self._owns_output else (),
-            embeddings if self._owns_output else None,
+            None if plan.exchange is None else self.tally,
+            sampled.special if self.owns_output else None,
+            prompts if self.owns_output else (),
+            embeddings if self.owns_output else None,
         )
-        num_written, stages = self._buffers.num_written, self._watch.stages
-        grammars = self._matchers.take_report()
+        num_written, stages = self.buffers.num_written, self.watch.stages
+        grammars = self.matchers.take_report()
         return Flight(plan, rank, inputs, coming, num_written, stages, sampled.span, grammars)
 
     def add(self, flight: Flight) -> None:
@@ -154,7 +141,7 @@ class StepsInFlight:
         """
         while self._flights:
             self._ended.append(self._read_oldest())
-        return np.where(self._batch.in_flight(records), self._num_passed[records[:, 0]], 0)
+        return np.where(self.batch.in_flight(records), self._num_passed[records[:, 0]], 0)
 
     def report_ended(self, report: Callable[[StepResult], None], stage: str) -> None:
         """Report the steps that have ended, without waiting for the device.
@@ -163,8 +150,8 @@ class StepsInFlight:
             report: called with each result.
             stage: the stage of the next step that the host works on.
         """
-        if self._flights and self._output.is_here(self._flights[0].coming):
-            self._watch.lap(stage)
+        if self._flights and self.output.is_here(self._flights[0].coming):
+            self.watch.lap(stage)
             self._ended.append(self._read_oldest())
         while self._ended:
             report(self._result(*self._ended.popleft()))
@@ -181,19 +168,19 @@ class StepsInFlight:
         """
         flight = self._flights.popleft()
         with translated(f"step {flight.plan.step}"), torch.inference_mode():
-            read = self._output.read(flight.coming, self._replays.send_ahead)
-        self._buffers.mark_read(flight.num_written)
-        if self._matchers.concern(flight.inputs) and len(read.counts):
-            self._matchers.note(flight.inputs, read.counts, read.token_ids)
-        if self._has_drafts:
+            read = self.output.read(flight.coming, self.replays.send_ahead)
+        self.buffers.mark_read(flight.num_written)
+        if self.matchers.concern(flight.inputs) and len(read.counts):
+            self.matchers.note(flight.inputs, read.counts, read.token_ids)
+        if self.has_drafts:
             self._num_passed[flight.inputs.sampled_rows] = read.counts - 1
-            self._replays.guess_next(flight.inputs, read.counts)
+            self.replays.guess_next(flight.inputs, read.counts)
         return flight, read
 
     def _result(self, flight: Flight, read: HostOutput) -> StepResult:
         plan = flight.plan
-        self._replays.book_wait(flight.span)
-        self._watch.lap_of(flight.stages, "read")
+        self.replays.book_wait(flight.span)
+        self.watch.lap_of(flight.stages, "read")
         num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
         result = StepResult(
             plan.epoch,
@@ -204,16 +191,16 @@ class StepsInFlight:
             unmasked=pack_ints(flight.grammars.unmasked),
             compiling=pack_ints(flight.grammars.compiling),
             timings_us=flight.stages,
-            overlapped_us=self._watch.take_overlapped(),
-            counted=self._counts.read_and_reset(),
+            overlapped_us=self.watch.take_overlapped(),
+            counted=self.counts.read_and_reset(),
         )
-        if not self._owns_output:
+        if not self.owns_output:
             return result
         return msgspec.structs.replace(
             result,
             token_ids=pack_ints(read.token_ids),
             non_finite=pack_ints(read.non_finite),
-            counts=pack_ints(read.counts) if self._has_drafts else b"",
+            counts=pack_ints(read.counts) if self.has_drafts else b"",
             logprobs=read.logprobs,
             prompts=read.prompts,
             embeddings=read.embeddings,
@@ -231,4 +218,4 @@ class StepsInFlight:
 
         The counter includes tokens of aborted steps, and later steps report only their own tokens.
         """
-        self._num_unplaced = int(self._tally[0, 1, 0])
+        self._num_unplaced = int(self.tally[0, 1, 0])
