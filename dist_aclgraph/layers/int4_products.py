@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dist_aclgraph.layers.int8_products import multiply_int8_rows
 from dist_aclgraph.layers.int8_rows import Rows, in_floats, quantised
 from dist_aclgraph.layers.local_experts import multiply_groups
 from dist_aclgraph.shapes.int4_formats import INT8_GROUP
@@ -130,16 +131,5 @@ class W4A8GroupedProduct:
     sums: Tensor
 
     def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
-        """Multiply as ``GroupedProduct`` does. Each row, even a row without an expert, is quantised
-        with a separate scale.
-        """
-        rows = quantised(rows)
-        return multiply_groups(
-            rows.values,
-            self.weight,
-            counts,
-            bias=[self.sums],
-            scale=[self.scale],
-            per_token_scale=[rows.scales],
-            output_dtype=rows.dtype,
-        )
+        """Multiply as ``GroupedProduct`` does."""
+        return multiply_int8_rows(rows, self.weight, counts, self.scale, bias=[self.sums])

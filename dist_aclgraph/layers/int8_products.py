@@ -9,7 +9,7 @@ and multiplies the sums by the scales of row and output.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,15 +64,26 @@ class Int8GroupedProduct:
     scale: Tensor
 
     def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
-        """Multiply as ``GroupedProduct`` does. Each row, even a row without an expert, is quantised
-        with a separate scale.
-        """
-        rows = quantised(rows)
-        return multiply_groups(
-            rows.values,
-            self.weight,
-            counts,
-            scale=[self.scale],
-            per_token_scale=[rows.scales],
-            output_dtype=rows.dtype,
-        )
+        """Multiply as ``GroupedProduct`` does."""
+        return multiply_int8_rows(rows, self.weight, counts, self.scale)
+
+
+def multiply_int8_rows(
+    rows: Rows, weight: Tensor, counts: Tensor, scale: Tensor, **others: Any
+) -> Tensor:
+    """Multiply as ``multiply_groups`` does. Each row, even a row without an expert, is quantised
+    with a separate scale.
+
+    Args:
+        scale: the scales of the weights.
+    """
+    rows = quantised(rows)
+    return multiply_groups(
+        rows.values,
+        weight,
+        counts,
+        scale=[scale],
+        per_token_scale=[rows.scales],
+        output_dtype=rows.dtype,
+        **others,
+    )

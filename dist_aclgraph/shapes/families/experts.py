@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import MAX_EXPERTS, MAX_LAYERS, ModelConfig
 from dist_aclgraph.shapes.model_spec import ExpertSpec
@@ -34,6 +36,24 @@ def checked_experts(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
             f"{experts.top_groups * per_group} may be chosen"
         )
     return experts
+
+
+def read_local_experts(config: ModelConfig, num_layers: int, **properties: Any) -> ExpertSpec:
+    """Return the experts of a model that has them in every layer, and names their number
+    ``num_local_experts``.
+
+    Args:
+        properties: further fields of the spec.
+    """
+    experts = ExpertSpec(
+        num_experts=config.integer("num_local_experts", most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        width=config.integer("intermediate_size"),
+        renormalizes=True,
+        layers=frozenset(range(num_layers)),
+        **properties,
+    )
+    return checked_experts(config, experts)
 
 
 def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | None:

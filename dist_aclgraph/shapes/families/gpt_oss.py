@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
-from dist_aclgraph.shapes.families.experts import checked_experts
-from dist_aclgraph.shapes.model_config import MAX_EXPERTS, ModelConfig
-from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, SwigluClip, WeightNames
+from dist_aclgraph.shapes.families.experts import read_local_experts
+from dist_aclgraph.shapes.model_config import ModelConfig
+from dist_aclgraph.shapes.model_spec import ModelSpec, SwigluClip, WeightNames
 
 NAMES = WeightNames(changes=((".mlp.gate.", ".mlp.router."),))
 
@@ -20,25 +20,17 @@ def read_gpt_oss(config: ModelConfig) -> ModelSpec:
     has_bias = config.flag("attention_bias", True)
     return replace(
         spec,
-        experts=_experts(config, spec.num_layers),
+        experts=read_local_experts(
+            config,
+            spec.num_layers,
+            has_product_biases=True,
+            clip=SwigluClip(
+                config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)
+            ),
+            is_stacked=True,
+        ),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_sinks=True,
         names=NAMES,
     )
-
-
-def _experts(config: ModelConfig, num_layers: int) -> ExpertSpec:
-    experts = ExpertSpec(
-        num_experts=config.integer("num_local_experts", most=MAX_EXPERTS),
-        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
-        width=config.integer("intermediate_size"),
-        renormalizes=True,
-        layers=frozenset(range(num_layers)),
-        has_product_biases=True,
-        clip=SwigluClip(
-            config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)
-        ),
-        is_stacked=True,
-    )
-    return checked_experts(config, experts)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
-from dist_aclgraph.shapes.families.experts import checked_experts
-from dist_aclgraph.shapes.model_config import MAX_EXPERTS, ModelConfig
-from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
+from dist_aclgraph.shapes.families.experts import read_local_experts
+from dist_aclgraph.shapes.model_config import ModelConfig
+from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 
 NAMES = WeightNames(
     changes=(
@@ -33,24 +33,16 @@ def read_minimax_m2(config: ModelConfig) -> ModelSpec:
     spec = read_decoder(config, rotated_part=part)
     return replace(
         spec,
-        experts=_experts(config, spec.num_layers),
+        experts=read_local_experts(
+            config,
+            spec.num_layers,
+            scoring="sigmoid",
+            group_score="top2",
+            has_bias=True,
+        ),
         has_qk_norm=True,
         names=NAMES,
     )
-
-
-def _experts(config: ModelConfig, num_layers: int) -> ExpertSpec:
-    experts = ExpertSpec(
-        num_experts=config.integer("num_local_experts", most=MAX_EXPERTS),
-        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
-        width=config.integer("intermediate_size"),
-        renormalizes=True,
-        layers=frozenset(range(num_layers)),
-        scoring="sigmoid",
-        group_score="top2",
-        has_bias=True,
-    )
-    return checked_experts(config, experts)
 
 
 def _refuse_variants(config: ModelConfig) -> None:
