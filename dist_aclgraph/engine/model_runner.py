@@ -300,12 +300,6 @@ class ModelRunner:
 
     # ---- steps
 
-    def execute(self, plan: RankPlan, rank: int) -> StepResult:
-        """Run one step alone and return the result, without tokens if this rank owns no output."""
-        results: list[StepResult] = []
-        self.launch(plan, rank, results.append)
-        return results[-1] if results else self.finish()
-
     def launch(self, plan: RankPlan, rank: int, report: Callable[[StepResult], None]) -> None:
         """Queue a step on the device, after the running step if there is one.
 

@@ -47,10 +47,10 @@ def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
     """Check that a client and its request fail within a time limit; return the refusal's reason."""
     client = EngineClient([Address(NODE, endpoint)], token, node_id=NODE, link_s=WAIT_S)
     try:
-        wait_until(lambda: bool(client.losses()), "the client learns nothing")
+        wait_until(lambda: bool(client.capacity().lost), "the client learns nothing")
         with pytest.raises(EngineDeadError):
             client.submit("r", [1, 2, 3], greedy_params(5), [], Answer().take)
-        return client.losses()[0]
+        return next(iter(client.capacity().lost.values()))
     finally:
         client.close()
 

@@ -312,12 +312,12 @@ def test_an_engine_whose_group_is_not_its_own_any_more_serves_nobody(
     assert answer.ended.wait(WAIT_S)
     assert "silent" in answer.error
     late = make_client(group.address, link_s=1.0)
-    wait_until(lambda: bool(late.losses()), "it is used")
+    wait_until(lambda: bool(late.capacity().lost), "it is used")
     steps = group.loop.report()["metrics"]["steps"]
     time.sleep(0.3)
     assert group.loop.report()["metrics"]["steps"] == steps
     held.set()
-    wait_until(lambda: not late.losses(), "it is not used again")
+    wait_until(lambda: not late.capacity().lost, "it is not used again")
     assert_serves(late)
 
 

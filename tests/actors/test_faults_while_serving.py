@@ -185,7 +185,7 @@ def test_the_death_of_a_group_loses_no_request_and_harms_no_other_group(checkpoi
         service.generate(make_prompts([20] * 3), greedy_params(10), "again")
         service.client.raise_if_dead()
         service.deployment.raise_if_dead()
-        [loss] = service.client.losses()
+        [loss] = service.client.capacity().lost.values()
         assert "rank 1" in loss
         wait_until(lambda: bool(service.report()["lost_groups"]), "the controller does not know")
         [loss] = service.report()["lost_groups"]

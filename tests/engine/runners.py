@@ -85,6 +85,13 @@ def make_runner(
     )
 
 
+def run_step(runner: ModelRunner, plan: RankPlan, rank: int = 0) -> StepResult:
+    """Run one step alone and return its result."""
+    results: list[StepResult] = []
+    runner.launch(plan, rank, results.append)
+    return results[-1] if results else runner.finish()
+
+
 def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
     """Decide a step if possible, and apply the oldest result, like an engine.
 
@@ -152,14 +159,14 @@ class Sequences:
         self._step += 1
         largest = size_of((batch,))
         plan = RankPlan(1, self._step, 1, graph, 1, RankBatch(b""), self.exchange, largest)
-        return self._runner.execute(plan, 1)
+        return run_step(self._runner, plan, 1)
 
     def step(self, graph: BatchDescriptor | None, records: list[int], **batch: Any) -> StepResult:
         self._step += 1
         own = RankBatch(pack_ints(records), **batch)
         largest = size_of((own, *self.beside))
         plan = RankPlan(1, self._step, 1, graph, 0, own, self.exchange, largest)
-        result = self._runner.execute(plan, 0)
+        result = run_step(self._runner, plan)
         self._runner.prepare_next(lambda: False)
         sampled = [row for row, sample in zip(records[::4], records[3::4], strict=True) if sample]
         for row, token in zip(sampled, unpack_ints(result.token_ids), strict=True):

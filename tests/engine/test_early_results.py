@@ -12,7 +12,7 @@ import pytest
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RankBatch, RankPlan, RowStart, StepResult
-from tests.engine.runners import GREEDY, make_runner
+from tests.engine.runners import GREEDY, make_runner, run_step
 from tests.plans import make_plan
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
@@ -45,7 +45,7 @@ def decoding(graph: Any, first: StepResult) -> RankPlan:
 def test_a_replay_is_read_while_its_drafts_stand_before_attention(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = runner.execute(prompt(), 0)
+    first = run_step(runner, prompt())
     update, held = runner._replays.update, list[CapturedGraph]()
 
     def hold_drafts(graph: CapturedGraph, between: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ def test_an_eager_steps_result_is_sent_before_drafts_are_made(
             return call(*arguments)
 
         monkeypatch.setattr(owner, method, noted)
-    first = runner.execute(prompt(), 0)
-    runner.execute(decoding(None, first), 0)
+    first = run_step(runner, prompt())
+    run_step(runner, decoding(None, first))
 
     assert order == ["result", "drafts"] * 2

@@ -43,7 +43,7 @@ def test_ready_says_which_capacity_is_left_and_health_stays_true(service, other)
     assert groups(service) == {"serving": 2, "draining": 0, "lost": 0, "total": 2}
 
     other.silent = True
-    until(lambda: service.state.client.losses())
+    until(lambda: service.state.client.capacity().lost)
 
     assert groups(service) == {"serving": 1, "draining": 0, "lost": 1, "total": 2}
     assert "silent" in service.http.get("/ready").json()["lost"]["1"]
@@ -85,7 +85,7 @@ def test_slots_follow_the_number_of_groups(service, other):
     slots.release(of_a_group)
     assert ask(service) == 200
     other.silent = True
-    until(lambda: service.state.client.losses())
+    until(lambda: service.state.client.capacity().lost)
     until(lambda: slots.is_full)
     body = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 3}
     refusal = service.http.post("/v1/completions", json=body)
@@ -93,7 +93,7 @@ def test_slots_follow_the_number_of_groups(service, other):
     assert f"of {of_a_group} that may" in refusal.json()["error"]["message"]
 
     service.engine.silent = True
-    until(lambda: len(service.state.client.losses()) == 2)
+    until(lambda: len(service.state.client.capacity().lost) == 2)
     # Requests wait for a group, so the service keeps the slots of the one configured group.
     assert slots.is_full
     slots.release(1)

@@ -52,7 +52,7 @@ def test_tokens_arrive_in_order_up_to_the_finish(client):
     ids, last = collect(deltas)
     assert ids == [1, 2, 3, 1, 2]
     assert last.finish_reason == "length"
-    assert client.num_outstanding == 0
+    assert len(client._table) == 0
 
 
 def test_a_stop_token_ends_the_request_and_is_delivered(client):
@@ -72,7 +72,7 @@ def test_abort_reaches_the_engine_and_silences_the_request(client, engine):
     client.abort("a")
 
     until(lambda: engine.aborted == ["a"])
-    assert (client.num_outstanding, engine.num_running) == (0, 0)
+    assert (len(client._table), engine.num_running) == (0, 0)
 
 
 LONG = SamplingParams(max_tokens=100000)
@@ -187,7 +187,7 @@ def test_a_drained_engine_that_goes_is_no_loss(both, engine, other):
     engine.silent = True
 
     until(lambda: both.capacity().total == 1)
-    assert both.losses() == []
+    assert both.capacity().lost == {}
     assert sum(both.num_losses().values()) == 0
 
 
@@ -205,7 +205,7 @@ def test_an_engine_that_dies_while_it_drains_is_a_loss(both, engine, other):
 
 def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine, other):
     engine.silent = True
-    until(lambda: both.losses())
+    until(lambda: both.capacity().lost)
 
     for i in range(4):
         both.submit(str(i), [1], LONG, (), lambda delta: None)

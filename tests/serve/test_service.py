@@ -318,7 +318,7 @@ def test_each_operation_of_the_openapi_document_has_a_name_and_a_summary(service
 
 
 def test_nothing_is_left_outstanding(service):
-    until(lambda: service.state.client.num_outstanding == 0)
+    until(lambda: len(service.state.client._table) == 0)
 
 
 def test_serve_needs_neither_torch_nor_ray():

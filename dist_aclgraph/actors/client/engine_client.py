@@ -237,10 +237,6 @@ class EngineClient:
         with self._lock:
             return self._table.num_held
 
-    def losses(self) -> list[str]:
-        """Return the reason for each dead engine, even if other engines serve."""
-        return list(self.capacity().lost.values())
-
     def num_losses(self) -> dict[LossKind, int]:
         """Return how many times an engine was lost, by kind of loss."""
         with self._lock:
@@ -281,11 +277,6 @@ class EngineClient:
             cache_blocks=cache_blocks,
             tokens_per_block=tokens_per_block,
         )
-
-    @property
-    def num_outstanding(self) -> int:
-        with self._lock:
-            return len(self._table)
 
     def close(self) -> None:
         """End all requests and the I/O thread. Idempotent; not for use inside ``on_delta``."""

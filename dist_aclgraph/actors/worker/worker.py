@@ -354,17 +354,6 @@ class Worker:
                 "SERVING",
             )
 
-    def execute(self, step: RankPlan) -> StepResult:
-        """Run a single step and return its result.
-
-        Raises:
-            RankDisagreementError: see ``check_plan``.
-            DeviceError: the device failed.
-        """
-        self.check_plan(step)
-        rank = self._running
-        return rank.runner.execute(step, rank.joined.group_rank)
-
     def launch(self, step: RankPlan, report: Callable[[StepResult], None]) -> None:
         """Queue one step; if the oldest queued step has ended, call ``report`` with its result.
 
