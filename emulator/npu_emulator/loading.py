@@ -34,7 +34,7 @@ _BEFORE_TORCH = (
 _AFTER_TORCH = ("hccl", "hcomm", "atb", "opapi", "nnopbase")
 
 _loaded_settings: dict[str, str] | None = None
-_is_preloaded = False
+_preloaded: ctypes.CDLL | None = None  # the library with the settings
 
 
 def load(settings: Mapping[str, str | int | bool]) -> None:
@@ -57,25 +57,25 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
                 f"the emulator is loaded with {_loaded_settings}, asked for {wanted}"
             )
         return
-    if "torch_npu" in sys.modules and not (_is_preloaded or has_emulated_environment()):
+    if "torch_npu" in sys.modules and not (_preloaded or has_emulated_environment()):
         raise EmulatorError("torch_npu is imported already: load the emulator before it")
-    _configure(_load_runtime(), wanted)
+    _configure(_preloaded or _load_runtime(), wanted)
     _load_torch()
     _loaded_settings = wanted
 
 
 def preload() -> None:
     """Load all libraries without settings, and open no device. Afterwards ``load`` is fast in a
-    forked process.
+    forked process: it only applies the settings.
 
     Raises:
         BuildError: as ``build``.
         EmulatorError: a library cannot be loaded.
     """
-    global _is_preloaded
-    _load_runtime()
+    global _preloaded
+    runtime = _load_runtime()
     _load_torch()
-    _is_preloaded = True
+    _preloaded = runtime
 
 
 def is_loaded() -> bool:

@@ -100,14 +100,37 @@ print("COUNTS", counts, torch.ones(2).npu().sum().item())
 """
 
 
-def test_visible_devices_are_read_once_when_devices_are_first_used(tmp_path):
-    out = tmp_path / "out"
-    process = forks().Process(target=run_code, args=(COUNTING, {}, out), daemon=True)
+def run_forked(code, folder):
+    """Run code in a forked process, and return the output."""
+    out = folder / "out"
+    process = forks().Process(target=run_code, args=(code, {}, out), daemon=True)
     process.start()
     process.join(90)
-
     output = out.read_text()
-    assert process.exitcode == 0 and "COUNTS [4, 1, 1, 3, 1] 2.0" in output, output
+    assert process.exitcode == 0, output
+    return output
+
+
+def test_visible_devices_are_read_once_when_devices_are_first_used(tmp_path):
+    assert "COUNTS [4, 1, 1, 3, 1] 2.0" in run_forked(COUNTING, tmp_path)
+
+
+WITHOUT_SOURCES = """
+from dist_aclgraph.device import emulator
+from npu_emulator import loading
+
+def build():
+    raise AssertionError("a forked process reads the sources again")
+
+loading.build = build
+emulator.load({"devices": 3})
+import torch, torch_npu
+print("COUNT", torch.npu.device_count())
+"""
+
+
+def test_a_process_that_is_forked_from_loaded_libraries_does_not_check_the_build_again(tmp_path):
+    assert "COUNT 3" in run_forked(WITHOUT_SOURCES, tmp_path)
 
 
 @pytest.mark.parametrize("visible", ["none", "", "1,3,0"])
