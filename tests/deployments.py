@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray import cloudpickle
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Recovery
@@ -93,6 +96,16 @@ def session_starter(config: Config) -> Iterator[ProcessStarter]:
         _starters.append(starter)
         yield starter
         _starters.remove(starter)
+
+
+def forked_actor(kind: type, **options: Any) -> Any:
+    """Return a class of Ray actors, like ``ray.remote``. The session's fork server forks their
+    processes. Otherwise each process would import Ray, and the module of the test.
+    """
+    cloudpickle.register_pickle_by_value(sys.modules[kind.__module__])
+    command = _starters[-1].command(make_deployment_config("unused")) if _starters else None
+    environment = {} if command is None else {"py_executable": command}
+    return ray.remote(num_cpus=0, runtime_env=environment, **options)(kind)
 
 
 def start_deployment(config: Config) -> RayDeployment:

@@ -17,6 +17,7 @@ from dist_aclgraph.actors.deployment.controller_life import ControllerKeeper
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
 from tests.actors.leftovers import wait_until
+from tests.deployments import forked_actor
 from tests.serve.conftest import CONFIG
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -54,7 +55,7 @@ class FullDisk:
         if self.num_failures:
             self.num_failures -= 1
             raise OSError(28, "No space left on device")
-        return ray.remote(num_cpus=0)(Controller).remote(config)
+        return forked_actor(Controller).remote(config)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
 from dist_aclgraph.errors import PlacementError
+from tests.deployments import forked_actor
 from tests.slow import slow
 
 ALL = placement.BundleRequest({"NPU": 1.0}, 1, 8, "STRICT_PACK")
@@ -27,7 +28,7 @@ def made(ray_cluster: None) -> Iterator[list[PlacementGroup]]:
 
     During the test, the controller of another deployment runs.
     """
-    controller = ray.remote(num_cpus=0)(Idle).options(name=LIVING, namespace=NAMESPACE).remote()
+    controller = forked_actor(Idle).options(name=LIVING, namespace=NAMESPACE).remote()
     found: list[PlacementGroup] = []
     yield found
     for group in found:

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 
 from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.deployment.controller_life import progress_of
+from tests.deployments import forked_actor
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -38,7 +39,7 @@ class Controller:
 
 
 def make_controller(answer_s: float = 0.0) -> Any:
-    return ray.remote(num_cpus=0, max_concurrency=8)(Controller).remote(answer_s)
+    return forked_actor(Controller, max_concurrency=8).remote(answer_s)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from dist_aclgraph.errors import (
     PlacementError,
     WorkerLostError,
 )
+from tests.deployments import forked_actor
 from tests.slow import slow
 
 DIED = """The actor died unexpectedly before finishing this task.
@@ -134,7 +135,7 @@ class Victim:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("asks_before", [slow(True), False])
 def test_a_killed_process_is_not_blamed_on_memory(asks_before: bool) -> None:
-    actor: Any = ray.remote(num_cpus=0)(Victim).remote()
+    actor: Any = forked_actor(Victim).remote()
     pid = ray.get(actor.pid.remote())
     waiting = [actor.wait.remote()] if asks_before else []
 

@@ -12,6 +12,7 @@ import ray
 from dist_aclgraph.actors.worker import worker_group
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.errors import WorkerStartTimeoutError
+from tests.deployments import forked_actor
 from tests.plans import decode_graph
 
 pytestmark = [
@@ -47,7 +48,7 @@ class SilentWorker:
 @pytest.fixture
 def make_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerGroup]]:
     monkeypatch.setattr(worker_group, "ASK_S", 10.0)  # on a busy machine, an answer takes seconds
-    actor = ray.remote(concurrency_groups={"control": 1}, num_cpus=0)(SilentWorker)
+    actor = forked_actor(SilentWorker, concurrency_groups={"control": 1})
     started: list[Any] = []
 
     def make(*waits: bool | None) -> WorkerGroup:

@@ -25,7 +25,7 @@ from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.way_back import SOUND_S
 from tests.actors.leftovers import is_alive
-from tests.deployments import make_deployment_config
+from tests.deployments import forked_actor, make_deployment_config
 from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -78,7 +78,7 @@ MakeGroup = Callable[..., LockstepGroup]
 
 @pytest.fixture
 def make_group(checkpoint: Path) -> Iterator[MakeGroup]:
-    actor = ray.remote(concurrency_groups={"control": 1}, num_cpus=0)(LoopWorker)
+    actor = forked_actor(LoopWorker, concurrency_groups={"control": 1})
     started: list[Any] = []
 
     def make(*fails: dict[str, Exception]) -> LockstepGroup:

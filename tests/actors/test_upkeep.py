@@ -18,6 +18,7 @@ from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.traffic import Traffic
 from tests.actors.leftovers import wait_until
+from tests.deployments import forked_actor
 from tests.serve.conftest import CONFIG
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -53,7 +54,7 @@ MakeGroups = Callable[..., list[LockstepGroup]]
 
 @pytest.fixture
 def make_groups() -> Iterator[MakeGroups]:
-    actor = ray.remote(num_cpus=0)(Engine)
+    actor = forked_actor(Engine)
     planner = Planner.from_config(load_config(CONFIG, {"graph.rebucket_s": PERIOD_S}))
     started: list[Any] = []
 
