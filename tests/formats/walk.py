@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
 import llguidance
-import llguidance.numpy
 import numpy as np
 import tokenizers
 
@@ -17,6 +17,8 @@ from dist_aclgraph.sampling import StructuredOutputs
 from dist_aclgraph.text.grammar_process import make_grammar
 from dist_aclgraph.text.grammars import make_limits
 from tests.formats.answers import Message, folded
+
+NUM_BYTES = 256  # tokens of single bytes come before markers
 
 
 class Walk:
@@ -41,14 +43,17 @@ class Walk:
         self._tools = tools
         self._less = self._tokenizer.token_to_id("<")
         self._ll = llguidance.LLTokenizer(self._tokenizer.to_str(), eos_token=[self.end])
+        self._matchers: dict[StructuredOutputs, llguidance.LLMatcher] = {}
 
     def matcher(self, form: StructuredOutputs) -> llguidance.LLMatcher:
-        source = {"kind": form.kind, "text": form.text, "json_options": form.json_options}
-        matcher = llguidance.LLMatcher(
-            self._ll, make_grammar(source), log_level=0, limits=make_limits()
-        )
-        assert not matcher.is_error(), (form.text, matcher.get_error())
-        return matcher
+        if form not in self._matchers:
+            source = {"kind": form.kind, "text": form.text, "json_options": form.json_options}
+            made = llguidance.LLMatcher(
+                self._ll, make_grammar(source), log_level=0, limits=make_limits()
+            )
+            assert not made.is_error(), (form.text, made.get_error())
+            self._matchers[form] = made
+        return self._matchers[form].deep_copy()
 
     def allows(self, form: StructuredOutputs, tokens: list[int]) -> bool:
         """Return whether an answer of these tokens may end."""
@@ -60,14 +65,15 @@ class Walk:
     def answer(self, form: StructuredOutputs, seed: int, most: int = 600) -> list[int] | None:
         """Return the tokens of a random answer; None if it does not end within ``most`` tokens."""
         rng, matcher, tokens = random.Random(seed), self.matcher(form), []
-        words = llguidance.numpy.allocate_token_bitmask(1, self._ll.vocab_size)
         while len(tokens) < most:
-            llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
-            bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")
-            allowed = np.flatnonzero(bits[: self._ll.vocab_size]).tolist()
+            words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(words, count=self._ll.vocab_size, bitorder="little")
+            allowed = bits.nonzero()[0].tolist()
             assert allowed
             # The end token and markers are chosen often, so that most answers end.
-            rare = [token for token in allowed if token >= 256 or token == self._less]
+            rare = allowed[bisect_left(allowed, NUM_BYTES) :]
+            if bits[self._less]:
+                rare.insert(0, self._less)
             token = rng.choice(rare if rare and rng.random() < 0.4 else allowed)
             if token == self.end:
                 return tokens
