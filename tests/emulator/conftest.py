@@ -35,18 +35,23 @@ torch.npu.set_device(rank)
 """
 
 
-# The emulator must be loaded before pytest imports the test modules, which import torch_npu.
-emulator.build()
-emulator.load(SETTINGS)
-import torch  # noqa: E402
-import torch_npu  # noqa: E402
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the emulator before pytest imports the test modules, which import torch_npu.
 
-# With a task queue, torch_npu has a thread that wakes up ten thousand times a second, even if
-# nothing runs. test_task_queue.py tests the queue in other processes. torch_npu reads the variable
-# once, so it must do so before the fixture ``clean_environment`` removes the variable. Earlier
-# release series have no function that reads it, so there the queue is on.
-os.environ["TASK_QUEUE_ENABLE"] = "0"
-getattr(torch_npu._C, "_npu_get_task_queue_enable", lambda: 0)()
+    With ``-n``, the first process runs no test, and loads nothing.
+    """
+    emulator.build()
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    emulator.load(SETTINGS)
+    import torch_npu
+
+    # With a task queue, torch_npu has a thread that wakes up ten thousand times a second, even if
+    # nothing runs. test_task_queue.py tests the queue in other processes. torch_npu reads the
+    # variable once, so it must do so before the fixture ``clean_environment`` removes the variable.
+    # Earlier release series have no function that reads it, so there the queue is on.
+    os.environ["TASK_QUEUE_ENABLE"] = "0"
+    getattr(torch_npu._C, "_npu_get_task_queue_enable", lambda: 0)()
 
 
 class Script:
@@ -64,6 +69,8 @@ class Script:
         fresh: bool,
         node: Node | None = None,
     ):
+        import torch
+
         if "torch.npu._sleep" in code and not hasattr(torch.npu, "_sleep"):
             pytest.skip("torch_npu has _sleep from 2.13 on")
         program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
