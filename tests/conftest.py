@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,9 +60,20 @@ def freeze_objects() -> None:
     gc.freeze()
 
 
+def use_one_thread() -> None:
+    """Let torch compute with one thread in this process: further threads would spin, and use more
+    CPU time than they save.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def pytest_collection_finish() -> None:
     freeze_objects()
     gc.enable()
+    if "torch" in sys.modules:
+        use_one_thread()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,12 +125,8 @@ def npu() -> Any:
         {"model": "unused", "device": {"kind": "emulated", "emulator": {"strict": False}}}
     )
     opened = open_npu(config.device, 0)
-    import torch
-
     freeze_objects()
-
-    # transformers uses one thread: a second thread would spin, and use more CPU time than it saves.
-    torch.set_num_threads(1)
+    use_one_thread()
     return opened
 
 
