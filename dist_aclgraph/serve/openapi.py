@@ -214,7 +214,8 @@ def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
     else:
         reply["content"] = _json(REPLIES[path])
     if path in STREAMS:
-        reply["content"]["text/event-stream"] = {"schema": _STRING}
+        # Without a schema, because readers apply it to the whole text or to each event.
+        reply["content"]["text/event-stream"] = {}
     found: Json = {
         "operationId": endpoint.__name__,
         "summary": inspect.getdoc(endpoint),

@@ -365,6 +365,8 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 
-def is_empty(raw: Raw) -> bool:
-    """Return whether a field of JSON is absent, null, false or empty."""
-    return bytes(raw) in (b"", b"null", b"[]", b"{}", b"false", b'""')
+def is_empty(raw: Raw, empty: bytes) -> bool:
+    """Return whether a field of JSON is absent, null or ``empty``, which is an empty array or an
+    empty object.
+    """
+    return bytes(raw) in (b"", b"null", empty)

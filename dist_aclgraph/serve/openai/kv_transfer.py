@@ -44,7 +44,7 @@ def read_role(raw: Raw, *, is_whole: bool) -> TransferRole:
     Raises:
         InvalidParameterError: the parameters are wrong, or the request wants more than one answer.
     """
-    if is_empty(raw):
+    if is_empty(raw, b"{}"):
         return ""
     params: TransferParams = decode(raw, TransferParams, PARAM)
     if params.do_remote_decode and params.do_remote_prefill:

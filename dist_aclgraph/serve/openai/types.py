@@ -145,7 +145,7 @@ class GenerateRequest(Body, kw_only=True):
                 f"{MAX_CACHE_SALT_CHARS} are allowed",
                 "cache_salt",
             )
-        if not is_empty(self.stream_options) and not self.stream:
+        if not is_empty(self.stream_options, b"{}") and not self.stream:
             raise InvalidParameterError("stream_options needs stream to be true", "stream_options")
         if self.streaming().include_obfuscation:
             raise InvalidParameterError(
@@ -218,7 +218,7 @@ class GenerateRequest(Body, kw_only=True):
 
     def streaming(self) -> StreamOptions:
         """Return the options of a stream; the defaults if there are none."""
-        if is_empty(self.stream_options):
+        if is_empty(self.stream_options, b"{}"):
             return StreamOptions()
         kind = self.kind_of_part(StreamOptions)
         options: StreamOptions = decode(self.stream_options, kind, "stream_options")
@@ -249,14 +249,14 @@ class GenerateRequest(Body, kw_only=True):
         if self.stop:
             strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
             kept["stop"] = tuple(strings)
-        if not is_empty(self.logit_bias):
+        if not is_empty(self.logit_bias, b"{}"):
             check_num_strings(bytes(self.logit_bias), MAX_BIASES, "logit_bias")
             biases = decode(self.logit_bias, dict[int, float], "logit_bias")
             kept["logit_bias"] = tuple(biases.items())
-        if not is_empty(self.allowed_token_ids):
+        if not is_empty(self.allowed_token_ids, b"[]"):
             ids = decode_ids(self.allowed_token_ids, MAX_ALLOWED_IDS, "allowed_token_ids")
             kept["allowed_token_ids"] = tuple(ids)
-        if not is_empty(self.bad_words):
+        if not is_empty(self.bad_words, b"[]"):
             words = decode_strings(self.bad_words, MAX_BAD_WORDS, MAX_STOP_BYTES, "bad_words")
             kept["bad_words"] = tuple(words)
         if self.stop_token_ids:
@@ -413,12 +413,14 @@ class TokenizeRequest(Body):
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
 
     def check_fields(self) -> None:
-        if (self.prompt is None) == is_empty(self.messages):
+        if (self.prompt is None) == is_empty(self.messages, b"[]"):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
     def for_template(self) -> list[dict[str, Any]] | None:
         """Return the messages in the form that chat templates need; None if there is a prompt."""
-        return None if is_empty(self.messages) else messages_for_template(self, self.messages)
+        if is_empty(self.messages, b"[]"):
+            return None
+        return messages_for_template(self, self.messages)
 
     def chat_options(self) -> ChatOptions:
         """Return the options with which the messages become a prompt."""
@@ -431,7 +433,7 @@ class DetokenizeRequest(Body, kw_only=True):
     tokens: Annotated[Raw, schemas.TOKEN_IDS]
 
     def check_fields(self) -> None:
-        if is_empty(self.tokens) and bytes(self.tokens) != b"[]":
+        if bytes(self.tokens) == b"null":
             raise InvalidParameterError("tokens must be an array of token ids", "tokens")
 
 
@@ -461,7 +463,7 @@ def _asked_thinking(body: ChatRequest | TokenizeRequest) -> bool | None:
 
 
 def read_variables(raw: Raw) -> dict[str, Any]:
-    if is_empty(raw):
+    if is_empty(raw, b"{}"):
         return {}
     check_num_strings(bytes(raw), MAX_VARIABLES, "chat_template_kwargs")
     found: dict[str, Any] = decode(raw, dict[str, Any], "chat_template_kwargs")
@@ -469,7 +471,7 @@ def read_variables(raw: Raw) -> dict[str, Any]:
 
 
 def _documents(raw: Raw) -> list[dict[str, Any]] | None:
-    if is_empty(raw):
+    if is_empty(raw, b"[]"):
         return None
     check_num_strings(bytes(raw), 4 * MAX_PARTS, "documents")
     found: list[dict[str, Any]] = decode(raw, list[dict[str, Any]], "documents")
