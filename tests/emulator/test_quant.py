@@ -63,6 +63,8 @@ def rms_norm(x, gamma):
 
 def quantised_norm(x, residual, gamma, **options):
     options = {"epsilon": 1e-6, "output_mask": [True, False], **options}
+    if options["output_mask"] is None:  # torch_npu 2.12 does not accept None
+        del options["output_mask"]
     values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
         x.npu(), residual.npu(), gamma.npu(), **options
     )
