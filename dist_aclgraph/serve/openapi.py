@@ -196,8 +196,11 @@ def _as_decoded(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {key: _as_decoded(value) for key, value in schema.items()}
-    if isinstance(kind := schema.get("type"), str) and kind in DECODED_FROM:
-        found["type"] = [kind, *DECODED_FROM[kind]]
+    kinds = [kind] if isinstance(kind := schema.get("type"), str) else kind
+    if isinstance(kinds, list):
+        others = (other for each in kinds for other in DECODED_FROM.get(each, ()))
+        if len(decoded := dict.fromkeys([*kinds, *others])) > len(kinds):
+            found["type"] = list(decoded)
     return found
 
 

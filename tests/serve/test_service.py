@@ -294,6 +294,9 @@ def test_the_openapi_document_says_that_numbers_may_be_texts(service):
 
     (number, null) = schemas["ChatRequest"]["properties"]["temperature"]["anyOf"]
     assert (number, null) == ({"type": ["number", "string"]}, {"type": "null"})
+    (tools, _) = schemas["ChatRequest"]["properties"]["tools"]["anyOf"]
+    strict = tools["items"]["properties"]["function"]["properties"]["strict"]
+    assert strict == {"type": ["boolean", "null", "integer", "string"]}
 
 
 def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(service):
