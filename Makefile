@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # which doubles the time of their import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run quick test test-more test-all test-clients test-cluster test-upstream test-versions test-vllm-ascend lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
+.PHONY: help run quick test test-more test-all test-clients test-cluster test-upstream test-versions test-vllm-ascend lint demo-model bench-arrivals bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
 	setup-dev setup-vllm emulator emulator-wheel python
 
@@ -148,6 +148,9 @@ bench-start: setup-bench emulator ## Compare the start of several groups at the 
 
 bench-simulate: setup-bench emulator ## Compare a load on an emulated NPU with the simulation of the same load
 	$(BIN)/python -m benchmarks.simulate
+
+bench-arrivals: setup-bench emulator ## Show the time to the first token, with and without late decisions
+	$(BIN)/python -m benchmarks.arrivals
 
 bench-overlap: setup-bench emulator ## Show the causes of a modelled device's waits, with one and two steps in flight
 	$(BIN)/python -m benchmarks.overlap

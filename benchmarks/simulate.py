@@ -158,6 +158,7 @@ def compare(case: Case, requests: int, in_flight: int) -> tuple[Counts, Counts]:
         scheduler={
             "max_num_batched_tokens": 512,
             "steps_in_flight": in_flight,
+            "late_decisions": False,  # ``simulate`` does not model them
             "prefix_cache": case.shared_tokens > 0,
         },
         speculative={"num_tokens": case.num_drafts},

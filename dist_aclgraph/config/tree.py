@@ -203,6 +203,11 @@ class SchedulerConfig(Section):
         "the next step is queued on the device while a step runs; with 1, the device "
         "waits for the host between steps",
     )
+    late_decisions: bool = Field(
+        True,
+        description="with two steps in flight, decide the next step as late as the device "
+        "allows, so that requests that arrive while a step runs begin in the next step",
+    )
     max_waiting: int = Field(
         1024, ge=1, description="largest number of waiting requests; more requests are refused"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,10 @@ class StepsInFlight:
 
     def __post_init__(self) -> None:
         self._flights: deque[Flight] = deque()
-        self._ended: deque[tuple[Flight, HostOutput]] = deque()  # read, but not reported
+        # Steps that were read, but not reported; each with its ``waited_us``.
+        self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
+        # Since when the host does not delay the step behind the oldest one; 0 if it still does.
+        self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
         # Number of tokens beyond the capacity of the decoder's exchanges, in all steps until now.
@@ -139,17 +143,24 @@ class StepsInFlight:
             [num_reqs]: the number of accepted drafts of each request whose last token the host did
             not have.
         """
+        self._note_queued()
         while self._flights:
             self._ended.append(self._read_oldest())
         return np.where(self.batch.in_flight(records), self._num_passed[records[:, 0]], 0)
 
-    def report_ended(self, report: Callable[[StepResult], None], stage: str) -> None:
+    def report_ended(
+        self, report: Callable[[StepResult], None], stage: str, *, is_queued: bool = True
+    ) -> None:
         """Report the steps that have ended, without waiting for the device.
 
         Args:
             report: called with each result.
             stage: the stage of the next step that the host works on.
+            is_queued: whether the device has enough of the next step: its first kernels run while
+                the host queues the rest.
         """
+        if is_queued:
+            self._note_queued()
         if self._flights and self.output.is_here(self._flights[0].coming):
             self.watch.lap(stage)
             self._ended.append(self._read_oldest())
@@ -160,8 +171,12 @@ class StepsInFlight:
         """Wait for the oldest step; return its result."""
         return self._result(*self._read_oldest())
 
-    def _read_oldest(self) -> tuple[Flight, HostOutput]:
-        """Wait for the oldest step; return its output.
+    def _note_queued(self) -> None:
+        if self._flights and not self._queued_s:
+            self._queued_s = time.perf_counter()
+
+    def _read_oldest(self) -> tuple[Flight, HostOutput, int]:
+        """Wait for the oldest step; return its output, and ``StepResult.waited_us``.
 
         Raises:
             DeviceError: the device failed.
@@ -169,15 +184,17 @@ class StepsInFlight:
         flight = self._flights.popleft()
         with translated(f"step {flight.plan.step}"), torch.inference_mode():
             read = self.output.read(flight.coming, self.replays.send_ahead)
+        waited_us = int((time.perf_counter() - self._queued_s) * 1e6) if self._queued_s else 0
+        self._queued_s = 0.0
         self.buffers.mark_read(flight.num_written)
         if self.matchers.concern(flight.inputs) and len(read.counts):
             self.matchers.note(flight.inputs, read.counts, read.token_ids)
         if self.has_drafts:
             self._num_passed[flight.inputs.sampled_rows] = read.counts - 1
             self.replays.guess_next(flight.inputs, read.counts)
-        return flight, read
+        return flight, read, waited_us
 
-    def _result(self, flight: Flight, read: HostOutput) -> StepResult:
+    def _result(self, flight: Flight, read: HostOutput, waited_us: int) -> StepResult:
         plan = flight.plan
         self.replays.book_wait(flight.span)
         self.watch.lap_of(flight.stages, "read")
@@ -190,6 +207,7 @@ class StepsInFlight:
             num_unplaced=self._num_unplaced - num_unplaced,
             unmasked=pack_ints(flight.grammars.unmasked),
             compiling=pack_ints(flight.grammars.compiling),
+            waited_us=waited_us,
             timings_us=flight.stages,
             overlapped_us=self.watch.take_overlapped(),
             counted=self.counts.read_and_reset(),
@@ -211,6 +229,7 @@ class StepsInFlight:
         """Drop all steps after an abort of the device."""
         self._flights.clear()
         self._ended.clear()
+        self._queued_s = 0.0
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:

@@ -222,11 +222,13 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     NaN or infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the
     requests whose tokens are meaningless, because this rank had not compiled their grammars yet.
     ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
-    hidden state of each request that asks for it, float32 [hidden], after the final norm. If the
-    worker measures its host time, ``timings_us`` contains the host time of each stage, from plan to
-    result. ``overlapped_us`` contains the host time during which the device worked, and the host
-    time between two steps. ``counted`` contains the number and the bytes of the step's collectives,
-    if the device counts them.
+    hidden state of each request that asks for it, float32 [hidden], after the final norm.
+    ``waited_us`` is the time from the moment when the device had the beginning of the next step
+    until the worker had this result; 0 if no step was queued. If the worker measures its host time,
+    ``timings_us`` contains the host time of each stage, from plan to result. ``overlapped_us``
+    contains the host time during which the device worked, and the host time between two steps.
+    ``counted`` contains the number and the bytes of the step's collectives, if the device counts
+    them.
     """
 
     epoch: int
@@ -243,6 +245,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     embeddings: dict[int, bytes] = {}  # the keys are indices among the sampled requests
     expert_tokens: int = 0
     num_unplaced: int = 0
+    waited_us: int = 0
     timings_us: dict[str, float] = {}
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}

@@ -77,6 +77,7 @@ class Group:
         stop: stops the devices of all ranks.
         events_at: where the changes of the prefix caches are published.
         fetches: stands for a ``BlockFetches``.
+        late_decisions: stands for ``LateDecisions``.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Group:
         stop: StopDevices = lambda timeout_s, check: {},
         events_at: PublisherPlace | None = None,
         fetches: Any = None,
+        late_decisions: Any = None,
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # clients that are closed with the group
@@ -153,6 +155,7 @@ class Group:
             report=dict,
             kv_events=None if events_at is None else KVEvents(kept, events_at),
             fetches=fetches,
+            late_decisions=late_decisions,
         )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()

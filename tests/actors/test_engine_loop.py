@@ -18,6 +18,7 @@ from dist_aclgraph.errors import DeviceFaultError, EngineDeadError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.step import StepPlan
 from dist_aclgraph.topology import GroupRank
 from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import (
@@ -263,6 +264,41 @@ def test_a_group_that_comes_back_goes_on_with_every_token(tmp_path: Path) -> Non
     assert metrics["prompt_tokens"] == metrics["prefix_cache_queries"] == 12 * 3
     assert metrics["generation_tokens"] == 12 * 20
     assert client.num_resumed == 0
+    client.close()
+    group.close()
+
+
+class WaitForSecond:
+    """Delays decisions until a second request is there, and records the steps."""
+
+    def __init__(self) -> None:
+        self.num_requests: Callable[[], int] = lambda: 0
+        self.is_waiting = threading.Event()
+        self.ended: list[StepPlan] = []
+        self._has_second = False
+
+    def delay_s(self, running: StepPlan) -> float:
+        self._has_second = self._has_second or self.num_requests() > 1
+        self.is_waiting.set()
+        return 0.0 if self._has_second else WAIT_S
+
+    def note(self, ended: StepPlan, delayed_s: float, waited_s: float) -> None:
+        self.ended.append(ended)
+
+
+def test_a_request_that_arrives_while_a_step_runs_begins_in_the_next_step(tmp_path: Path) -> None:
+    late = WaitForSecond()
+    group = Group(tmp_path, late_decisions=late)
+    late.num_requests = lambda: group.scheduler.num_requests
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+    first, second = Answer(), Answer()
+    client.submit("r0", [1, 2, 3], greedy_params(20), [], first.take)
+    assert late.is_waiting.wait(WAIT_S)
+
+    client.submit("r1", [4, 5], greedy_params(5), [], second.take)
+
+    assert first.ended.wait(WAIT_S) and second.ended.wait(WAIT_S)
+    assert [len(step.batches[0].started) for step in late.ended[:2]] == [1, 1]
     client.close()
     group.close()
 

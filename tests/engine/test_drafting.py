@@ -69,7 +69,9 @@ class Recorder:
         return over.hidden + over.token_ids.unsqueeze(1) + 1
 
     def _places(self) -> tuple[list[int], list[int]]:
-        """Return, for each place, its request's first position and slot of position 0."""
+        """Return for each place the first position of its request, and the slot of the request's
+        position 0.
+        """
         places = [request for request in self._requests for _ in range(self._num_places)]
         return [first for first, _ in places], [slot for _, slot in places]
 

@@ -13,7 +13,7 @@ from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.steps.step import RankBatch, RankPlan
+from dist_aclgraph.steps.step import RankBatch, RankPlan, StepResult
 from tests.checkpoints import make_prompts
 from tests.engine.runners import MAX_LEN, Sequences, make_runner
 from tests.plans import decode_graph, mixed_graph, pieces
@@ -245,15 +245,20 @@ def test_captures_end_with_the_streams_and_go_on_after_a_release(checkpoint: Pat
     assert "captured again" in done.stdout
 
 
-def test_a_step_that_has_ended_is_answered_while_the_next_is_queued(
-    npu: Any, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sequences, order = Sequences(runner, make_prompts([3, 5])), list[Any]()
+def two_steps(runner: ModelRunner) -> tuple[RankPlan, RankPlan]:
+    """Compute two prompts; return the two decode steps that follow."""
+    sequences = Sequences(runner, make_prompts([3, 5]))
     sequences.prefill()
     rows, appended = sequences.decoding(2)
     first = RankPlan(1, 2, 1, None, 0, RankBatch(pack_ints(rows), appended))
     behind = [x for row in range(2) for x in (row, len(sequences.tokens[row]), 1, 1)]
-    second = RankPlan(1, 3, 1, None, 0, RankBatch(pack_ints(behind)))
+    return first, RankPlan(1, 3, 1, None, 0, RankBatch(pack_ints(behind)))
+
+
+def test_a_step_that_has_ended_is_answered_while_the_next_is_queued(
+    npu: Any, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, second), order = two_steps(runner), list[Any]()
     head = runner._model.logits
     monkeypatch.setattr(runner._model, "logits", lambda *a: order.append("head") or head(*a))
 
@@ -262,4 +267,20 @@ def test_a_step_that_has_ended_is_answered_while_the_next_is_queued(
     runner.launch(second, 0, order.append)
 
     assert [getattr(what, "step", what) for what in order] == ["head", 2, "head"]
+    assert order[1].waited_us == 0  # the device had to wait for the host
     runner.finish()
+
+
+def test_a_result_tells_how_long_only_the_device_has_delayed_it(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, second), results = two_steps(runner), list[StepResult]()
+    monkeypatch.setattr(runner._output, "is_here", lambda coming: False)
+
+    runner.launch(first, 0, results.append)
+    runner.launch(second, 0, results.append)
+    results.append(runner.finish())
+
+    assert [result.step for result in results] == [2, 3]
+    assert results[0].waited_us > 0
+    assert results[1].waited_us == 0  # no step was queued behind this step

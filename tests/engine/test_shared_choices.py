@@ -246,7 +246,7 @@ def test_ranks_attend_as_one_rank_does(npu: Npu, case: Case) -> None:
 
 
 def test_a_rank_without_tokens_writes_those_of_others(npu: Npu) -> None:
-    # 17 queries in twice 16 pieces: several ranks have none.
+    # The 16 ranks divide 17 queries into 32 pieces, so several ranks have no query.
     case = Case(Shards(16), 16, "prompts", [(0, 17)])
     assert_equal(case.attend(npu), case.expected(npu))
 

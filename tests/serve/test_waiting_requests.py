@@ -268,7 +268,7 @@ def test_a_request_of_which_groups_die_does_not_wait_for_a_third(one: Deployment
 
 
 def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -> None:
-    """Both groups ran steps before. The second group dies in the request's first turn there."""
+    """Both groups ran steps before. The second group dies as soon as it has the request."""
     first, second = one.engines[0], one.new_engine()
     entries = [GroupEntry(str(i), e.address, 100, 16) for i, e in enumerate((first, second))]
     first.groups = GroupList(1, tuple(entries))

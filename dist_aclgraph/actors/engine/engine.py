@@ -18,6 +18,7 @@ from dist_aclgraph.actors.capture.graph_changes import ChannelRanks, GraphChange
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.engine.engine_loop import EngineLoop
 from dist_aclgraph.actors.engine.kv_events import KVEvents, publisher_place
+from dist_aclgraph.actors.engine.late_decisions import LateDecisions
 from dist_aclgraph.actors.engine.resumption import Resumption
 from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
@@ -232,6 +233,7 @@ class Engine:
             turn_timeout_s=timeouts.link_s,
             is_held=self._lease.is_held,
             steps_in_flight=config.scheduler.steps_in_flight,
+            late_decisions=LateDecisions() if config.scheduler.late_decisions else None,
             changes=GraphChanges(
                 dispatcher,
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),

@@ -20,6 +20,7 @@ from dist_aclgraph.actors.engine.copy_link import CopyLink
 from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.engine.hand_overs import HandOvers
 from dist_aclgraph.actors.engine.kv_events import KVEvents
+from dist_aclgraph.actors.engine.late_decisions import LateDecisions
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.engine.resumption import Resumption
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
@@ -74,11 +75,13 @@ class _Sent:
     """A step in flight.
 
     Attributes:
+        delayed_s: seconds that the decision waited for further requests.
         schedule_s, send_s: seconds that the decision and the sending of the step took.
         at_s: time when the step was sent.
     """
 
     plan: StepPlan
+    delayed_s: float
     schedule_s: float
     send_s: float
     at_s: float
@@ -101,6 +104,8 @@ class EngineLoop:
         kv_events: publishes the changes of the prefix caches; None if they are not published. The
             loop closes it when the group ends.
         fetches: fetches blocks from groups on other nodes; None if nothing is fetched.
+        late_decisions: tells how long a decision may wait for further requests; None means that
+            steps are decided at once.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class EngineLoop:
         report: Callable[[], dict[str, Any]],
         kv_events: KVEvents | None = None,
         fetches: BlockFetches | None = None,
+        late_decisions: LateDecisions | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._channel = channel
@@ -130,6 +136,7 @@ class EngineLoop:
         self._steps_in_flight = steps_in_flight
         self._flying: deque[_Sent] = deque()
         self._received_s = 0.0  # time when the last result arrived
+        self._late_decisions = late_decisions
         self._changes = changes
         self._resumption = resumption
         self._report = report
@@ -274,6 +281,7 @@ class EngineLoop:
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
         """Decide one step, deliver ``outputs``, return the outputs of the next finished step."""
+        began_s = time.perf_counter()
         self._take(0)
         is_due = self._changes.is_due(
             not self._scheduler.has_work, not self._scheduler.waiting.queue
@@ -283,6 +291,10 @@ class EngineLoop:
             self._deliver(outputs)
             outputs = StepOutputs()
             self._changes.advance()
+        while not is_due and (left_s := began_s + self._delay_s() - time.perf_counter()) > 0:
+            self._deliver(outputs)  # no token waits for further requests
+            outputs = StepOutputs()
+            self._take(left_s)
         start_s = time.perf_counter()
         plan = None if is_due and self._flying else self._scheduler.schedule()
         scheduled_s = time.perf_counter()
@@ -290,7 +302,7 @@ class EngineLoop:
             self._channel.send(plan)
             sent_s = time.perf_counter()
             schedule_s, send_s = scheduled_s - start_s, sent_s - scheduled_s
-            self._flying.append(_Sent(plan, schedule_s, send_s, sent_s))
+            self._flying.append(_Sent(plan, start_s - began_s, schedule_s, send_s, sent_s))
             for request in self._scheduler.admitted:
                 request.admitted_s = scheduled_s
         elif self._flying:
@@ -309,6 +321,13 @@ class EngineLoop:
             return StepOutputs()
         return self._land()
 
+    def _delay_s(self) -> float:
+        """Return how long the decision of the next step may wait for further requests."""
+        late, is_copying = self._late_decisions, self._copies is not None and self._copies.is_busy
+        if late is None or not self._flying or is_copying or self._failure or self._stopping:
+            return 0.0
+        return late.delay_s(self._flying[0].plan)
+
     def _land(self) -> StepOutputs:
         """Wait for the oldest step in flight; return its outputs."""
         sent = self._flying.popleft()
@@ -324,6 +343,9 @@ class EngineLoop:
             request.prefill_s = received_s - request.admitted_s
         took_s = received_s - max(sent.at_s, self._received_s)
         self._received_s = received_s
+        if self._late_decisions is not None and self._flying:
+            waited_s = min(result.waited_us for result in results) / 1e6
+            self._late_decisions.note(plan, self._flying[0].delayed_s, waited_s)
         self._num_steps += 1
         self._resumption.note_step()
         if plan.graph is not None:

@@ -1,0 +1,180 @@
+"""``make bench-arrivals``: the time to the first token, with and without late decisions (ADR 36).
+
+The device is modelled (``docs/develop/device-time.md``), the host is real, and there are no
+weights. Two deployments of one model take turns. In a *burst*, requests follow each other within
+milliseconds while nothing else runs. In a *stream*, requests arrive one by one while others decode.
+The figures say nothing about an NPU.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import Progress
+
+from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.engine import NUM_WORDS, DecodeEngine
+from benchmarks.overlap import MEMORY_MB, MODELS
+from benchmarks.report import Report, make_table
+from benchmarks.turns import ray_for, show_start
+from benchmarks.workload import SILENCE_S, percentile
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
+
+MAX_BATCH, BURST, STREAMS, JOINING = 64, 32, 16, 40
+BURST_GAP_S = 0.0003  # seconds between two requests of a burst
+JOIN_GAPS_S = 0.02, 0.06  # limits of the time between two requests that join others
+PROMPT, BURST_TOKENS, JOIN_TOKENS, STREAM_TOKENS = 32, 32, 4, 160
+WAYS = {"at once": False, "late": True}
+
+
+class Client:
+    """Sends requests of random prompts, and records when their tokens arrive."""
+
+    def __init__(self, engine: DecodeEngine) -> None:
+        self._client = engine.client
+        self._random = np.random.default_rng(0)
+        self._events: queue.SimpleQueue[tuple[int, float, RequestDelta]] = queue.SimpleQueue()
+        self._sent_s: list[float] = []
+
+    def send(self, max_tokens: int) -> int:
+        """Send one request; return its number."""
+        number = len(self._sent_s)
+        prompt = self._random.integers(0, NUM_WORDS, PROMPT).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self._sent_s.append(time.perf_counter())
+        self._client.submit(f"{id(self)}-{number}", prompt, params, [], partial(self._note, number))
+        return number
+
+    def _note(self, number: int, delta: RequestDelta) -> None:
+        self._events.put((number, time.perf_counter(), delta))
+
+    def wait(self) -> tuple[list[float], list[list[float]]]:
+        """Wait for all requests.
+
+        Returns:
+            the time to the first token of each request in ms, and the gaps between its tokens.
+        """
+        times: list[list[float]] = [[] for _ in self._sent_s]
+        num_open = len(times)
+        while num_open:
+            number, at_s, delta = self._events.get(timeout=SILENCE_S)
+            if delta.token_ids:
+                times[number].append(at_s)
+            num_open -= delta.finish_reason is not None
+        firsts = [(own[0] - sent) * 1e3 for own, sent in zip(times, self._sent_s, strict=True)]
+        return firsts, [[(b - a) * 1e3 for a, b in pairwise(own)] for own in times]
+
+
+def burst(engine: DecodeEngine) -> dict[str, list[float]]:
+    """Return the times to the first token of requests that arrive almost together."""
+    client = Client(engine)
+    for _ in range(BURST):
+        client.send(BURST_TOKENS)
+        time.sleep(BURST_GAP_S)
+    return {"burst": client.wait()[0]}
+
+
+def stream(engine: DecodeEngine, seed: int) -> dict[str, list[float]]:
+    """Return the times to the first token of requests that join others, and the others' gaps."""
+    client, random = Client(engine), np.random.default_rng(seed)
+    for _ in range(STREAMS):
+        client.send(STREAM_TOKENS)
+    for _ in range(JOINING):
+        time.sleep(random.uniform(*JOIN_GAPS_S))
+        client.send(JOIN_TOKENS)
+    firsts, gaps = client.wait()
+    return {"join": firsts[STREAMS:], "gaps": [gap for own in gaps[:STREAMS] for gap in own]}
+
+
+def measure(
+    folder: Path, bar: Progress, names: Sequence[str], repeats: int, mode: str
+) -> dict[str, Any]:
+    """Return one row for each model and each way of deciding."""
+    engines = {(name, way): _engine(folder, bar, name, way, mode) for name in names for way in WAYS}
+    found: dict[tuple[str, str], dict[str, list[float]]] = {key: {} for key in engines}
+    task = bar.add_task("rounds", total=len(names) * (repeats + 1))
+    with ray_for(list(engines.values())):
+        for name in names:
+            with engines[name, "at once"], engines[name, "late"]:
+                for round_ in range(repeats + 1):
+                    loads: list[Callable[[DecodeEngine], dict[str, list[float]]]]
+                    loads = [burst, partial(stream, seed=round_)]
+                    for load in loads:
+                        for way in WAYS:
+                            for what, values in load(engines[name, way]).items():
+                                if round_:  # the first round warms up
+                                    found[name, way].setdefault(what, []).extend(values)
+                    bar.advance(task)
+    rows = [
+        {"model": name, "way": way}
+        | {
+            f"{what}_{p}": percentile(values, p)
+            for what, values in got.items()
+            for p in (50, 90, 99)
+        }
+        for (name, way), got in found.items()
+    ]
+    note = f"graph.mode {mode}; modelled device (A2), real host; not a figure of an NPU"
+    return {"rows": rows, "repeats": repeats, "note": note}
+
+
+def _engine(folder: Path, bar: Progress, name: str, way: str, mode: str) -> DecodeEngine:
+    model = MODELS[name]
+    directory = folder / f"{len(list(folder.iterdir()))}"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(model.config))
+    emulated = {"kernels": "timed", "memory_mb": MEMORY_MB, "strict": False}
+    return DecodeEngine(
+        directory,
+        MAX_BATCH,
+        on_progress=show_start(bar, f"{name}, {way}"),
+        weights="dummy",
+        dtype="bfloat16",
+        parallel={"tp": model.tp},
+        speculative={"num_tokens": model.num_drafts},
+        device={"emulator": {**emulated, "choices": model.choices}},
+        kv={"num_blocks": 1 + MAX_BATCH * 8},
+        graph={"mode": mode},
+        scheduler={"late_decisions": WAYS[way]},
+    )
+
+
+def report(results: dict[str, Any]) -> Report:
+    columns = {
+        "model, decisions": "{model}, {way}",
+        "burst p50, ms": "{burst_50:.1f}",
+        "p90": "{burst_90:.1f}",
+        "join p50, ms": "{join_50:.1f}",
+        "p90 ": "{join_90:.1f}",
+        "gap p50, ms": "{gaps_50:.2f}",
+        "p99": "{gaps_99:.1f}",
+    }
+    table = make_table("Time to the first token, and gaps of others", columns, results["rows"])
+    return Report("Time to the first token with and without late decisions", [table])
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Their numbers in bench-overlap, from 0.")] = "1",
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 4,
+    mode: Annotated[str, typer.Option(help="Graph mode.")] = "FULL_AND_PIECEWISE",
+    out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
+) -> None:
+    """Measure, print and save."""
+    names = [list(MODELS)[index] for index in numbers(models)]
+    report_bench(
+        "arrivals", out, lambda folder, bar: measure(folder, bar, names, repeats, mode), report
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
