@@ -18,7 +18,8 @@ from dist_aclgraph.layers import experts, shared_experts  # noqa: E402, F401
 from dist_aclgraph.models import checkpoint, decoder  # noqa: E402, F401
 
 # A forked program calls exit functions. Those of torch_npu release the device. These two would take
-# a tenth of a second: the first one imports more of Ray, the second one removes torch's operators.
+# a tenth of a second: the first one imports more of Ray, the second one removes torch's operators,
+# and temporary directories that no ``with`` removes.
 atexit.unregister(ray.shutdown)
 atexit.unregister(weakref.finalize._exitfunc)
 

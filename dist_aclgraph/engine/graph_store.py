@@ -108,7 +108,7 @@ class GraphStore:
             self.release(graph)
 
     def forget(self, main_stream: Any) -> None:
-        """Reset all full graphs after an abort of the device; see ``CapturedGraph.forget``."""
+        """Reset all full graphs after an abort of the device; see ``TaskUpdates.forget``."""
         for captured in (*self._graphs.values(), *self._uncommitted.values()):
             for graph in () if isinstance(captured, CapturedPieces) else captured:
                 graph.updates.forget(main_stream)

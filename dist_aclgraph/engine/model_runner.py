@@ -113,7 +113,7 @@ class ModelRunner:
             Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
         )
         state_slots = None if model.spec.linear is None else StateSlots.from_config(config)
-        in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
+        in_flight = self._max_in_flight = config.scheduler.steps_in_flight
         attention = AttentionSteps(model.kind, place, npu)
         graph_lens = GraphLens(place, k)
         # Four counts, for the decoder and for drafts: the tokens that experts computed, and the
@@ -345,7 +345,7 @@ class ModelRunner:
         watch.lap("sample")
         answer("sample")
         self._flights.add(flight)
-        if len(self._flights) == self._steps_in_flight:
+        if len(self._flights) == self._max_in_flight:
             report(self.finish())
 
     @property
@@ -393,7 +393,7 @@ class ModelRunner:
         self._replays.forget()
         with translated("giving graphs and cache back"):
             self._graphs.release_all()
-            self.caches.decoder.clear()
+            self.caches.free()
 
     def copy_blocks(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
         """Begin copy jobs, and continue earlier jobs; see ``BlockCopier.advance``.
@@ -501,7 +501,7 @@ class ModelRunner:
         num_places = 1 if self._drafts is None else self._drafts.num_places
         embeddings = queue_embeddings(self._npu, self._batch, inputs, mixed.places, num_places)
         if self._drafts is None:
-            if self._steps_in_flight > 1:
+            if self._max_in_flight > 1:
                 self._work.tokens.latest[: len(tokens)].copy_(tokens)
             sampled = Sampled(tokens, best, None, special)
             return self._flights.queue_output(plan, rank, inputs, sampled, prompts, embeddings)

@@ -15,10 +15,10 @@ from dist_aclgraph.models.attention_kind import Cache, CacheRoom
 from dist_aclgraph.models.decoder import Decoder
 
 
-@dataclass
+@dataclass(eq=False)
 class RankCaches:
     """Owns the caches of the decoder's layers, in ``decoder``. The next-token module's cache, which
-    ``DraftSteps`` owns, is made and cleared together with them.
+    ``DraftSteps`` owns, is made and set to zero together with them.
 
     Attributes:
         drafts: None if the model does not draft.
@@ -36,7 +36,7 @@ class RankCaches:
     def make(self, num_blocks: int) -> None:
         """Replace all caches by empty caches."""
         # The old caches are freed first, because the memory might be too small for two.
-        self.decoder.clear()
+        self.free()
         room = CacheRoom(num_blocks, self.block_size, self.dtype, self.num_slots)
         self.decoder += self.model.make_caches(room)
         if self.drafts is not None:
@@ -55,7 +55,11 @@ class RankCaches:
         """Return the tensors whose first dimension is the slot of a recurrent state."""
         return [tensor for cache in self.decoder for tensor in cache.states]
 
-    def clear(self) -> None:
+    def free(self) -> None:
+        """Free the decoder's caches."""
+        self.decoder.clear()
+
+    def zero(self) -> None:
         """Set all tensors to zero. Otherwise the memory can contain NaN, which would spread.
 
         Raises:

@@ -63,7 +63,7 @@ class Flight:
     grammars: GrammarReport
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class StepsInFlight:
     """Owns the queued steps, oldest first. Queues the copy of a step's output to the host, waits
     for it, and makes the result of the step. Does not know how a step is computed.
@@ -141,7 +141,7 @@ class StepsInFlight:
 
         Returns:
             [num_reqs]: the number of accepted drafts of each request whose last token the host did
-            not have.
+            not have; 0 for the other requests.
         """
         self._note_queued()
         while self._flights:

@@ -15,9 +15,10 @@ from dist_aclgraph.steps.copies import CopyJob
 
 
 class GroupCopies:
-    """Decides for all ranks, and lets requests wait no longer when their files are read.
+    """Decides the copies of all ranks. A request waits until its files are read.
 
     Args:
+        pools: the blocks of each data-parallel rank.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         ranks_per_batch: number of workers of each data-parallel rank.
         waiting: the requests that wait for files.

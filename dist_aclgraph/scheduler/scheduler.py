@@ -413,7 +413,7 @@ class Scheduler:
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
             if self.ranks[index].prefixes.fetch(request, shared):
-                self.waiting.fetch(request)
+                self.waiting.wait_for_files(request)
                 return True
             if self.ranks[index].start(builders[index], request, shared):
                 self.admitted.append(request)
@@ -522,7 +522,7 @@ class Scheduler:
             compiling[index].update(unpack_ints(result.compiling).tolist())
         for rank in self.ranks:
             victims = rank.hold(unmasked[rank.index], compiling[rank.index])
-            self.waiting.compile(victims, rank.index)
+            self.waiting.wait_for_grammars(victims, rank.index)
         self.waiting.end_compiling(compiling)
 
     def _max_total_tokens(self, request: Request) -> int:

@@ -50,8 +50,8 @@ class WaitingRequests:
         """Whether a request waits until its files are looked up."""
         return any(request.look_up is not None for request in self._fetching)
 
-    def fetch(self, request: Request) -> None:
-        """Let a request that has left the queue wait for its files."""
+    def wait_for_files(self, request: Request) -> None:
+        """Let a request wait for its files. The caller removes it from the queue."""
         self._fetching.add(request)
 
     def end_looking(self) -> None:
@@ -78,7 +78,7 @@ class WaitingRequests:
         """Whether a request waits for its grammar."""
         return bool(self._compiling)
 
-    def compile(self, rows: Mapping[Request, int], dp_rank: int) -> None:
+    def wait_for_grammars(self, rows: Mapping[Request, int], dp_rank: int) -> None:
         """Let requests wait for their grammars, which the workers of a rank compile.
 
         Args:

@@ -57,7 +57,7 @@ class LoopWorker:
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
         try:
             handle = os.pidfd_open(pid)
-        # Ray has reaped the process. A real worker opens the handle earlier.
+        # The process has ended and was reaped. A real worker opens the handle earlier.
         except ProcessLookupError:
             return True
         return end_process(handle, timeout_s)

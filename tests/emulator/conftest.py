@@ -38,10 +38,11 @@ torch.npu.set_device(rank)
 def pytest_configure(config: pytest.Config) -> None:
     """Load the emulator before pytest imports the test modules, which import torch_npu.
 
-    With ``-n``, the first process runs no test, and loads nothing.
+    With ``-n``, other processes run the tests, so this process loads nothing.
     """
     emulator.build()
-    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+    has_others = config.getoption("tx", None) and not hasattr(config, "workerinput")
+    if has_others and not config.option.collectonly:
         return
     emulator.load(SETTINGS)
     import torch_npu

@@ -55,7 +55,7 @@ class Service:
         states: KVTiers | None = None,
     ) -> None:
         self.runner = runner
-        runner.caches.clear()
+        runner.caches.zero()
         self.tokens: dict[str, list[int]] = {}
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64),

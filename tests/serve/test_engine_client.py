@@ -242,6 +242,7 @@ def test_an_engine_that_leaves_while_it_is_asked_ends_nothing_else(
     monkeypatch.setattr(both._queries, "_ids", while_one_leaves())
 
     assert both.query("metrics").keys() == {"0"}
+    assert not both._queries._open
     both.submit("later", [1], LONG, (), lambda delta: None)
     until(lambda: len(engine.submitted) == 1)
 

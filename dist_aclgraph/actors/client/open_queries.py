@@ -71,7 +71,7 @@ class OpenQueries:
         """Return the answers in time; the keys are the names of the groups.
 
         Args:
-            problem: the error text if no engine was asked.
+            problem: the error text if no engine was asked, or if all asked engines were removed.
 
         Raises:
             EngineDeadError: no engine has answered.

@@ -1,4 +1,4 @@
-"""Which configurations a roll may change, and the error text of a roll that ended early."""
+"""Which keys a roll may change, and the error text of a roll that ended early."""
 
 from __future__ import annotations
 

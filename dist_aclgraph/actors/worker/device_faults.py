@@ -9,7 +9,7 @@ from dist_aclgraph.planning.way_back import MAY_SURVIVE
 
 
 class DeviceFaults:
-    """Owns the facts about faults that outlive a lockstep group.
+    """Owns what is known about the faults; the next lockstep group still needs it.
 
     Attributes:
         is_told_to_stop: whether the device was aborted; if so, any error can follow.
@@ -41,10 +41,11 @@ class DeviceFaults:
         self._is_sound = self._is_sound and fault in MAY_SURVIVE
 
     def check_memory(self, rank: RunningRank) -> None:
-        """Check that the rank's weights can be kept for another group.
+        """Check that the contents of the rank's memory are known, apart from faulty memory that can
+        be freed.
 
         Raises:
-            DeviceError: the contents of memory are unknown.
+            DeviceError: they are unknown, so the rank cannot join another group.
         """
         memory = rank.joined.npu.bad_memory() if self._is_sound else ()
         self._bad_memory.update(memory)
@@ -57,6 +58,6 @@ class DeviceFaults:
         return bool(memory) and touches(memory, joined.npu.tensor_memory())
 
     def end(self) -> None:
-        """Forget the stop and the faulty memory, because the device works again without them."""
+        """Forget the stop and the faulty memory: the device works again, without this memory."""
         self.is_told_to_stop = False
         self._bad_memory.clear()

@@ -423,7 +423,7 @@ class RunningRank:
         npu.restart()
         self.runner.forget_steps()
         if not keeps_kv:
-            self.runner.caches.clear()
+            self.runner.caches.zero()
 
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; the number of blocks is the same on every rank."""
