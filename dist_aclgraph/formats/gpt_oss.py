@@ -21,7 +21,7 @@ START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
 BEGINS = ()  # the channel of a message says whether it is a call
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:/-]+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 def fits(template: str) -> bool:

@@ -21,6 +21,7 @@ from dist_aclgraph.formats.schema_values import (
     strings_of,
     words_of,
 )
+from dist_aclgraph.formats.tools import without_marks
 from dist_aclgraph.formats.typed_values import MAX_DEPTH, target_of, types_of
 from dist_aclgraph.sampling import StructuredOutputs
 
@@ -286,7 +287,7 @@ def parameters_of(
 
     Args:
         root: the schema of a tool's arguments, which the format writes one by one.
-        not_writable: finds names that the format cannot write.
+        not_writable: finds names, given without marks, that the format cannot write.
 
     Raises:
         InvalidParameterError: arguments with these parameters might not match the schema.
@@ -307,7 +308,7 @@ def parameters_of(
         raise not_by_parameters(tool, f"requires {unknown[0]!r:.40}, but gives it no schema")
     if not properties and isinstance(schema.get("additionalProperties"), Mapping):
         raise not_by_parameters(tool, "gives its parameters no names")
-    if unwritable := [name for name in properties if not_writable.search(name)]:
+    if unwritable := [name for name in properties if not_writable.search(without_marks(name))]:
         raise not_by_parameters(tool, f"has the name {unwritable[0]!r:.40}")
     return [
         (name, value if isinstance(value, Mapping) else {}, name in names)

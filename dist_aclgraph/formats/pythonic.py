@@ -13,7 +13,7 @@ from typing import Any
 
 from dist_aclgraph.formats.lark import Lark, choice_of, parameters_of
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
-from dist_aclgraph.formats.tools import Tools
+from dist_aclgraph.formats.tools import Tools, without_marks
 from dist_aclgraph.formats.typed_values import as_json, has_type, property_of, read_value, types_of
 
 TAGS = ("<|python_start|>", "<|python_end|>")
@@ -101,7 +101,7 @@ def _read_name(scanner: Scanner, pattern: re.Pattern[str], end: str) -> Scan[str
         if sign == end:
             yield from scanner.match(end)
             return text.strip()
-        if not sign or not pattern.fullmatch((text + sign).strip()):
+        if not sign or not pattern.fullmatch(without_marks((text + sign).strip())):
             return ""
         yield from scanner.match(sign)
         text += sign
@@ -144,7 +144,7 @@ def _ends_parameter(scanner: Scanner) -> Scan[bool]:
     text, sign = "", ""
     while len(text) < MAX_NAME_CHARS and text[-1:] not in ("=", ")"):
         sign = yield from scanner.peek()
-        if not sign or not _AFTER_PARAMETER.fullmatch(text + sign):
+        if not sign or not _AFTER_PARAMETER.fullmatch(without_marks(text + sign)):
             break
         yield from scanner.match(sign)
         text += sign

@@ -53,6 +53,26 @@ def test_an_answer_says_the_same_however_it_is_divided(name, has_tokens, sizes):
     assert read(make_format(name, has_tokens=has_tokens), text, sizes) == expected
 
 
+@pytest.mark.parametrize("name", ["मौसम", "วันนี้", "citta\u0300"])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("pythonic", '[{0}(n=1, {0}="a, b")]'),
+        (
+            "gpt_oss",
+            "<|channel|>commentary to=functions.{0} <|constrain|>json<|message|>"
+            '{{"n": 1, "{0}": "a, b"}}<|call|>',
+        ),
+    ],
+)
+def test_names_may_have_combining_marks(form, text, name):
+    found = read(make_format(form, has_tokens=True), text.format(name), tools={name: {}})
+
+    ((called, arguments, is_complete),) = found.calls
+    assert (called, json.loads(arguments)) == (name, {"n": 1, name: "a, b"})
+    assert is_complete
+
+
 @pytest.mark.slow
 @EACH
 def test_thousands_of_divisions_say_the_same(name):

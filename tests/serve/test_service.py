@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from jsonschema import Draft202012Validator
 from prometheus_client.parser import text_string_to_metric_families
 
 from dist_aclgraph.serve.observe.metrics import Metrics
@@ -297,6 +298,46 @@ def test_the_openapi_document_says_that_numbers_may_be_texts(service):
     (tools, _) = schemas["ChatRequest"]["properties"]["tools"]["anyOf"]
     strict = tools["items"]["properties"]["function"]["properties"]["strict"]
     assert strict == {"type": ["boolean", "null", "integer", "string"]}
+
+
+CALL = {"function": {"name": "f"}, "id": None, "type": None}
+USE = {"type": "tool_use", "id": None, "name": "f", "input": None}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": None, "is_error": None}
+FUNCTION = {"name": "f", "description": None, "parameters": None, "strict": None}
+THINKING = {"type": "enabled", "budget_tokens": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("ChatMessage", {"role": "assistant", "tool_calls": [CALL]}),
+        ("TokenizeRequest", {"tools": [{"type": None, "function": FUNCTION}]}),
+        (
+            "ChatRequest",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+        ),
+        (
+            "ChatRequest",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": None}}},
+        ),
+        ("ResponsesRequest", {"tools": [{"type": "function", **FUNCTION}]}),
+        ("ResponsesRequest", {"input": [{"type": None, "role": "user", "content": "x"}]}),
+        ("ResponsesRequest", {"text": {"format": None}}),
+        (
+            "MessagesRequest",
+            {"tools": [{"type": None, "name": "f", "description": None, "input_schema": None}]},
+        ),
+        ("MessagesRequest", {"thinking": THINKING}),
+        ("MessagesRequest", {"output_config": {"effort": None, "format": None}}),
+        ("MessagesRequest", {"messages": [{"role": "assistant", "content": [USE]}]}),
+        ("MessagesRequest", {"messages": [{"role": "user", "content": [RESULT]}]}),
+    ],
+)
+def test_the_openapi_document_allows_null_where_the_service_does(service, kind, fields):
+    schema = service.http.get("/openapi.json").json()["components"]["schemas"][kind]
+
+    for name, value in fields.items():
+        Draft202012Validator(schema["properties"][name]).validate(value)
 
 
 def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(service):

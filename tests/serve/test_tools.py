@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
+from msgspec import Raw
 
 from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.serve.openai.tools import read_tools
 from tests.serve.test_errors import assert_error
 from tests.serve.tooled import MODEL
 
@@ -158,12 +162,13 @@ def test_messages_may_have_the_forms_of_other_servers(tooled, message, plain):
     assert found[0]["tokens"] == found[1]["tokens"]
 
 
-def test_a_tool_may_have_a_name_in_any_script(tooled):
-    tooled.answer('<tool_call>\n{"name": "天气", "arguments": {}}\n</tool_call>')
+@pytest.mark.parametrize("name", ["天气", "मौसम", "วันนี้", "citta\u0300"])
+def test_a_tool_may_have_a_name_in_any_script(tooled, name):
+    tooled.answer(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>')
 
-    reply = ask(tooled, tools=[{"type": "function", "function": {"name": "天气"}}])
+    reply = ask(tooled, tools=[{"type": "function", "function": {"name": name}}])
 
-    assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["天气"]
+    assert [c.function.name for c in reply.choices[0].message.tool_calls] == [name]
 
 
 def test_a_tool_without_a_type_is_a_function(tooled):
@@ -172,6 +177,16 @@ def test_a_tool_without_a_type_is_a_function(tooled):
     reply = ask(tooled, tools=[{"function": CLOCK["function"]}])
 
     assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["weather", "clock"]
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": None}])
+def test_the_template_gets_the_type_of_a_tool_without_a_type(kind):
+    found, full = (
+        read_tools(Raw(json.dumps([tool]).encode()), Raw(), is_parallel=None)
+        for tool in ({"function": CLOCK["function"], **kind}, CLOCK)
+    )
+
+    assert list(found.definitions[0].items()) == list(full.definitions[0].items())
 
 
 @pytest.mark.parametrize("choice", ["none", None])
@@ -242,7 +257,9 @@ def test_several_choices_have_their_own_calls(tooled):
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": ""}]}, "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"function": {"name": "\u0300"}}]}, "tools.0.function.name"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
             "messages.0.content.0.text",

@@ -7,7 +7,12 @@ from typing import Any
 from msgspec import Meta
 
 from dist_aclgraph.sampling import MAX_STOP_STRINGS
-from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from dist_aclgraph.serve.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    TOOL_NAME,
+)
 
 Json = dict[str, Any]
 
@@ -25,22 +30,22 @@ def _or_null(*schemas: Json) -> Meta:
 
 
 _STRING: Json = {"type": "string"}
-_NAME: Json = {"type": "string", "pattern": r"^[\w.:/-]{1,128}$"}
+_STRING_OR_NULL: Json = {"type": ["string", "null"]}
 _TEXT = _object(("type", "text"), type={"const": "text"}, text=_STRING)
 _TEXTS: Json = {"anyOf": [_STRING, _list(_TEXT, MAX_PARTS)]}
 _RESULT = _object(
     ("type", "tool_use_id"),
     type={"const": "tool_result"},
     tool_use_id=_STRING,
-    content=_TEXTS,
-    is_error={"type": "boolean"},
+    content={"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+    is_error={"type": ["boolean", "null"]},
 )
 _USE = _object(
     ("type", "id", "name", "input"),
     type={"const": "tool_use"},
-    id=_STRING,
+    id=_STRING_OR_NULL,
     name=_STRING,
-    input={"type": "object"},
+    input={"type": ["object", "null"]},
 )
 _THOUGHT = _object(("type", "thinking"), type={"const": "thinking"}, thinking=_STRING)
 
@@ -60,10 +65,10 @@ TOOLS = _or_null(
     _list(
         _object(
             ("name", "input_schema"),
-            type={"const": "custom"},
-            name=_NAME,
-            description=_STRING,
-            input_schema={"type": "object"},
+            type={"enum": ["custom", None]},
+            name=TOOL_NAME,
+            description=_STRING_OR_NULL,
+            input_schema={"type": ["object", "null"]},
         ),
         MAX_TOOLS,
         least=0,
@@ -78,11 +83,13 @@ THINKING = _or_null(
     _object(
         ("type", "budget_tokens"),
         type={"const": "enabled"},
-        budget_tokens={"type": "integer", "minimum": 0},
+        budget_tokens={"type": ["integer", "null"], "minimum": 0},
     ),
 )
 _FORMAT = _object(("type", "schema"), type={"const": "json_schema"}, schema={"type": "object"})
 FORMAT = _or_null(_FORMAT)
-OUTPUT_CONFIG = _or_null(_object((), effort=_STRING, format=_FORMAT))
+OUTPUT_CONFIG = _or_null(
+    _object((), effort=_STRING_OR_NULL, format={"anyOf": [_FORMAT, {"type": "null"}]})
+)
 STOP = _or_null(_list({"type": "string", "minLength": 1}, MAX_STOP_STRINGS, least=0))
 OBJECT = _or_null({"type": "object"})

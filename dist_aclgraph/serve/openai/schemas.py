@@ -19,6 +19,7 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 1024  # maximum number of parts of one message
 MAX_ITEMS = 4 * MAX_MESSAGES  # maximum number of items of the input of a response
 MAX_TOOLS = 512  # maximum number of tools of one request
+MAX_NAME_CHARS = 128  # maximum number of characters of a tool's name
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -105,8 +106,8 @@ RESPONSE_FORMAT = _or_null(
             "json_schema": {
                 "type": "object",
                 "properties": {
-                    "name": {"type": "string"},
-                    "schema": {"type": "object"},
+                    "name": {"type": ["string", "null"]},
+                    "schema": {"type": ["object", "null"]},
                     "strict": {"type": ["boolean", "null"]},
                 },
             },
@@ -140,7 +141,14 @@ _NAMED = {
     "required": ["name"],
     "properties": {"name": {"type": "string"}},
 }
-_TOOL_NAME = {"type": "string", "pattern": r"^[\w.:/-]{1,128}$"}
+# Without a pattern, because ``\w`` in a JSON schema means only letters and digits of ASCII.
+TOOL_NAME = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": MAX_NAME_CHARS,
+    "description": "letters and digits of all scripts, and characters of _ . : / -",
+}
+_FUNCTION_OR_NULL = {"enum": ["function", None]}
 TOOLS = _or_null(
     {
         "type": "array",
@@ -149,12 +157,12 @@ TOOLS = _or_null(
             "type": "object",
             "required": ["function"],
             "properties": {
-                "type": {"const": "function"},
+                "type": _FUNCTION_OR_NULL,
                 "function": {
                     "type": "object",
                     "required": ["name"],
                     "properties": {
-                        "name": _TOOL_NAME,
+                        "name": TOOL_NAME,
                         "description": {"type": ["string", "null"]},
                         "parameters": {"type": ["object", "null"]},
                         "strict": {"type": ["boolean", "null"]},
@@ -195,7 +203,7 @@ TOOL_CALLS = _or_null(
             "required": ["function"],
             "properties": {
                 "id": {"type": ["string", "null"]},
-                "type": {"const": "function"},
+                "type": _FUNCTION_OR_NULL,
                 "function": {
                     "type": "object",
                     "required": ["name"],
@@ -237,7 +245,7 @@ INPUT = _field(
                         "type": "object",
                         "required": ["role", "content"],
                         "properties": {
-                            "type": {"const": "message"},
+                            "type": {"enum": ["message", None]},
                             "role": {"enum": ["user", "assistant", "system", "developer"]},
                             "content": _TEXTS,
                         },
@@ -249,7 +257,7 @@ INPUT = _field(
                             "type": {"const": "function_call"},
                             "call_id": {"type": "string"},
                             "name": {"type": "string"},
-                            "arguments": {"type": "string"},
+                            "arguments": {"type": ["string", "null"]},
                         },
                     },
                     {
@@ -280,7 +288,7 @@ FLAT_TOOLS = _or_null(
             "required": ["type", "name"],
             "properties": {
                 "type": {"const": "function"},
-                "name": _TOOL_NAME,
+                "name": TOOL_NAME,
                 "description": {"type": ["string", "null"]},
                 "parameters": {"type": ["object", "null"]},
                 "strict": {"type": ["boolean", "null"]},
@@ -310,7 +318,7 @@ TEXT_CONFIG = _or_null(
         "type": "object",
         "properties": {
             "format": {
-                "type": "object",
+                "type": ["object", "null"],
                 "required": ["type"],
                 "properties": {
                     "type": {"enum": ["text", "json_object", "json_schema"]},

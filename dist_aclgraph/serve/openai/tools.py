@@ -10,9 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.formats.tools import without_marks
 from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
-from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
+from dist_aclgraph.serve.openai.sampling_fields import without_none
+from dist_aclgraph.serve.openai.schemas import MAX_NAME_CHARS, MAX_TOOLS
 
 MAX_BYTES = 1 << 20  # maximum number of bytes of all definitions together
 MAX_STRINGS = 1 << 15
@@ -22,7 +24,7 @@ HOSTED = (
     *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
     *("image_generation", "tool_search", "mcp"),
 )
-_NAME = re.compile(r"[\w.:/-]{1,128}")
+_NAME = re.compile(r"[\w.:/-]+")
 _NOTHING = (b"", b"null", b"[]")
 
 T = TypeVar("T")
@@ -43,7 +45,7 @@ class Tool(Body, kw_only=True):
 
     PARTS: ClassVar = {"function": Function}
 
-    type: str = "function"
+    type: str | None = None
     function: Function | None = None
 
 
@@ -102,7 +104,7 @@ class ToolUse:
     """The tools that an answer may or must call.
 
     Attributes:
-        definitions: the tools as the client sent them, for the chat template.
+        definitions: the tools for the chat template; each has a type.
         schemas: JSON schemas of the parameters, by name.
         strict: names of tools whose arguments must match their schemas.
         named: whether the request names exactly one tool, which must be called.
@@ -138,12 +140,16 @@ def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | N
         asked,
         is_parallel=is_parallel is not False,
         places=[f"tools.{i}.function.name" for i in range(len(found))],
-        definitions=decode(bytes(tools), list[dict[str, Any]], "tools"),
+        # Templates may need the type, which a request may omit.
+        definitions=[
+            {"type": "function"} | without_none(tool)
+            for tool in decode(bytes(tools), list[dict[str, Any]], "tools")
+        ],
     )
 
 
 def _function_of(tool: Tool, place: str) -> Function:
-    check_type(tool.type, place)
+    check_type("function" if tool.type is None else tool.type, place)
     if tool.function is None:
         raise InvalidParameterError(f"{place}.function is missing", f"{place}.function")
     return tool.function
@@ -221,11 +227,12 @@ def use_tools(
     schemas: dict[str, Mapping[str, Any]] = {}
     for function, place in zip(functions, places, strict=True):
         name = function.name
-        if not _NAME.fullmatch(name) or name in schemas:
+        is_name = len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(without_marks(name))
+        if not is_name or name in schemas:
             problem = "is used twice" if name in schemas else "is not a name"
             raise InvalidParameterError(
-                f"{place}: {name!r:.140} {problem}; a name has 1 to 128 letters, digits and "
-                "characters of _ . : / -",
+                f"{place}: {name!r:.140} {problem}; a name has 1 to {MAX_NAME_CHARS} letters, "
+                "digits and characters of _ . : / -",
                 place,
             )
         schemas[name] = function.parameters or {}
