@@ -25,6 +25,20 @@ MAX_STRUCTURE_CHARS = 1 << 16
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
 
+def check_structure_length(num_chars: int) -> None:
+    """Raise an error if an output format of this length is too long.
+
+    Raises:
+        InvalidParameterError: there are more than ``MAX_STRUCTURE_CHARS`` characters.
+    """
+    if num_chars > MAX_STRUCTURE_CHARS:
+        raise InvalidParameterError(
+            f"structured_outputs has {num_chars} characters; at most {MAX_STRUCTURE_CHARS} are "
+            "allowed",
+            "structured_outputs",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """The output format that a request demands. Exactly one of the first six fields is set.
@@ -71,12 +85,7 @@ class StructuredOutputs:
             raise InvalidParameterError(
                 "structured_outputs.choice must be texts that are not empty", "structured_outputs"
             )
-        if len(self.text) > MAX_STRUCTURE_CHARS:
-            raise InvalidParameterError(
-                f"structured_outputs has {len(self.text)} characters; at most "
-                f"{MAX_STRUCTURE_CHARS} are allowed",
-                "structured_outputs",
-            )
+        check_structure_length(len(self.text))
 
     @property
     def kind(self) -> str:

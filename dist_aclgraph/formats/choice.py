@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from dist_aclgraph.formats.lark import Lark, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import TOOL_PART, Tools
-from dist_aclgraph.sampling import StructuredOutputs
+from dist_aclgraph.sampling import StructuredOutputs, check_structure_length
 
 # The first format that fits a template is chosen. Hermes comes late, because other families also
 # use the markers of Hermes.
@@ -92,7 +93,8 @@ class AnswerFormat:
 
         Raises:
             UnusableToolError: the format of calls cannot follow the schemas of some strict tools.
-            InvalidParameterError: the output format cannot be combined with calls.
+            InvalidParameterError: the output format cannot be combined with calls, or the schemas
+                of strict tools are too long.
         """
         lark = Lark(self.token_ids)
         if tools is None or self.name is None:
@@ -102,6 +104,9 @@ class AnswerFormat:
         module = FORMATS[self.name]
         if form is None and not is_required and not any(name in strict for name in tools):
             return None
+        # Check the length first, because the copies of long schemas take long.
+        schemas = [schema for name, schema in tools.items() if name in strict]
+        check_structure_length(len(json.dumps(schemas, ensure_ascii=False)))
         each = []
         errors: dict[str, InvalidParameterError] = {}  # by the names of tools
         for name, schema in tools.items():

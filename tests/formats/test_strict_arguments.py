@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.choice import FORMATS
+from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.sampling import StructuredOutputs
-from tests.formats.answers import Message
+from tests.formats.answers import Message, make_format
 from tests.formats.walk import Walk
 
 PLACE = "PLACE"
@@ -96,6 +98,14 @@ def test_an_allowed_argument_is_read_as_it_was_written(
         ((_, arguments, is_whole),) = read(walk, tokens).calls
         assert is_whole
         assert json.loads(arguments) == {"x": value if kind == "string" else [value]}
+
+
+def test_long_schemas_are_refused_before_they_are_copied(monkeypatch):
+    monkeypatch.setattr(Lark, "json", None)
+    tools = {name: {"description": name * 40_000, "type": "object"} for name in "ab"}
+
+    with pytest.raises(InvalidParameterError, match="at most 65536 are allowed"):
+        make_format("hermes", has_tokens=True).structured(None, tools, tools)
 
 
 @EACH

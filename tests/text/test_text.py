@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError, RequestTooLongError
-from dist_aclgraph.formats.events import CallBegin, CallEnd
+from dist_aclgraph.formats.events import CallBegin, CallEnd, Content
 from dist_aclgraph.sampling import SamplingParams, StructuredOutputs
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
@@ -145,6 +145,18 @@ def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_token
             text, reason = text + piece.text, piece.finish_reason
 
     assert (text, reason) == expected
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_stop_string_in_the_last_uncertain_text_stops_the_answer(reads):
+    half = TOKENIZER.encode("🦝")[:1]  # the first bytes of a character, which never ends
+    read = SimpleNamespace(feed=lambda _, text: [Content(text)] * bool(text), finish=list)
+    output = OutputText(TOKENIZER, (), SamplingParams(stop=("\ufffd",)), read if reads else None)
+
+    piece = output.add_tokens([*TOKENIZER.encode("Hi"), *half], (), "length")
+
+    text = "".join(event.text for event in piece.events) if reads else piece.text
+    assert (text, piece.finish_reason, output.stop_reason) == ("Hi", "stop", "\ufffd")
 
 
 @examples(200)
