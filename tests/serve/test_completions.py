@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import numpy as np
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.sampling import MAX_BIASES
 from dist_aclgraph.serve.openai import state
 from tests.serve.test_errors import assert_error
 
@@ -324,7 +326,7 @@ def test_the_number_of_answers_may_be_said_twice(service):
 
 @pytest.mark.parametrize("texts", [False, True])
 def test_numbers_may_be_texts_or_floats_without_a_fraction(service, texts):
-    service.http.post(
+    reply = service.http.post(
         "/v1/completions",
         json={
             "model": MODEL,
@@ -334,10 +336,24 @@ def test_numbers_may_be_texts_or_floats_without_a_fraction(service, texts):
             "stream": "false" if texts else 0,
             "logit_bias": {"7": "2" if texts else 2.0},
         },
-    ).raise_for_status()
+    )
 
+    assert reply.json()["object"] == "text_completion"
     (submit,) = service.engine.submitted
     assert (submit.max_tokens, submit.sampling.temperature) == (3, 0.5)
+    assert unpack_ints(submit.sampling.biased).tolist() == [7]
+    assert np.frombuffer(submit.sampling.biases, "<f4").tolist() == [2.0]
+
+
+def test_as_many_biases_may_be_texts_as_numbers(service):
+    body = {"model": MODEL, "prompt": "Hi"}
+
+    def post(count: int) -> httpx.Response:
+        biases = {str(token_id): "1" for token_id in range(count)}
+        return service.http.post("/v1/completions", json={**body, "logit_bias": biases})
+
+    assert post(service.state.tokenizer.vocab_size).status_code == 200
+    assert assert_error(post(MAX_BIASES + 1))["param"] == "logit_bias"
 
 
 def test_a_byte_order_mark_before_the_body_is_ignored(service):

@@ -131,8 +131,8 @@ def test_a_wrong_body_is_refused_with_its_field(embedder, body, param):
 def test_texts_that_are_too_long_are_refused(embedder):
     reply = embedder.http.post(URL, json={"model": MODEL, "input": "x y " * 3000})
 
-    assert_error(reply, 400)
-    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    error = assert_error(reply, 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
 
 
 @pytest.mark.parametrize("given", ["x y " * 3000, [5, 6] * 3000], ids=["text", "ids"])

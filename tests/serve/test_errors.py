@@ -220,6 +220,16 @@ def test_too_long_a_prompt_names_the_context_and_both_numbers(service):
     assert "2040 in the prompt, 20 in the completion" in str(e.value)
 
 
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_too_long_an_input_of_tokenize_names_its_field(service, field):
+    text = "x y " * (1 << 18)
+    value = text if field == "prompt" else [{"role": "user", "content": text}]
+
+    error = assert_error(service.http.post("/tokenize", json={field: value}))
+
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+
+
 def test_a_body_above_the_limit_is_refused_with_413(service):
     limit = service.state.config.serve.max_body_bytes
 

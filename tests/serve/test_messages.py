@@ -295,6 +295,18 @@ def test_the_form_may_have_its_older_name(tooled):
     assert '"name"' in tooled.engine.submitted[-1].sampling.structure.grammar
 
 
+@pytest.mark.parametrize("is_older", [False, True])
+def test_an_error_of_the_form_names_the_field_that_was_sent(tooled, is_older):
+    form = {"type": "json_schema", "schema": {"type": "string", "pattern": "(?=a)b"}}
+    fields = {"output_format": form} if is_older else {"output_config": {"format": form}}
+    body = {"model": MODEL, "messages": HI, "max_tokens": 50, **fields}
+
+    error = assert_error(tooled.http.post(PATH, json=body))
+
+    param = "output_format" if is_older else "output_config.format"
+    assert error["message"].startswith(param)
+
+
 def test_an_empty_system_prompt_is_left_out(tooled):
     tooled.answer("x")
 

@@ -257,6 +257,14 @@ def test_several_choices_have_their_own_calls(tooled):
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "refusal": "No"}]}]},
+            "messages.0.content.0.text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]},
+            "messages.0.content.0.refusal",
+        ),
         ({"tools": [{"type": ""}]}, "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [{"function": {"name": "\u0300"}}]}, "tools.0.function.name"),

@@ -115,7 +115,7 @@ class CountTokensRequest(Body, kw_only=True):
             tools=None if tools is None or tools.mode == "none" else tools,
             cache_salt=salt,
             is_limit_soft=True,
-            form_param="output_config.format",
+            form_param=self._form_param,
             budget_param="thinking.budget_tokens",
             off_param="output_config.effort" if self._output_config().effort == "none" else "",
             most_prompt_tokens=most,
@@ -141,6 +141,12 @@ class CountTokensRequest(Body, kw_only=True):
             return _OutputConfig()
         found: _OutputConfig = decode(self.output_config, _OutputConfig, "output_config")
         return found
+
+    @property
+    def _form_param(self) -> str:
+        """The field that contains the output format."""
+        is_older = bytes(self.output_format) not in _NOTHING and not self._output_config().format
+        return "output_format" if is_older else "output_config.format"
 
     def read_tools(self) -> tuple[ToolUse | None, list[str]]:
         """Return the tools that the answer may call, and the places, such as ``tools[3]``, of the
@@ -224,8 +230,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         return self._conversation(tools, params, context_len, self.cache_salt or "")
 
     def _form(self) -> StructuredOutputs | None:
-        found, param = self._output_config().format, "output_config.format"
-        if found is None and bytes(self.output_format) not in _NOTHING:
-            param = "output_format"
+        found, param = self._output_config().format, self._form_param
+        if param == "output_format":
             found = decode(self.output_format, TextFormat, param)
         return None if found is None else read_text_format(found, param)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.body import note_ignored, read_body
-from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.errors import json_response, prompt_in
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.kv_transfer import check_role, transfer_of
 from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs, rows_of
@@ -102,7 +102,8 @@ def encode_prompts(
     encoded = []
     for prompt in given:
         if isinstance(prompt, str):
-            ids = state.tokenizer.encode(prompt, max_tokens=most)
+            with prompt_in(param):
+                ids = state.tokenizer.encode(prompt, max_tokens=most)
         else:
             state.tokenizer.check_ids(prompt, param)
             ids = prompt

@@ -11,11 +11,12 @@ from typing import Any
 from starlette.types import Scope
 
 from dist_aclgraph.actors.client.token_log import TransferRole
-from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError, UnusableToolError
+from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.body import note_ignored
+from dist_aclgraph.serve.openai.errors import prompt_in
 from dist_aclgraph.serve.openai.generation import Generation
 from dist_aclgraph.serve.openai.kv_transfer import check_role
 from dist_aclgraph.serve.openai.sampling_fields import ends_without_effect
@@ -98,15 +99,13 @@ async def encode(state: ApiState, asked: Conversation) -> list[int]:
     if asked.tools is not None:
         options = replace(options, tools=asked.tools.definitions)
     # Encode on a thread, because a long prompt must not delay the streams of other requests.
-    try:
+    with prompt_in(asked.limit_param):
         ids = await asyncio.to_thread(
             state.tokenizer.encode_chat,
             asked.messages,
             options,
             max_tokens=asked.most_prompt_tokens or state.context_len,
         )
-    except RequestTooLongError as e:
-        raise RequestTooLongError(str(e), asked.limit_param) from None
     return asked.truncated(ids)
 
 

@@ -19,7 +19,8 @@ Responses with status 429 or 503 have the header Retry-After.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineUnavailableError,
     RequestError,
+    RequestTooLongError,
     UnknownModelError,
 )
 
@@ -127,6 +129,15 @@ HEADERS_OF: dict[type[DistAclGraphError], Mapping[str, str]] = {
     GenerationTimeoutError: {"X-Should-Retry": "false"},
     EngineUnavailableError: {"Retry-After": str(RETRY_AFTER_S)},
 }
+
+
+@contextmanager
+def prompt_in(param: str) -> Iterator[None]:
+    """Name the field that contains the prompt in an error about the prompt's length."""
+    try:
+        yield
+    except RequestTooLongError as e:
+        raise RequestTooLongError(str(e), param) from None
 
 
 def status_of(error: BaseException) -> int:

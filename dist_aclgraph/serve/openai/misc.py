@@ -13,7 +13,7 @@ from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.observe.status import page_response
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.counted import decode_ids
-from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.errors import json_response, prompt_in
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.shapes.model_task import TASKS
@@ -125,7 +125,8 @@ def _tokenize(
     tokenizer = state.tokenizer
     most = max(MAX_TOKENS, state.context_len)
     if messages is not None:
-        ids = tokenizer.encode_chat(messages, body.chat_options(), max_tokens=most)
+        with prompt_in("messages"):
+            ids = tokenizer.encode_chat(messages, body.chat_options(), max_tokens=most)
     else:
         ids = tokenizer.encode(
             body.prompt or "", add_special_tokens=body.add_special_tokens, max_tokens=most

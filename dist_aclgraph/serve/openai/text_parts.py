@@ -50,11 +50,12 @@ def text_of(part: TextPart, param: str, offered: Collection[str]) -> str:
     Raises:
         InvalidParameterError: the part is not text.
     """
-    text = part.refusal if part.text is None else part.text
+    name = "refusal" if part.type == "refusal" else "text"
+    text: str | None = getattr(part, name)
     if part.type not in offered:
         raise not_offered(part.type, param)
     if text is None:
-        raise InvalidParameterError(f"{param}.text is missing", f"{param}.text")
+        raise InvalidParameterError(f"{param}.{name} is missing", f"{param}.{name}")
     return text
 
 

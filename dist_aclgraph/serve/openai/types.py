@@ -250,7 +250,8 @@ class GenerateRequest(Body, kw_only=True):
             strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
             kept["stop"] = tuple(strings)
         if not is_empty(self.logit_bias, b"{}"):
-            check_num_strings(bytes(self.logit_bias), MAX_BIASES, "logit_bias")
+            # Each bias has a token id, which is a string, and a value, which may be a string.
+            check_num_strings(bytes(self.logit_bias), 2 * MAX_BIASES, "logit_bias")
             biases = decode(self.logit_bias, dict[int, float], "logit_bias")
             kept["logit_bias"] = tuple(biases.items())
         if not is_empty(self.allowed_token_ids, b"[]"):

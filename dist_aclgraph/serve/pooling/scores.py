@@ -10,9 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_aclgraph.errors import RequestTooLongError
 from dist_aclgraph.serve.openai.body import read_body
-from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.errors import json_response, prompt_in
 from dist_aclgraph.serve.openai.generation import ClientGoneError
 from dist_aclgraph.serve.openai.reply import CLIENT_GONE
 from dist_aclgraph.serve.openai.state import ApiState
@@ -111,12 +110,10 @@ async def _score_pairs(
         if most == -1:
             most = state.context_len - 1
         for query, document in pairs:
-            try:
+            with prompt_in(param):
                 ids = reranker.encode(
                     query, document, body.instruction, max_tokens=state.context_len, most=most
                 )
-            except RequestTooLongError as e:
-                raise RequestTooLongError(str(e), param) from None
             state.fit(len(ids), 1, None, param)
             prompts.append(ids)
         return prompts
