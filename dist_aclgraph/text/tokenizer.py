@@ -301,18 +301,19 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
     Raises:
         ModelError: the file is not a tokenizer.
     """
-    path, other = directory / "tokenizer.json", directory / "tiktoken.model"
+    paths = [directory / name for name in ("tokenizer.json", "tiktoken.model")]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        return None
     try:
-        if path.exists():
+        if path == paths[0]:
             check_regular(path)
             return tokenizers.Tokenizer.from_file(str(path))
-        if other.exists():
-            return read_tiktoken(other, tokens_by_id(described))
+        return read_tiktoken(path, tokens_by_id(described))
     except ModelError:
         raise
     except BaseException as e:  # a panic of the library is no Exception
         raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
-    return None
 
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from dist_aclgraph.errors import ModelError
 from dist_aclgraph.text.tiktoken_file import PATTERN
@@ -100,6 +101,14 @@ def test_added_tokens_have_their_ids_and_the_others_are_reserved(tokenizer, rank
     assert ids == [n, n + 2, n + 200, n + 3]
     assert tokenizer.decode([n + 2, n + 200, n + 3]) == "<|last|>"
     assert tokenizer.eos_ids == (n + 1,)
+
+
+def test_an_error_of_the_library_names_the_file(tmp_path, ranks, monkeypatch):
+    write(tmp_path, ranks)
+    monkeypatch.setattr(models, "BPE", lambda *args, **options: int("x"))
+
+    with pytest.raises(ModelError, match=r"tiktoken\.model is not a tokenizer"):
+        Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["YQ== x", "YQ==", "? 1", "YQ== 5"])
