@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import API_KEY_VARIABLE, api_key, ray_address
+from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
@@ -65,11 +66,10 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
             "(sampling_defaults=none: without)",
             highlight=False,
         )
-    stored = read_model_config(config.model, config.model_overrides).dtype
-    if stored == "float16" and config.dtype == "bfloat16":
+    if config.dtype == "bfloat16" and _is_in_float16(config):
+        remedy = " (dtype=float16: without)" if report.get("accepts_float16") else ""
         console.print(
-            "The checkpoint is in float16, and its weights are rounded to bfloat16 "
-            "(dtype=float16: without)",
+            f"The checkpoint is in float16, and its weights are rounded to bfloat16{remedy}",
             highlight=False,
         )
     if "controller" in report:
@@ -87,6 +87,13 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
         f"-H 'Content-Type: application/json' -d '{body}'"
     )
     sys.stdout.flush()
+
+
+def _is_in_float16(config: Config) -> bool:
+    try:
+        return read_model_config(config.model, config.model_overrides).dtype == "float16"
+    except DistAclGraphError:  # a wrong value is no reason to end a deployment that serves
+        return False
 
 
 def _scale_command(report: dict[str, Any]) -> str:

@@ -82,6 +82,10 @@ class Chip:
         )
         return not facts.mla and not splits
 
+    def accepts_float16(self, config: Config, facts: ModelFacts) -> bool:
+        """Whether the model's attention accepts float16."""
+        return facts.indexer is not None or self._has_split_fuse(config, facts)
+
     def _has_split_fuse(self, config: Config, facts: ModelFacts, head_ranks: int = 1) -> bool:
         """Whether attention uses the tiling of CANN 9; unsupported calls use the tiling of CANN 8.
 
@@ -100,7 +104,7 @@ class Chip:
             yield "dtype is float32; attention takes bfloat16 and float16: set dtype=bfloat16"
         if facts.indexer:
             return  # Sparse attention accepts float16, bfloat16 and all block sizes.
-        if config.dtype == "float16" and not has_split_fuse:
+        if config.dtype == "float16" and not self.accepts_float16(config, facts):
             yield "dtype is float16; attention of this model takes bfloat16: set dtype=bfloat16"
         if facts.mla:
             if self.is_cann_before(8, 5, 1) and config.parallel.dcp > 1:

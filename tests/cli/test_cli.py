@@ -248,16 +248,26 @@ def test_the_curl_line_finds_its_key_and_shows_none(
 
 @pytest.mark.parametrize(
     ("stored", "dtype", "is_told"),
-    [("float16", "bfloat16", True), ("float16", "float16", False), ("float32", "bfloat16", False)],
+    [
+        ("float16", "bfloat16", True),
+        ("float16", "float16", False),
+        ("float32", "bfloat16", False),
+        (5, "bfloat16", False),
+    ],
 )
-def test_the_announcement_says_that_float16_weights_are_rounded(capsys, stored, dtype, is_told):
+@pytest.mark.parametrize("accepts_float16", [False, True])
+def test_the_announcement_says_that_float16_weights_are_rounded(
+    capsys, stored, dtype, is_told, accepts_float16
+):
     from dist_aclgraph.cli.announce import announce
 
     config = load_config(CONFIG, {"dtype": dtype, "model_overrides": {"dtype": stored}})
 
-    announce(config, {}, Console(width=120))
+    announce(config, {"accepts_float16": accepts_float16}, Console(width=120))
 
-    assert ("weights are rounded to bfloat16" in capsys.readouterr().out) == is_told
+    printed = capsys.readouterr().out
+    assert ("weights are rounded to bfloat16" in printed) == is_told
+    assert ("dtype=float16" in printed) == (is_told and accepts_float16)
 
 
 def test_the_version_is_told():

@@ -36,15 +36,16 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     timeout_s = planner.config.timeouts.join_s
     asking = group.engine.channel_addresses.remote(group.workers.node_ids)
     group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s), group.number)
+    chip = Chip(group.offers[0].device, group.offers[0].cann)
     report = {
         **group_report(group),
+        "accepts_float16": chip.accepts_float16(planner.config, planner.facts),
         "emulated": group.workers.is_emulated,
         "block_size": planner.config.kv.block_size,
         "max_model_len": planner.max_model_len,
         "mode_reasons": list(planner.mode_reasons),
         "ready_seconds": time.monotonic() - controller_s,
     }
-    chip = Chip(group.offers[0].device, group.offers[0].cann)
     exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
     settings = EngineSettings(
         group=group.number,
