@@ -87,9 +87,9 @@ def test_a_quantised_norm_is_that_of_the_sum_before_it_is_rounded(dtype, mask):
     assert not values[2].any() and scale[2] == 0
 
 
-def test_a_quantised_norm_is_within_a_step_of_norm_and_quantisation():
-    # Norm and quantisation round twice to bfloat16, each time by 1 / 512 at most, of the element
-    # and of the largest element: 127 * 4 / 512 is less than a step.
+def test_a_quantised_norm_is_within_two_steps_of_norm_and_quantisation():
+    # Norm and quantisation round twice to bfloat16, each time by 1 / 256 at most, of the element
+    # and of the largest element: 127 * 4 / 256 is less than two steps.
     x, residual, gamma = (torch.randn(*s).bfloat16() for s in ((64, 256), (64, 256), (256,)))
 
     values, scale, total = quantised_norm(x, residual, gamma)
@@ -97,7 +97,8 @@ def test_a_quantised_norm_is_within_a_step_of_norm_and_quantisation():
     want, want_scale = torch_npu.npu_dynamic_quant(normed)
 
     assert torch.equal(total.cpu(), want_total.cpu())
-    assert (values.cpu().int() - want.cpu().int()).abs().max() <= 1
+    difference = (values.cpu().int() - want.cpu().int()).abs()
+    assert difference.max() <= 2 and (difference > 1).float().mean() < 0.001
     assert torch.allclose(scale.cpu(), want_scale.cpu(), rtol=2 / 256)
 
 
