@@ -8,10 +8,9 @@ The figures say nothing about an NPU.
 
 from __future__ import annotations
 
-import json
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +22,9 @@ from rich.progress import Progress
 
 from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.engine import NUM_WORDS, DecodeEngine
-from benchmarks.overlap import MEMORY_MB, MODELS
+from benchmarks.overlap import MODELS, modelled_engine
 from benchmarks.report import Report, make_table
-from benchmarks.turns import ray_for, show_start
+from benchmarks.turns import ray_for
 from benchmarks.workload import SILENCE_S, percentile
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
@@ -100,16 +99,20 @@ def measure(
     folder: Path, bar: Progress, names: Sequence[str], repeats: int, mode: str
 ) -> dict[str, Any]:
     """Return one row for each model and each way of deciding."""
-    engines = {(name, way): _engine(folder, bar, name, way, mode) for name in names for way in WAYS}
+    engines = {
+        (name, way): modelled_engine(
+            folder, bar, f"{name}, {way}", MODELS[name], mode, MAX_BATCH, late_decisions=is_late
+        )
+        for name in names
+        for way, is_late in WAYS.items()
+    }
     found: dict[tuple[str, str], dict[str, list[float]]] = {key: {} for key in engines}
     task = bar.add_task("rounds", total=len(names) * (repeats + 1))
     with ray_for(list(engines.values())):
         for name in names:
             with engines[name, "at once"], engines[name, "late"]:
                 for round_ in range(repeats + 1):
-                    loads: list[Callable[[DecodeEngine], dict[str, list[float]]]]
-                    loads = [burst, partial(stream, seed=round_)]
-                    for load in loads:
+                    for load in (burst, partial(stream, seed=round_)):
                         for way in WAYS:
                             for what, values in load(engines[name, way]).items():
                                 if round_:  # the first round warms up
@@ -126,27 +129,6 @@ def measure(
     ]
     note = f"graph.mode {mode}; modelled device (A2), real host; not a figure of an NPU"
     return {"rows": rows, "repeats": repeats, "note": note}
-
-
-def _engine(folder: Path, bar: Progress, name: str, way: str, mode: str) -> DecodeEngine:
-    model = MODELS[name]
-    directory = folder / f"{len(list(folder.iterdir()))}"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(model.config))
-    emulated = {"kernels": "timed", "memory_mb": MEMORY_MB, "strict": False}
-    return DecodeEngine(
-        directory,
-        MAX_BATCH,
-        on_progress=show_start(bar, f"{name}, {way}"),
-        weights="dummy",
-        dtype="bfloat16",
-        parallel={"tp": model.tp},
-        speculative={"num_tokens": model.num_drafts},
-        device={"emulator": {**emulated, "choices": model.choices}},
-        kv={"num_blocks": 1 + MAX_BATCH * 8},
-        graph={"mode": mode},
-        scheduler={"late_decisions": WAYS[way]},
-    )
 
 
 def report(results: dict[str, Any]) -> Report:

@@ -127,7 +127,15 @@ def measure(
     """Run the deployments one after the other; return one row for each deployment and batch."""
     found: list[dict[str, Any]] = []
     engines = {
-        (name, mode, in_flight): _engine(folder, bar, name, mode, in_flight, max(batches))
+        (name, mode, in_flight): modelled_engine(
+            folder,
+            bar,
+            f"{name}, {mode}, {in_flight} in flight",
+            MODELS[name],
+            mode,
+            max(batches),
+            steps_in_flight=in_flight,
+        )
         for name in names
         for mode in modes
         if mode == MODES[0] or not (MODELS[name].num_drafts or MODELS[name].gap_us)
@@ -147,10 +155,21 @@ def measure(
     }
 
 
-def _engine(
-    folder: Path, bar: Progress, name: str, mode: str, in_flight: int, max_batch: int
+def modelled_engine(
+    folder: Path,
+    bar: Progress,
+    title: str,
+    model: Model,
+    mode: str,
+    max_batch: int,
+    **scheduler: Any,
 ) -> DecodeEngine:
-    model = MODELS[name]
+    """Return a deployment on a device with modelled time, without weights.
+
+    Args:
+        title: names the deployment in the progress bar.
+        scheduler: keys of ``scheduler``.
+    """
     directory = folder / f"{len(list(folder.iterdir()))}"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(model.config))
@@ -167,7 +186,7 @@ def _engine(
     return DecodeEngine(
         directory,
         max_batch,
-        on_progress=show_start(bar, f"{name}, {mode}, {in_flight} in flight"),
+        on_progress=show_start(bar, title),
         weights="dummy",
         dtype="bfloat16",
         parallel={"tp": model.tp},
@@ -175,7 +194,7 @@ def _engine(
         speculative={"num_tokens": model.num_drafts},
         device={"emulator": emulated},
         kv={"num_blocks": 1 + max_batch * 8},
-        scheduler={"steps_in_flight": in_flight},
+        scheduler=scheduler,
     )
 
 

@@ -17,9 +17,10 @@ from dist_aclgraph.engine import model_runner  # noqa: E402, F401
 from dist_aclgraph.layers import experts, shared_experts  # noqa: E402, F401
 from dist_aclgraph.models import checkpoint, decoder  # noqa: E402, F401
 
-# A forked program calls exit functions. Those of torch_npu release the device. These two would take
-# a tenth of a second: the first one imports more of Ray, the second one removes torch's operators,
-# and temporary directories that no ``with`` removes.
+# A forked program calls exit functions. The exit functions of torch_npu release the device, and are
+# needed. The following two would take a tenth of a second: the first one imports more of Ray, and
+# the second one removes torch's operators. The second one also removes temporary directories, so
+# forked programs must use them in a ``with`` statement.
 atexit.unregister(ray.shutdown)
 atexit.unregister(weakref.finalize._exitfunc)
 

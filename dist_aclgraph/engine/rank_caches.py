@@ -43,7 +43,7 @@ class RankCaches:
             self.drafts.make_cache(room)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, those of the next-token module included."""
+        """Return the tensors of all caches, including the next-token module's cache."""
         return [*self.block_tensors(), *self.state_tensors()]
 
     def block_tensors(self) -> list[Tensor]:

@@ -89,7 +89,8 @@ class StepsInFlight:
         self._flights: deque[Flight] = deque()
         # Steps that were read, but not reported; each with its ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # Since when the host does not delay the step behind the oldest one; 0 if it still does.
+        # When the device had enough of the step behind the oldest step, so that only the oldest
+        # step delays it; 0 until then.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -156,8 +157,8 @@ class StepsInFlight:
         Args:
             report: called with each result.
             stage: the stage of the next step that the host works on.
-            is_queued: whether the device has enough of the next step: its first kernels run while
-                the host queues the rest.
+            is_queued: whether the device has enough of the next step, so that the host can queue
+                the rest while the device runs.
         """
         if is_queued:
             self._note_queued()

@@ -95,8 +95,9 @@ class Lark:
         Args:
             options: see ``StructuredOutputs.json_options``.
         """
-        found = {**schema} if isinstance(schema, Mapping) else {} if schema else {"enum": []}
-        found = json.loads(json.dumps(found))
+        found: dict[str, Any] = {} if schema else {"enum": []}  # for true, for false
+        if isinstance(schema, Mapping):
+            found = json.loads(json.dumps(schema))  # a copy, from which keywords are removed
         leave_out_no_effect(found)
         found["x-guidance"] = {**options, "coerce_one_of": is_any_of(found)}
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))

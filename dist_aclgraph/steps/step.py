@@ -223,12 +223,11 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     requests whose tokens are meaningless, because this rank had not compiled their grammars yet.
     ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
     hidden state of each request that asks for it, float32 [hidden], after the final norm.
-    ``waited_us`` is the time from the moment when the device had the beginning of the next step
-    until the worker had this result; 0 if no step was queued. If the worker measures its host time,
-    ``timings_us`` contains the host time of each stage, from plan to result. ``overlapped_us``
-    contains the host time during which the device worked, and the host time between two steps.
-    ``counted`` contains the number and the bytes of the step's collectives, if the device counts
-    them.
+    ``waited_us`` is the time that the worker waited for this result after the device had enough of
+    the next step; 0 if no step was queued. If the worker measures its host time, ``timings_us``
+    contains the host time of each stage, from plan to result. ``overlapped_us`` contains the host
+    time during which the device worked, and the host time between two steps. ``counted`` contains
+    the number and the bytes of the step's collectives, if the device counts them.
     """
 
     epoch: int

@@ -33,8 +33,8 @@ from tests.slow import rare, slow
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 # Number of tokens of a request, which must still run if the test stalls for a second before it
-# kills a process. If requests of one group end before those of another group begin, all are sent
-# again.
+# kills a process. If one group ends its requests before another group begins, the test sends all
+# requests again.
 LONG, TRIES = 900, 10
 # A failed group is neither resumed nor replaced, so requests end when no group is left.
 NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}

@@ -2,8 +2,8 @@
 
 While step n runs, the engine decides step n + 1, and the workers queue this step behind step n. A
 request that arrives after the decision begins in step n + 2. So the engine decides as late as the
-devices allow. Each worker measures how long it had to wait for step n after the device had the
-beginning of step n + 1: the decision could have come later by this time.
+devices allow. Each worker measures how long it had to wait for step n after the device had enough
+of step n + 1 (``StepResult.waited_us``). The decision could have come later by this time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class LateDecisions:
         """
         kind = _kind(ended)
         known_s = self._spare_s.get(kind)
-        is_late = waited_s < LEAST_SPARE_S / 2  # by an unknown time
-        spare_s = delayed_s / 2 if is_late else delayed_s + waited_s
+        spare_s = delayed_s + waited_s
+        if waited_s < LEAST_SPARE_S / 2:
+            spare_s = delayed_s / 2  # the decision came too late, by an unknown time
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH
         self._spare_s[kind] = spare_s

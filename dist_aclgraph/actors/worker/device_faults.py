@@ -9,7 +9,7 @@ from dist_aclgraph.planning.way_back import MAY_SURVIVE
 
 
 class DeviceFaults:
-    """Owns what is known about the faults; the next lockstep group still needs it.
+    """Owns the known faults of a rank's device, for all lockstep groups that the rank joins.
 
     Attributes:
         is_told_to_stop: whether the device was aborted; if so, any error can follow.
