@@ -149,6 +149,16 @@ class Hosts:
         said, _ = asked.communicate(timeout=WAIT_S)
         return next((int(x.split()[1]) for x in said.splitlines() if x.startswith("up ")), 0)
 
+    def fail(self, node: Node) -> None:
+        """End all processes of a node without a word to the others, like a power failure."""
+        node.set_link(False)
+        node.run(["bash", "-c", f"rm -rf /dev/shm/* {PRIVATE}/*; kill -KILL -1"], 30)
+
+    def come_back(self, node: Node) -> None:
+        """Start a failed node again, as systemd does after a boot."""
+        node.set_link(True)
+        self.keep_up(node, "start-worker.sh", self.head.address, EMULATED_NPUS="2")
+
     def kill(self, node: Node, name: str, number: int = signal.SIGKILL) -> None:
         """Signal all processes of a node whose command line contains ``name``."""
         done = node.run(["pkill", f"-{int(number)}", "-f", name], 30)
@@ -164,7 +174,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         made.keep_up(made.head, "start-head.sh", "--include-dashboard=false")
         wait_until(lambda: made.num_alive() == 1, "the head does not start")
         for node in made.others:
-            made.keep_up(node, "start-worker.sh", made.head.address, EMULATED_NPUS="2")
+            made.come_back(node)
         wait_until(lambda: made.num_alive() == 3, "a host does not start")
         yield made
 
@@ -252,6 +262,29 @@ def test_a_link_that_is_down_for_a_minute_costs_time_and_no_request(
         found = load.end()
 
     print("link down:", model, found)
+    assert (found["failed"], found["differ"]) == ([], 0)
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_host_that_fails_and_comes_back_ends_no_request(
+    hosts: Hosts, tmp_path: Path, model: str
+) -> None:
+    failed = hosts.others[1]
+    with serving(hosts, tmp_path, model=model) as status:
+        load = Load(hosts, 32, 200, model=model)
+        wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
+        hosts.fail(failed)
+        wait_until(lambda: hosts.num_alive() == 2, "the loss of the host is not noticed")
+        hosts.come_back(failed)
+        wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
+        back_s = time.monotonic()
+        wait_until(lambda: status() == "200", "the service does not come back")
+        print(f"serving {time.monotonic() - back_s:.0f} s after the host is back")
+        seen = load.so_far()["ok"]
+        wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
+        found = load.end()
+
+    print("host failed:", model, found)
     assert (found["failed"], found["differ"]) == ([], 0)
 
 
