@@ -151,6 +151,47 @@ SPECIAL |= {
         "pad_token_id": None,
     },
 }
+SPECIAL |= {
+    "MistralForCausalLM": {"sliding_window": 24, "head_dim": 48},
+    "MinistralForCausalLM": {
+        "head_dim": 64,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "MixtralForCausalLM": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+    },
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 64,
+    },
+    "SolarOpenForCausalLM": {
+        "head_dim": 64,
+        "attention_bias": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.5,
+    },
+    "HYV3ForCausalLM": {
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+    },
+    "Ernie4_5ForCausalLM": {"head_dim": 64, "use_bias": True},
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "SeedOssForCausalLM": {"head_dim": 64, "attention_out_bias": False, "mlp_bias": True},
+}
 ARCHITECTURES = tuple(SPECIAL)
 CONFIG_NAMES = {
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
@@ -254,6 +295,35 @@ def make_kimi_k25(directory: Path) -> Any:
     names = {"architectures": ["KimiK25ForConditionalGeneration"]}
     path.write_text(json.dumps(json.loads(path.read_text()) | names))
     return model
+
+
+def make_qwen3_vl(directory: Path) -> Any:
+    """Return a seeded Qwen3-VL of transformers with its image encoder; write it."""
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
+    text = {**USUAL, "head_dim": 64, "rope_parameters": rope}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
+    config = transformers.Qwen3VLConfig(
+        text_config=text,
+        vision_config={**vision, "out_hidden_size": text["hidden_size"]},
+        tie_word_embeddings=False,
+    )
+    return _seeded(transformers.Qwen3VLForConditionalGeneration, config, directory)
+
+
+def make_mistral3(directory: Path) -> Any:
+    """Return a seeded Mistral Small 3.1 of transformers with its image encoder; write it."""
+    import transformers
+
+    text = {**USUAL, **SPECIAL["MistralForCausalLM"], "model_type": "mistral"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Mistral3Config(
+        text_config=text,
+        vision_config={**vision, "num_attention_heads": 2, "model_type": "pixtral"},
+        tie_word_embeddings=False,
+    )
+    return _seeded(transformers.Mistral3ForConditionalGeneration, config, directory)
 
 
 def _seeded(model_class: Any, config: Any, directory: Path | None) -> Any:

@@ -62,19 +62,27 @@ def rope_tables(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def pairs_across_head(heads: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+def pairs_across_head(
+    heads: Tensor, head_dim: int, rotary_dim: int, *, interleaves: bool = False
+) -> Tensor:
     """Return heads in the order of elements that the tables of ``pad_tables`` need.
 
     The first ``rotary_dim`` elements of a head are rotated. The two elements of a rotated pair are
-    ``rotary_dim / 2`` apart in a checkpoint, and ``head_dim / 2`` apart in the result. Scores do
-    not change, because queries and keys have the same order.
+    ``head_dim / 2`` apart in the result. Scores do not change, because queries and keys have the
+    same order.
 
     Args:
         heads: [..., heads * head_dim], outputs of a product, or weights of a norm.
+        interleaves: whether the two elements of a pair are neighbours in the checkpoint; if false,
+            they are ``rotary_dim / 2`` apart.
     """
-    part, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    rest = (head_dim - rotary_dim) // 2
     each = heads.reshape(*heads.shape[:-1], -1, head_dim)
-    first, second, plain, more = torch.split(each, [part, part, rest, rest], -1)
+    rotated, plain, more = torch.split(each, [rotary_dim, rest, rest], -1)
+    if interleaves:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, -1)
     return torch.cat([first, plain, second, more], -1).flatten(-2)
 
 

@@ -87,7 +87,8 @@ def _load_router(
     if experts.has_product_biases:
         logit_bias = slices.place(read(f"{prefix}.bias", (count,)))
     if experts.has_bias:
-        bias = slices.place(read(f"{prefix}.e_score_correction_bias", (count,)))
+        shape = (1, count) if experts.bias_is_row else (count,)
+        bias = slices.place(read(f"{prefix}.e_score_correction_bias", shape).flatten())
     return Router(
         slices.place(read(f"{prefix}.weight", (count, hidden)).t()),
         experts.top_k,

@@ -151,7 +151,7 @@ class GroupedQuery:
         q = self._queries(slices, f"{prefix}.q_proj")
         k = self._matrix(slices, f"{prefix}.k_proj", spec.num_kv_heads, heads.kv)
         v = self._matrix(slices, f"{prefix}.v_proj", spec.num_kv_heads, heads.kv)
-        if spec.rotary_dim is not None:
+        if self._rearranges:
             k = k.rearranged(self._paired)
         return GroupedQueryAttention(
             qkv=slices.joined([q, k, v], spec.has_qkv_bias),
@@ -183,7 +183,7 @@ class GroupedQuery:
         spec, heads = self._spec, self._heads.q
         if not spec.has_output_gate:
             q = self._matrix(slices, name, spec.num_heads, heads)
-            return q if spec.rotary_dim is None else q.rearranged(self._paired)
+            return q.rearranged(self._paired) if self._rearranges else q
         wide = range(2 * heads.start, 2 * heads.stop)
         return self._matrix(slices, name, 2 * spec.num_heads, wide).rearranged(self._gates_last)
 
@@ -197,9 +197,17 @@ class GroupedQuery:
         hidden, d = self._spec.hidden_size, self._spec.head_dim
         return slices.matrix(name, (num_heads * d, hidden), 0, here.start * d, here.stop * d)
 
+    @property
+    def _rearranges(self) -> bool:
+        """Whether the checkpoint has another order of elements than the rotary tables."""
+        return self._spec.rotary_dim is not None or self._spec.rope_interleaves
+
     def _paired(self, heads: Tensor) -> Tensor:
-        dim = self._spec.rotary_dim
-        return heads if dim is None else pairs_across_head(heads, self._spec.head_dim, dim)
+        if not self._rearranges:
+            return heads
+        spec = self._spec
+        dim, interleaves = spec.rotary_dim or spec.head_dim, spec.rope_interleaves
+        return pairs_across_head(heads, spec.head_dim, dim, interleaves=interleaves)
 
     def _load_sinks(self, slices: WeightSlices, prefix: str) -> Tensor:
         heads = self._heads.q

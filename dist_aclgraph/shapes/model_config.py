@@ -40,6 +40,17 @@ ROPE_ORIGINAL = "original_max_position_embeddings"
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 # for each family that names usual keys differently: its names, and the usual names
 KEY_NAMES = {
+    "InternLM3ForCausalLM": {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": "num_experts",
+        "moe_k": "num_experts_per_tok",
+        "moe_num_shared_experts": "n_shared_experts",
+    },
+    "HYV3ForCausalLM": {
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "router_scaling_factor": "routed_scaling_factor",
+    },
     "KimiLinearForCausalLM": {
         "model_max_length": "max_position_embeddings",
         "moe_renormalize": "norm_topk_prob",
@@ -48,7 +59,7 @@ KEY_NAMES = {
         "num_experts": "n_routed_experts",
         "num_experts_per_token": "num_experts_per_tok",
         "num_shared_experts": "n_shared_experts",
-    }
+    },
 }
 _DEEPSEEK_V3 = {
     "n_shared_experts": 1,
@@ -57,6 +68,7 @@ _DEEPSEEK_V3 = {
     "topk_group": 4,
     "first_k_dense_replace": 3,
 }
+_ERNIE = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 # If config.json lacks one of these keys, the family's value is used, as in transformers. Keys whose
 # default is equal in all families are not listed.
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -84,7 +96,34 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 150000.0,
         "rms_norm_eps": 1e-5,
     },
+    "Qwen2MoeForCausalLM": {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
+    "InternLM3ForCausalLM": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "IQuestCoderForCausalLM": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "SeedOssForCausalLM": {"num_key_value_heads": 8, "head_dim": 128},
+    "SolarOpenForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_shared_experts": 1,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+    },
+    "HYV3ForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.826,
+        "rope_theta": 11158840.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "Ernie4_5ForCausalLM": {"num_key_value_heads": 2, "head_dim": 128, **_ERNIE},
+    "Ernie4_5_MoeForCausalLM": {"num_key_value_heads": 4, "n_shared_experts": 2, **_ERNIE},
+    "Qwen3VLForConditionalGeneration": {"head_dim": 128, "rope_theta": 5e5},
+    "MistralForCausalLM": {"num_key_value_heads": 8},
+    "Mistral3ForConditionalGeneration": {"num_key_value_heads": 8},
+    "MinistralForCausalLM": {"num_key_value_heads": 8},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
     "Qwen3_5ForCausalLM": {"num_key_value_heads": 4, "head_dim": 256},
     "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},

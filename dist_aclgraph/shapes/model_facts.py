@@ -5,7 +5,7 @@ A ``ModelSpec`` holds these facts and the details of a supported decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from dist_aclgraph.shapes.indexer_spec import IndexerSpec, read_indexer_spec
 from dist_aclgraph.shapes.int4_formats import Int4Formats, read_int4_formats
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
-    MAX_CONTEXT,
     MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
@@ -29,14 +28,10 @@ from dist_aclgraph.shapes.model_config import (
     read_model_config,
 )
 from dist_aclgraph.shapes.rope_spec import read_context_lengths
+from dist_aclgraph.shapes.sliding_window import SlidingWindow, read_sliding_window
 from dist_aclgraph.shapes.weight_files import read_header
 
-SLIDING = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-DEFAULT_WINDOW = 4096
 NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM",)
-# Architectures whose layers 0, 2, 4 and so on have a window, and the usual size of this window.
-ALTERNATING = {"GptOssForCausalLM": 128}
-LAYER_TYPES = ("full_attention", "sliding_attention")
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -52,18 +47,6 @@ class ExpertFacts:
     num_experts: int
     top_k: int
     num_shared: int = 0
-
-
-@dataclass(frozen=True)
-class SlidingWindow:
-    """Layers in which a query sees only the latest keys.
-
-    Attributes:
-        num_keys: number of keys that a query sees, the key of its own token included.
-    """
-
-    num_keys: int
-    layers: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +204,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         head_dim=config.integer("head_dim", max(1, hidden_size // num_heads)),
         context_len=context.longest,
         usual_len=context.usual,
-        window=_window(config),
+        window=read_sliding_window(config),
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
         linear=read_linear_spec(config),
@@ -237,35 +220,6 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         ),
         vocab_size=config.integer("vocab_size", 0, least=0),
         qk_norm_spans_heads=config.architecture in NORMS_OF_ALL_HEADS,
-    )
-
-
-def _window(config: ModelConfig) -> SlidingWindow | None:
-    alternates = config.architecture in ALTERNATING
-    if not alternates and (
-        config.architecture not in SLIDING or not config.flag("use_sliding_window", False)
-    ):
-        return None
-    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
-    kinds = config.texts("layer_types")
-    if unknown := set(kinds) - set(LAYER_TYPES):
-        raise config.unsupported(
-            f"layer_types has {min(unknown):.80}; supported: {', '.join(LAYER_TYPES)}"
-        )
-    if config.architecture == "Qwen3MoeForCausalLM":
-        layers: Sequence[int] = range(num_layers)
-    elif kinds:
-        layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    elif alternates:
-        layers = range(0, num_layers, 2)
-    else:
-        layers = range(config.integer("max_window_layers", 28, least=0), num_layers)
-    # If the key is absent, transformers' default applies; if it is null, no layer has a window.
-    if not layers or config.raw.get("sliding_window", DEFAULT_WINDOW) is None:
-        return None
-    usual = ALTERNATING.get(config.architecture, DEFAULT_WINDOW)
-    return SlidingWindow(
-        config.integer("sliding_window", usual, most=MAX_CONTEXT), frozenset(layers)
     )
 
 

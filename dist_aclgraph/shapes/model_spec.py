@@ -47,6 +47,7 @@ class ExpertSpec(ExpertFacts):
         scaling: factor for the experts' weights.
         has_bias: whether a bias is added to the scores for the choice of experts, but not for
             weights.
+        bias_is_row: whether the checkpoint stores this bias as a matrix of one row.
         has_product_biases: whether the router's logits and the products of experts have biases.
         shared_width: inner width of all shared experts together; None means ``num_shared`` times
             ``width``.
@@ -66,6 +67,7 @@ class ExpertSpec(ExpertFacts):
     group_score: Literal["max", "top2"] = "max"
     scaling: float = 1.0
     has_bias: bool = False
+    bias_is_row: bool = False
     has_product_biases: bool = False
     shared_width: int | None = None
     gates_shared: bool = False
@@ -135,6 +137,8 @@ class ModelSpec(ModelFacts):
     Attributes:
         rotary_dim: number of elements at the beginning of a head that are rotated; None means all
             elements.
+        rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
+            neighbours in the checkpoint; if false, they are half of the rotated part apart.
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.
@@ -153,6 +157,7 @@ class ModelSpec(ModelFacts):
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     rotary_dim: int | None = None
+    rope_interleaves: bool = False
     has_sinks: bool = False
     has_output_gate: bool = False
     norm_adds_one: bool = False

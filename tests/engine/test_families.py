@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from safetensors.torch import load_file, save_file
 from dist_aclgraph.errors import ConfigError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
-from tests.checkpoints import greedy, make_prompts, make_reference
+from tests.checkpoints import (
+    greedy,
+    make_mistral3,
+    make_prompts,
+    make_qwen3_vl,
+    make_reference,
+)
 from tests.engine.runners import Sequences, make_runner
 from tests.parity.made_checkpoints import write_fp8
 from tests.plans import decode_graph
@@ -38,6 +45,13 @@ HYBRIDS = (*QWENS, "KimiLinearForCausalLM")
         ("GptOssForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 2,
                                "num_hidden_layers": 4}),
         ("GptOssForCausalLM", {"attention_bias": False, "swiglu_limit": 7.0}),
+        ("MixtralForCausalLM", {"sliding_window": 24}),
+        ("Qwen2MoeForCausalLM", {"qkv_bias": False, "norm_topk_prob": True,
+                                 "mlp_only_layers": [1]}),
+        ("HYV3ForCausalLM", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+        ("Ernie4_5ForCausalLM", {"use_bias": False}),
+        ("Ernie4_5_MoeForCausalLM", {"moe_layer_interval": 2, "moe_layer_end_index": 1,
+                                     "tie_word_embeddings": False}),
     ],
 )  # fmt: skip
 def test_greedy_tokens_equal_those_of_transformers(
@@ -56,6 +70,18 @@ def test_greedy_tokens_equal_those_of_transformers(
         sequences.decode(graph)
 
     assert sequences.new == greedy(model, prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("make", [make_qwen3_vl, make_mistral3])
+def test_the_text_part_of_a_model_with_images_equals_that_of_transformers(
+    npu: Any, tmp_path: Path, make: Callable[[Path], Any]
+) -> None:
+    model, prompts = make(tmp_path), make_prompts([40, 3])
+    sequences = Sequences(make_runner(npu, tmp_path), prompts)
+
+    sequences.prefill()
+
+    assert sequences.new == greedy(model, prompts, 1)
 
 
 @pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
@@ -107,6 +133,29 @@ def test_qwen3_5_as_published_beside_an_encoder_of_images(
     sequences.decode(None)
 
     assert sequences.new == greedy(model, prompts, 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("InternLM3ForCausalLM", {"attention_bias": "qkv_bias", "mlp_bias": "bias"}),
+        ("IQuestCoderForCausalLM", {}),
+    ],
+)
+def test_other_names_of_llama(
+    npu: Any, tmp_path: Path, architecture: str, keys: dict[str, str]
+) -> None:
+    """transformers runs these architectures with the code of Llama."""
+    model = make_reference("LlamaForCausalLM", tmp_path, mlp_bias=True)
+    path = tmp_path / "config.json"
+    config = {keys.get(key, key): value for key, value in json.loads(path.read_text()).items()}
+    path.write_text(json.dumps(config | {"architectures": [architecture]}))
+    prompts = make_prompts([40, 3])
+    sequences = Sequences(make_runner(npu, tmp_path), prompts)
+
+    sequences.prefill()
+
+    assert sequences.new == greedy(model, prompts, 1)
 
 
 @pytest.mark.parametrize(

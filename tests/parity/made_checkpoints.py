@@ -175,7 +175,7 @@ REFUSALS = (
     Refusal("partial_rotary_factor is 0.5", {"partial_rotary_factor": 0.5}),
     Refusal("rope scaling mrope is not supported", {"rope_scaling": {"type": "mrope"}}),
     Refusal("quant_method 'gptq'", {"quantization_config": {"quant_method": "gptq"}}),
-    Refusal("MistralForCausalLM is not supported", {"architectures": ["MistralForCausalLM"]}),
+    Refusal("GemmaForCausalLM is not supported", {"architectures": ["GemmaForCausalLM"]}),
     Refusal("lacks the key factor", {"rope_scaling": {"type": "linear"}}),
     Refusal("must divide the model's", deployment={"parallel": {"tp": 5}}),
     Refusal("the model's context is", deployment={"max_model_len": 1 << 20}),

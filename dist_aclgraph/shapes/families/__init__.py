@@ -9,14 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dist_aclgraph.shapes.families.beside_images import (
+    INNER_NAMES,
+    OUTER_NAMES,
+    beside_images,
+)
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
-from dist_aclgraph.shapes.families.glm import read_glm4_moe
+from dist_aclgraph.shapes.families.ernie import read_ernie, read_ernie_moe
+from dist_aclgraph.shapes.families.glm import read_glm4_moe, read_solar_open
 from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
-from dist_aclgraph.shapes.families.kimi import read_kimi_k25, read_kimi_linear
-from dist_aclgraph.shapes.families.llama import read_llama
+from dist_aclgraph.shapes.families.hunyuan import read_hy_v3
+from dist_aclgraph.shapes.families.kimi import read_kimi_linear
+from dist_aclgraph.shapes.families.llama import read_iquest_coder, read_llama, read_seed_oss
 from dist_aclgraph.shapes.families.minimax import read_minimax_m2
-from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
-from dist_aclgraph.shapes.families.qwen3_next import read_beside_images, read_qwen3_next
+from dist_aclgraph.shapes.families.mistral import read_mistral, read_mixtral
+from dist_aclgraph.shapes.families.qwen import (
+    read_qwen2,
+    read_qwen2_moe,
+    read_qwen3,
+    read_qwen3_moe,
+)
+from dist_aclgraph.shapes.families.qwen3_next import read_qwen3_next
 from dist_aclgraph.shapes.families.sparse_latent import read_sparse_latent
 from dist_aclgraph.shapes.int4_formats import read_int4_formats
 from dist_aclgraph.shapes.int4_matrices import find_int4_matrices
@@ -27,20 +40,33 @@ from dist_aclgraph.shapes.quantised_formats import check_quantisation
 READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "Qwen3ForCausalLM": read_qwen3,
     "Qwen2ForCausalLM": read_qwen2,
+    "Qwen2MoeForCausalLM": read_qwen2_moe,
     "LlamaForCausalLM": read_llama,
+    "InternLM3ForCausalLM": read_llama,
+    "IQuestCoderForCausalLM": read_iquest_coder,
+    "SeedOssForCausalLM": read_seed_oss,
+    "MistralForCausalLM": read_mistral,
+    "MinistralForCausalLM": read_mistral,
+    "Mistral3ForConditionalGeneration": beside_images(read_mistral, OUTER_NAMES),
+    "MixtralForCausalLM": read_mixtral,
     "Qwen3MoeForCausalLM": read_qwen3_moe,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
-    "KimiK25ForConditionalGeneration": read_kimi_k25,
+    "KimiK25ForConditionalGeneration": beside_images(read_deepseek_v3, OUTER_NAMES),
     "KimiLinearForCausalLM": read_kimi_linear,
     "Glm4MoeForCausalLM": read_glm4_moe,
+    "SolarOpenForCausalLM": read_solar_open,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
+    "HYV3ForCausalLM": read_hy_v3,
+    "Ernie4_5ForCausalLM": read_ernie,
+    "Ernie4_5_MoeForCausalLM": read_ernie_moe,
     "GptOssForCausalLM": read_gpt_oss,
     "Qwen3NextForCausalLM": read_qwen3_next,
     "Qwen3_5ForCausalLM": read_qwen3_next,
     "Qwen3_5MoeForCausalLM": read_qwen3_next,
-    "Qwen3_5ForConditionalGeneration": read_beside_images,
-    "Qwen3_5MoeForConditionalGeneration": read_beside_images,
+    "Qwen3_5ForConditionalGeneration": beside_images(read_qwen3_next, INNER_NAMES),
+    "Qwen3_5MoeForConditionalGeneration": beside_images(read_qwen3_next, INNER_NAMES),
+    "Qwen3VLForConditionalGeneration": beside_images(read_qwen3, INNER_NAMES),
     "DeepseekV32ForCausalLM": read_sparse_latent,
     "GlmMoeDsaForCausalLM": read_sparse_latent,
 }

@@ -1,4 +1,6 @@
-"""GLM-4.5 and 4.6: grouped queries with partly rotated heads, and experts as in DeepSeek V3."""
+"""GLM-4.5 and 4.6: grouped queries with partly rotated heads, and experts as in DeepSeek V3. Solar
+Open has the same experts.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +26,8 @@ def read_glm4_moe(config: ModelConfig) -> ModelSpec:
         has_qkv_bias=config.flag("attention_bias", False),
         has_qk_norm=config.flag("use_qk_norm", False),
     )
+
+
+def read_solar_open(config: ModelConfig) -> ModelSpec:
+    spec = read_decoder(config, experts=read_deepseek_experts(config, is_v3=True))
+    return replace(spec, has_qkv_bias=config.flag("attention_bias", False))

@@ -1,6 +1,4 @@
-"""Kimi Linear, and the text part of Kimi K2.5, which has the architecture of DeepSeek V3. The
-config.json of Kimi K2 names that architecture, so ``deepseek.py`` reads it.
-"""
+"""Kimi Linear. Kimi K2, and the text part of Kimi K2.5, have the architecture of DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import UNROTATED
 
-NAMES = WeightNames(prefix="language_model.", ignored=("vision_tower.", "mm_projector."))
 OF_EXPERTS = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
 # Dense layers and shared experts have the usual names of matrices.
 PUBLISHED_NAMES = WeightNames(
@@ -36,7 +33,3 @@ def read_kimi_linear(config: ModelConfig) -> ModelSpec:
     if spec.linear is None:
         raise config.unsupported("linear_attn_config is missing; the family has linear attention")
     return replace(spec, names=names, rope=replace(spec.rope, kind=UNROTATED))
-
-
-def read_kimi_k25(config: ModelConfig) -> ModelSpec:
-    return replace(read_deepseek_v3(config), names=NAMES)

@@ -1,4 +1,4 @@
-"""Llama: all four products of attention have biases, or none has; the same holds for the MLP."""
+"""Llama, and models that differ from it only in their biases and in the names of keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,31 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 def read_llama(config: ModelConfig) -> ModelSpec:
+    """All four products of attention have biases, or none has; the same holds for the MLP."""
     has_bias = config.flag("attention_bias", False)
     return replace(
         read_decoder(config),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
+        has_mlp_bias=config.flag("mlp_bias", False),
+    )
+
+
+def read_iquest_coder(config: ModelConfig) -> ModelSpec:
+    if config.has("clip_qkv"):
+        raise config.unsupported(
+            f"clip_qkv is {config.number('clip_qkv'):g}; limits of queries, keys and values are "
+            "not supported"
+        )
+    if config.flag("use_sliding_window", False):
+        raise config.unsupported("use_sliding_window is true; this family has no windows here")
+    return read_llama(config)
+
+
+def read_seed_oss(config: ModelConfig) -> ModelSpec:
+    return replace(
+        read_decoder(config),
+        has_qkv_bias=config.flag("attention_bias", True),
+        has_output_bias=config.flag("attention_out_bias", False),
         has_mlp_bias=config.flag("mlp_bias", False),
     )

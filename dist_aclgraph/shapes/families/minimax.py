@@ -10,17 +10,12 @@ from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
 from dist_aclgraph.shapes.families.experts import read_local_experts
+from dist_aclgraph.shapes.families.mistral import MIXTRAL_NAMES
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 
 NAMES = WeightNames(
-    changes=(
-        (".mlp.gate.e_score", ".mlp.e_score"),
-        (".mlp.", ".block_sparse_moe."),
-        (".gate_proj.", ".w1."),
-        (".up_proj.", ".w3."),
-        (".down_proj.", ".w2."),
-    )
+    changes=((".mlp.gate.e_score", ".mlp.e_score"), *MIXTRAL_NAMES.changes),
 )
 FULL_ATTENTION = 1  # the value of full attention in attn_type_list
 

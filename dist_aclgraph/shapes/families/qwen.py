@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3 and Qwen3-MoE."""
+"""Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from dataclasses import replace
 from dist_aclgraph.shapes.families.decoder import read_decoder
 from dist_aclgraph.shapes.families.experts import checked_experts
 from dist_aclgraph.shapes.model_config import MAX_EXPERTS, MAX_LAYERS, ModelConfig
-from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec
+from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
+
+SHARED_NAME = (".mlp.shared_experts.", ".mlp.shared_expert.")
 
 
 def read_qwen2(config: ModelConfig) -> ModelSpec:
     return replace(read_decoder(config), has_qkv_bias=True)
+
+
+def read_qwen2_moe(config: ModelConfig) -> ModelSpec:
+    """Read a decoder with experts, and with one shared expert whose result is gated."""
+    if config.flag("use_sliding_window", False):
+        raise config.unsupported("use_sliding_window is true; this family has no windows here")
+    return replace(
+        read_decoder(config, experts=with_shared_expert(config, read_qwen_experts(config))),
+        has_qkv_bias=config.flag("qkv_bias", True),
+        names=WeightNames(changes=(SHARED_NAME,)),
+    )
 
 
 def read_qwen3(config: ModelConfig) -> ModelSpec:
@@ -52,3 +65,14 @@ def read_qwen_experts(
         layers=frozenset(layers) - frozenset(config.integers("mlp_only_layers")),
     )
     return checked_experts(config, experts)
+
+
+def with_shared_expert(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
+    """Add the shared expert, if config.json has its width."""
+    shared = config.integer("shared_expert_intermediate_size", 0, least=0)
+    return replace(
+        experts,
+        num_shared=1 if shared else 0,
+        shared_width=shared or None,
+        gates_shared=shared > 0,
+    )

@@ -7,16 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
-from dist_aclgraph.shapes.families.qwen import read_qwen_experts
+from dist_aclgraph.shapes.families.qwen import (
+    SHARED_NAME,
+    read_qwen_experts,
+    with_shared_expert,
+)
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 
 ROTATED_PART = 0.25  # rotated part of a head, if config.json has no value
-SHARED_NAME = (".mlp.shared_experts.", ".mlp.shared_expert.")
-# In a model with an image encoder, the names of the weights of the text part begin like this. The
-# name of the output head does not begin like this.
-TEXT_NAME = ("model.", "model.language_model.")
-OTHER_PARTS = ("model.visual.",)
 
 
 def read_qwen3_next(config: ModelConfig) -> ModelSpec:
@@ -39,13 +38,6 @@ def read_qwen3_next(config: ModelConfig) -> ModelSpec:
     )
 
 
-def read_beside_images(config: ModelConfig) -> ModelSpec:
-    """Read the text part of a checkpoint that also has an image encoder."""
-    spec = read_qwen3_next(config)
-    names = replace(spec.names, changes=(*spec.names.changes, TEXT_NAME), ignored=OTHER_PARTS)
-    return replace(spec, names=names)
-
-
 def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
     """Return the names of the next-token module, whose index follows the last layer's index."""
     module = f"model.layers.{num_layers}."
@@ -59,11 +51,6 @@ def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
 
 
 def _experts(config: ModelConfig) -> ExpertSpec:
-    experts = read_qwen_experts(config, num_drafts=config.num_draft_layers, renormalizes=True)
-    shared = config.integer("shared_expert_intermediate_size", 0, least=0)
-    return replace(
-        experts,
-        num_shared=1 if shared else 0,
-        shared_width=shared or None,
-        gates_shared=shared > 0,
-    )
+    num_drafts = config.num_draft_layers
+    experts = read_qwen_experts(config, num_drafts=num_drafts, renormalizes=True)
+    return with_shared_expert(config, experts)

@@ -44,6 +44,11 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ({"layer_types": [FULL] * 4}, []),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, [0, 1, 2, 3]),
         ({"architectures": ["LlamaForCausalLM"]}, []),
+        ({"architectures": ["MistralForCausalLM"]}, [0, 1, 2, 3]),
+        ({"architectures": ["MistralForCausalLM"], "use_sliding_window": False}, [0, 1, 2, 3]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, []),
+        ({"architectures": ["MinistralForCausalLM"], "layer_types": [SLIDING, *[FULL] * 3]}, [0]),
+        ({"architectures": ["MixtralForCausalLM"]}, [0, 1, 2, 3]),
     ],
     ids=lambda value: repr(value)[:60],
 )
@@ -54,6 +59,21 @@ def test_layers_slide_as_in_transformers(
 
     assert (sorted(window.layers) if window else []) == layers
     assert window is None or window.num_keys == 64
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_keys"),
+    [("MistralForCausalLM", 4096), ("MinistralForCausalLM", 4096), ("MixtralForCausalLM", None)],
+)
+def test_an_absent_key_is_the_window_of_transformers(
+    tmp_path: Path, architecture: str, num_keys: int | None
+) -> None:
+    absent = {key: value for key, value in SHAPE.items() if key != "sliding_window"}
+    (tmp_path / "config.json").write_text(json.dumps(absent | {"architectures": [architecture]}))
+
+    window = read_model_facts(tmp_path).window
+
+    assert (window.num_keys if window else None) == num_keys
 
 
 def test_a_window_that_holds_every_request_hides_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,68 @@ def test_other_families_have_the_published_numbers_of_parameters(
 ) -> None:
     # All elements have four bytes here, so elements that are always float32 count like the others.
     assert elements(shape, element_bytes=4) / 4e9 == pytest.approx(billions, rel=tolerance)
+
+
+# The published sizes of models, and billions of their parameters as the authors publish them.
+PUBLISHED = {
+    "Mistral 7B v0.3": (7.248, {
+        "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "sliding_window": None,
+    }),
+    "Mixtral 8x7B": (46.703, {
+        "architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }),
+    "Qwen1.5-MoE-A2.7B": (14.316, {
+        "architectures": ["Qwen2MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "max_position_embeddings": 8192, "num_experts": 60,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    }),
+    "Seed-OSS-36B": (36.151, {
+        "architectures": ["SeedOssForCausalLM"], "vocab_size": 155136, "hidden_size": 5120,
+        "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288,
+    }),
+    "Solar Open 100B": (102.6, {
+        "architectures": ["SolarOpenForCausalLM"], "vocab_size": 196608, "hidden_size": 4096,
+        "intermediate_size": 10240, "num_hidden_layers": 48, "num_attention_heads": 64,
+        "max_position_embeddings": 131072, "n_routed_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280,
+    }),
+    "Hy3": (295, {
+        "architectures": ["HYV3ForCausalLM"], "vocab_size": 120832, "hidden_size": 4096,
+        "intermediate_size": 13312, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "max_position_embeddings": 131072, "num_experts": 192, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+    }),
+    "ERNIE-4.5-0.3B": (0.36, {
+        "architectures": ["Ernie4_5ForCausalLM"], "vocab_size": 103424, "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16,
+        "max_position_embeddings": 131072,
+    }),
+    "ERNIE-4.5-300B-A47B": (300, {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "vocab_size": 103424, "hidden_size": 8192,
+        "intermediate_size": 28672, "num_hidden_layers": 54, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "moe_num_experts": 64,
+        "moe_k": 8, "moe_num_shared_experts": 0, "moe_intermediate_size": 3584,
+        "moe_layer_start_index": 3, "tie_word_embeddings": False,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_more_families_have_the_published_numbers_of_parameters(tmp_path: Path, name: str) -> None:
+    billions, config = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    found = total(weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=4))
+
+    assert found / 4e9 == pytest.approx(billions, rel=0.005)
 
 
 @pytest.mark.parametrize("shape", ["deepseek-v3", "qwen3-235b-a22b"])

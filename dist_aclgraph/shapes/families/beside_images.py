@@ -1,0 +1,37 @@
+"""The text part of a checkpoint that also has an image encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dist_aclgraph.shapes.model_config import ModelConfig
+from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
+
+# The weights of the text part begin with "model.language_model." in place of "model."; the name of
+# the output head is the usual name.
+INNER_NAMES = WeightNames(
+    changes=(("model.", "model.language_model."),), ignored=("model.visual.",)
+)
+# All weights of the text part have a prefix, also the output head.
+OUTER_NAMES = WeightNames(
+    prefix="language_model.",
+    ignored=("vision_tower.", "mm_projector.", "multi_modal_projector."),
+)
+
+
+def beside_images(
+    read: Callable[[ModelConfig], ModelSpec], names: WeightNames
+) -> Callable[[ModelConfig], ModelSpec]:
+    """Return a function that reads the text part with ``read``.
+
+    Args:
+        names: names of the weights of the text part, and of other parts.
+    """
+
+    def read_text_part(config: ModelConfig) -> ModelSpec:
+        spec = read(config)
+        changes = (*spec.names.changes, *names.changes)
+        return replace(spec, names=replace(names, changes=changes))
+
+    return read_text_part
