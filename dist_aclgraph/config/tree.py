@@ -315,11 +315,11 @@ class Config(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"
     )
-    quantization: Literal["w8a8", "compressed-tensors", "fp8"] | None = Field(
+    quantization: Literal["w8a8", "compressed-tensors", "fp8", "mxfp4"] | None = Field(
         None,
         description="w8a8 converts the matrices of layers to int8 while loading; null keeps the "
-        "checkpoint's weights, int8 weights included. compressed-tensors and fp8 are the same as "
-        "null, but refuse a checkpoint with another quant_method",
+        "checkpoint's weights, int8 weights included. compressed-tensors, fp8 and mxfp4 are the "
+        "same as null, but refuse a checkpoint with another quant_method",
     )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint",

@@ -2,7 +2,7 @@
 
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
 slices. A slice is converted (to another dtype, to int8, or to floats) on the device. Values of four
-bits and FP8 are converted on the host; not every chip supports FP8. Quantised weights are
+bits, FP8 and MXFP4 are converted on the host; not every chip supports FP8. Quantised weights are
 multiplied by their scales while they are read, except matrices of products that run in int8 or with
 weights of four bits.
 """
@@ -23,7 +23,7 @@ from dist_aclgraph.errors import (
     ModelError,
     UnsupportedModelError,
 )
-from dist_aclgraph.models import block_scales, int8_weights
+from dist_aclgraph.models import block_scales, int8_weights, mxfp4
 from dist_aclgraph.models.int4_weights import Int4Matrix, StoredInt4
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import NO_INT4, Int4Format, Int4Formats
@@ -130,11 +130,15 @@ class Checkpoint:
         Args:
             shape: shape of the stack; its first dimension counts the members.
             dim: dimension of the member.
-            has_blocks: whether members are [out, in] matrices, which may be in FP8.
+            has_blocks: whether members are [out, in] matrices, which may be in FP8. Other members
+                are [in, out] matrices or vectors; matrices may be stored in MXFP4.
 
         Raises:
             MissingTensorError, UnsupportedModelError: as ``read``.
         """
+        if name + mxfp4.BLOCKS in self:
+            floats = self._mxfp4_member(name, shape, member, dim, start, stop)
+            return _padded(floats.to(self.device), dim, stop - start)
         where = [slice(member, member + 1), *([slice(None)] * (len(shape) - 1))]
         where[dim + 1] = slice(start, min(stop, shape[dim + 1]))
         source = self._slice(name, shape)
@@ -147,6 +151,27 @@ class Checkpoint:
         else:
             self._check_floats(name, source)
         return _padded(part.to(self.device).to(self.dtype), dim, stop - start)
+
+    def _mxfp4_member(
+        self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
+    ) -> Tensor:
+        """Return a part of an [in, out] matrix, which is stored as [out, in]; see
+        ``read_member``.
+        """
+        count, num_in, num_out = shape
+        num_groups = -(-num_in // mxfp4.GROUP)
+        values, powers = (
+            self._slice(name + end, (count, num_out, num_groups, *rest))
+            for end, rest in ((mxfp4.BLOCKS, (mxfp4.GROUP // 2,)), (mxfp4.SCALES, ()))
+        )
+        if dim == 1:
+            rows, groups, first = slice(start, stop), slice(None), 0
+        else:
+            rows, groups = slice(None), slice(start // mxfp4.GROUP, -(-stop // mxfp4.GROUP))
+            first = start % mxfp4.GROUP
+        where = slice(member, member + 1), rows, groups
+        part = mxfp4.dequantise(values[where][0], powers[where][0], self.dtype).t()
+        return part if dim == 1 else part[first : first + min(stop, num_in) - start]
 
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int

@@ -29,15 +29,12 @@ INT8_INPUTS = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
 # each byte.
 PACKED, BYTES = "pack-quantized", "int-quantized"
 IN_ORDER = (None, "static", "weight")  # values of actorder that do not change the order of inputs
-MXFP4_REMEDY = (
-    "load the model in transformers with Mxfp4Config(dequantize=True), save it in bfloat16, and "
-    "serve the saved checkpoint"
-)
+MXFP4_ARCHITECTURES = ("GptOssForCausalLM",)
 SUPPORTED = (
     "supported: compressed-tensors with symmetric int8 weights by channel and dynamic int8 "
     "activations by token, or with symmetric int4 weights by channel or group, in groups of a "
     f"multiple of {SMALLEST_GROUP} or, with dynamic int8 activations by token, of {INT8_GROUP}; "
-    "fp8 in blocks of 128 x 128 with dynamic activations; "
+    "fp8 in blocks of 128 x 128 with dynamic activations; mxfp4 of gpt-oss; "
     f"{', '.join(DESCRIBED[:-1])} and {DESCRIBED[-1]} in {DESCRIPTION}, with the same groups"
 )
 
@@ -50,11 +47,8 @@ def check_quantisation(config: ModelConfig) -> None:
         UnsupportedModelError: the quantised format of the checkpoint is not supported.
     """
     if (found := config.part("quantization_config")) is not None:
-        if found.raw.get("quant_method") == "mxfp4":
-            raise UnsupportedModelError(
-                f"quantization_config of {config.directory} has quant_method 'mxfp4', which is not "
-                f"supported; {MXFP4_REMEDY}"
-            )
+        if found.raw.get("quant_method") == "mxfp4" and config.architecture in MXFP4_ARCHITECTURES:
+            return
         reason = _refusal(found)
         if reason:
             raise UnsupportedModelError(

@@ -1,6 +1,6 @@
 """gpt-oss: sinks and sliding windows, biases in all products, and a limited gated activation.
 
-Only checkpoints in floats are supported; the published ones store experts in MXFP4.
+The published checkpoints store experts in MXFP4, which become floats during loading.
 """
 
 from __future__ import annotations

@@ -218,9 +218,9 @@ def test_names_of_minimax_m2() -> None:
         ("minimax-m2", {"shared_intermediate_size": 64}, "shared_intermediate_size is 64"),
         ("gpt-oss-20b", {"layer_types": ["linear_attention"] * 24}, "layer_types has linear"),
         (
-            "gpt-oss-20b",
+            "glm-4.5",
             {"quantization_config": {"quant_method": "mxfp4"}},
-            "quant_method 'mxfp4', which is not supported; load the model in transformers",
+            "quant_method 'mxfp4'; supported: .*mxfp4 of gpt-oss",
         ),
         ("qwen3-235b-a22b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],
