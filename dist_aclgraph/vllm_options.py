@@ -105,8 +105,8 @@ OPTIONS: dict[str, Option] = {
         str,
         dict.fromkeys(
             (
-                *("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "qwen3"),
-                "openai_gptoss",
+                *("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "mistral"),
+                *("openai_gptoss", "qwen3", "seed_oss"),
             ),
             None,
         ),

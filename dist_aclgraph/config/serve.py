@@ -56,6 +56,8 @@ ToolFormat = Literal[
     "deepseek_v3",
     "deepseek_v31",
     "glm45",
+    "mistral",
+    "seed_oss",
     "qwen3_coder",
     "hermes",
     "pythonic",

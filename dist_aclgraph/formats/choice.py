@@ -19,8 +19,10 @@ from dist_aclgraph.formats import (
     kimi_k2,
     llama3_json,
     minimax_m2,
+    mistral,
     pythonic,
     qwen3_coder,
+    seed_oss,
 )
 from dist_aclgraph.formats.lark import Lark, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
@@ -38,6 +40,8 @@ FORMATS: dict[str, ModuleType] = {
     "deepseek_v3": deepseek_v3,
     "deepseek_v31": deepseek_v31,
     "glm45": glm45,
+    "mistral": mistral,
+    "seed_oss": seed_oss,
     "qwen3_coder": qwen3_coder,
     "hermes": hermes,
     "pythonic": pythonic,

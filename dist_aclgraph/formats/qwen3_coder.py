@@ -34,7 +34,11 @@ def fits(template: str) -> bool:
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
-    begin, end = scanner.coded(BEGIN), scanner.coded(END)
+    yield from copy_tagged_calls(scanner, tools, scanner.coded(BEGIN), scanner.coded(END))
+
+
+def copy_tagged_calls(scanner: Scanner, tools: Tools, begin: str, end: str) -> Scan[None]:
+    """Read content in which each call is between ``begin`` and ``end``."""
     marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
     while marker is not None:
         scanner.keep()

@@ -10,6 +10,7 @@ of time or memory.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import resource
@@ -40,7 +41,10 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"as_text": True},
     {"has_content": True},
     {"as_text": True, "has_content": True},
+    {"has_short_ids": True},
+    {"has_short_ids": True, "has_content": True},
 )
+LENGTH_OF_SHORT_ID = 9  # templates of Mistral refuse ids of calls with another length
 END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template can strip the space
 
 
@@ -129,26 +133,43 @@ def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
 
 
 def _with_calls(
-    message: dict[str, Any], *, as_text: bool = False, has_content: bool = False
+    message: dict[str, Any],
+    *,
+    as_text: bool = False,
+    has_content: bool = False,
+    has_short_ids: bool = False,
 ) -> dict[str, Any]:
     """Return a message whose calls have one of the forms that templates read.
 
     Args:
         as_text: whether arguments are JSON text, and not an object.
         has_content: whether a message that has only calls gets an empty content.
+        has_short_ids: whether ids of calls, and of the messages with their results, get nine
+            characters.
     """
-    calls = message.get("tool_calls")
+    found, calls = {**message}, message.get("tool_calls")
+    if has_short_ids and (call_id := message.get("tool_call_id")) is not None:
+        found["tool_call_id"] = _short_id(call_id)
     if not calls:
-        return {**message}
-    found = {**message}
+        return found
     if has_content and found.get("content") is None:
         found["content"] = ""
+    if has_short_ids:
+        found["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
     if as_text:
         found["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _text_of(call)}}
             for call in calls
         ]
     return found
+
+
+def _short_id(call_id: Any) -> str:
+    """Return an id of letters and digits; equal ids stay equal."""
+    text = str(call_id)
+    if len(text) == LENGTH_OF_SHORT_ID and text.isalnum():
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:LENGTH_OF_SHORT_ID]
 
 
 def _text_of(call: dict[str, Any]) -> str:

@@ -60,6 +60,18 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         "</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>",
         Message(calls=[TEXTS, STOPPED]),
     ),
+    "mistral": (
+        f'I look.[TOOL_CALLS][{{"name": "find", "arguments": {JSON}, "id": "aB3dE5gH7"}}, '
+        '{"name": "stop", "arguments": {}}]',
+        Message("I look.", calls=[FOUND, STOPPED]),
+    ),
+    "seed_oss": (
+        "I look.\n<seed:tool_call>\n<function=find>\n<parameter=n>5</parameter>\n"
+        "<parameter=text>two\nlines </b> 2>&1</parameter>\n<parameter=deep>true</parameter>\n"
+        "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=stop>\n</function>\n"
+        "</seed:tool_call>",
+        Message("I look.", calls=[TEXTS, STOPPED]),
+    ),
     "deepseek_v3": (
         "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n"
         f"{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n"

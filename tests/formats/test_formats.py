@@ -17,6 +17,9 @@ from dist_aclgraph.formats.events import CallArguments, Content, Reasoning
 from dist_aclgraph.formats.scanner import Scanner
 from tests.formats.answers import (
     ANSWERS,
+    FOUND,
+    JSON,
+    STOPPED,
     THINK,
     TOOLS,
     Message,
@@ -51,6 +54,17 @@ def test_an_answer_says_the_same_however_it_is_divided(name, has_tokens, sizes):
     text, expected = ANSWERS[name]
 
     assert read(make_format(name, has_tokens=has_tokens), text, sizes) == expected
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("between", ["[ARGS]", "[CALL_ID]aB3dE5gH7[ARGS]", " "])
+@given(sizes=SIZES)
+def test_calls_of_mistral_may_have_names_before_their_arguments(between, has_tokens, sizes):
+    text = f"I look.[TOOL_CALLS]find{between}{JSON}[TOOL_CALLS]stop{between}{{}}"
+
+    found = read(make_format("mistral", has_tokens=has_tokens), text, sizes)
+
+    assert found == Message("I look.", calls=[FOUND, STOPPED])
 
 
 @pytest.mark.parametrize("name", ["मौसम", "วันนี้", "citta\u0300"])

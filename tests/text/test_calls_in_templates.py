@@ -52,6 +52,24 @@ def test_arguments_that_are_no_object_are_not_changed(call, expected):
     assert template.render([{**CALLING, "tool_calls": [call]}]) == expected
 
 
+@pytest.mark.parametrize("call_id", ["call_0123456789", "1", "aB3dE5gH7"])
+def test_a_template_that_refuses_long_ids_gets_nine_characters(call_id):
+    """Templates of Mistral refuse calls and results whose id has another length."""
+    refuses = "{% if id | length != 9 %}{{ raise_exception('length 9') }}{% endif %}{{ id }} "
+    body = (
+        "{% for m in messages %}{% set id = m.tool_call_id %}{% if id %}" + refuses + "{% endif %}"
+        "{% for c in m.tool_calls or [] %}{% set id = c.id %}" + refuses + END
+    )
+    result = {"role": "tool", "tool_call_id": call_id, "content": "3"}
+    messages = [{**CALLING, "tool_calls": [{**CALL, "id": call_id}]}, result]
+
+    of_call, of_result = make_template(body).render(messages).split()
+
+    assert of_call == of_result
+    assert of_call.isalnum()
+    assert (of_call == call_id) == (call_id == "aB3dE5gH7")
+
+
 def test_the_error_is_that_of_the_first_form():
     template = make_template(LOOP + RAISES + END)
 
