@@ -190,6 +190,17 @@ SPECIAL |= {
         "moe_intermediate_size": 96,
         "tie_word_embeddings": True,
     },
+    "Phi3ForCausalLM": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+        "pad_token_id": None,
+    },
     "SeedOssForCausalLM": {"head_dim": 64, "attention_out_bias": False, "mlp_bias": True},
 }
 ARCHITECTURES = tuple(SPECIAL)

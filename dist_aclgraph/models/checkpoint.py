@@ -27,7 +27,7 @@ from dist_aclgraph.models import block_scales, int8_weights, mxfp4
 from dist_aclgraph.models.int4_weights import Int4Matrix, StoredInt4
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import NO_INT4, Int4Format, Int4Formats
-from dist_aclgraph.shapes.model_spec import WeightNames
+from dist_aclgraph.shapes.model_spec import RowRange, WeightNames
 from dist_aclgraph.shapes.weight_files import is_headless, tensor_files
 
 CPU = torch.device("cpu")
@@ -396,7 +396,11 @@ class Checkpoint:
                 )
 
     def _find(self, name: str) -> Any:
-        name = self._stored_name(name)
+        rows = self._names.range_of(name)
+        source = self._find_stored(self._stored_name(name))
+        return source if rows is None else _Rows(source, rows)
+
+    def _find_stored(self, name: str) -> Any:
         self._read_names.add(name)
         if name not in self._file_of:
             raise MissingTensorError(f"{self._directory} has no tensor {name}")
@@ -415,6 +419,28 @@ class Checkpoint:
             except (OSError, SafetensorError) as e:
                 raise ModelError(f"cannot read {self._directory / file_name}: {e}") from e
         return self._open[file_name]
+
+
+class _Rows:
+    """Some rows of a stored tensor, with the methods of safetensors' slices."""
+
+    def __init__(self, source: Any, rows: RowRange) -> None:
+        self._source, self._rows = source, rows
+
+    def get_dtype(self) -> str:
+        return str(self._source.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the rows, or that of the stored tensor if it has other rows."""
+        stored = list(self._source.get_shape())
+        return [self._rows.count, *stored[1:]] if stored[0] == self._rows.total else stored
+
+    def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
+        rows, *rest = where if isinstance(where, tuple) else (where,)
+        start, stop, _ = rows.indices(self._rows.count)
+        moved = slice(self._rows.first + start, self._rows.first + max(start, stop))
+        part: Tensor = self._source[(moved, *rest)]
+        return part
 
 
 def _first(dim: int, start: int) -> tuple[int, int]:

@@ -123,6 +123,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8},
     "Mistral3ForConditionalGeneration": {"num_key_value_heads": 8},
     "MinistralForCausalLM": {"num_key_value_heads": 8},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5},
     "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
     "Qwen3_5ForCausalLM": {"num_key_value_heads": 4, "head_dim": 256},

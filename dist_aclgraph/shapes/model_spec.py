@@ -103,6 +103,21 @@ class LatentSpec:
     interleaves: bool
 
 
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of a stored tensor that are a tensor of its own for all loaders.
+
+    Attributes:
+        part: a part of the usual name of the tensor.
+        first, count: the rows; total: number of rows of the stored tensor.
+    """
+
+    part: str
+    first: int
+    count: int
+    total: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
     """How a checkpoint names its tensors, if its names differ from the usual names (the names that
@@ -113,6 +128,8 @@ class WeightNames:
         changes: pairs: a part of a usual name, and its replacement in the checkpoint. All pairs are
             applied, one after another.
         of_experts: further pairs, for the tensors of routed experts only.
+        ranges: tensors that are rows of a stored tensor, such as the queries in one tensor of
+            queries, keys and values.
         ignored: beginnings of the names of tensors that belong to other parts of the model, such as
             an image encoder.
     """
@@ -120,6 +137,7 @@ class WeightNames:
     prefix: str = ""
     changes: tuple[tuple[str, str], ...] = ()
     of_experts: tuple[tuple[str, str], ...] = ()
+    ranges: tuple[RowRange, ...] = ()
     ignored: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
@@ -128,6 +146,12 @@ class WeightNames:
         for usual, stored in (*self.changes, *of_experts):
             name = name.replace(usual, stored)
         return self.prefix + name
+
+    def range_of(self, name: str) -> RowRange | None:
+        """Return the rows in which the tensor with a usual name is stored; None if it is a whole
+        tensor.
+        """
+        return next((each for each in self.ranges if each.part in name), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,7 +167,8 @@ def _rotated_part(config: ModelConfig, usual: float) -> float:
 
 
 def _kind(scaling: ModelConfig) -> str:
-    return scaling.text("rope_type", scaling.text("type", "default"))
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    return "longrope" if kind == "su" else kind  # the first name of longrope, in early Phi-3 files
 
 
 def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:

@@ -54,6 +54,7 @@ RULES = {
     "Mistral3ForConditionalGeneration": _Rule(by_type=False),
     "MinistralForCausalLM": _Rule(),
     "MixtralForCausalLM": _Rule(usual=None, by_type=False),
+    "Phi3ForCausalLM": _Rule(usual=None, by_type=False),
 }
 
 

@@ -23,6 +23,7 @@ from dist_aclgraph.shapes.families.kimi import read_kimi_linear
 from dist_aclgraph.shapes.families.llama import read_iquest_coder, read_llama, read_seed_oss
 from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.mistral import read_mistral, read_mixtral
+from dist_aclgraph.shapes.families.phi3 import read_phi3
 from dist_aclgraph.shapes.families.qwen import (
     read_qwen2,
     read_qwen2_moe,
@@ -49,6 +50,7 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "MinistralForCausalLM": read_mistral,
     "Mistral3ForConditionalGeneration": beside_images(read_mistral, OUTER_NAMES),
     "MixtralForCausalLM": read_mixtral,
+    "Phi3ForCausalLM": read_phi3,
     "Qwen3MoeForCausalLM": read_qwen3_moe,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,

@@ -73,6 +73,11 @@ def read(**keys: Any) -> ModelConfig:
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.5}}, 81920, 81920),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, 65536, 65536),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 32768, 32768),
+        (
+            {"rope_scaling": LONG | {"type": "su"}, "original_max_position_embeddings": 4096},
+            32768,
+            4096,
+        ),
         ({"rope_scaling": LONG, "original_max_position_embeddings": 4096}, 32768, 4096),
         ({"rope_scaling": {**LONG, "original_max_position_embeddings": 4096}}, 32768, 4096),
         ({"rope_scaling": LONG}, 32768, 32768),

@@ -91,6 +91,11 @@ PUBLISHED = {
         "max_position_embeddings": 131072, "n_routed_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 1280,
     }),
+    "Phi-4": (14.66, {
+        "architectures": ["Phi3ForCausalLM"], "vocab_size": 100352, "hidden_size": 5120,
+        "intermediate_size": 17920, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "num_key_value_heads": 10, "max_position_embeddings": 16384,
+    }),
     "Hy3": (295, {
         "architectures": ["HYV3ForCausalLM"], "vocab_size": 120832, "hidden_size": 4096,
         "intermediate_size": 13312, "num_hidden_layers": 80, "num_attention_heads": 64,
