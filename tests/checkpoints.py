@@ -190,6 +190,8 @@ SPECIAL |= {
         "moe_intermediate_size": 96,
         "tie_word_embeddings": True,
     },
+    "GlmForCausalLM": {"head_dim": 64, "attention_bias": False, "pad_token_id": None},
+    "Glm4ForCausalLM": {"head_dim": 64, "attention_bias": True, "pad_token_id": None},
     "Phi3ForCausalLM": {
         "num_attention_heads": 2,
         "num_key_value_heads": 2,

@@ -73,6 +73,8 @@ class DecoderLayer:
     Attributes:
         index: the layer's index in the checkpoint.
         marks: marks the collectives of this rank.
+        output_norms: norms of the results of attention and of the feed-forward part; None if the
+            results are added to the residual stream as they are.
     """
 
     input_norm: RmsNorm | Int8Norm
@@ -81,6 +83,7 @@ class DecoderLayer:
     feed_forward: FeedForward
     index: int
     marks: CollectiveMarks
+    output_norms: tuple[RmsNorm, RmsNorm] | None = None
 
     def before_attention(
         self, x: Tensor, residual: Tensor | None, rope: Rope
@@ -104,8 +107,14 @@ class DecoderLayer:
             attended: the inputs of attention; the last one has the results.
         """
         self.marks.enter(self.index, AFTER)
-        h, residual = self.post_attention_norm.after_sum(self.attention.output(attended), residual)
-        return self.feed_forward(h, slots, step), residual
+        of_attention, of_feed_forward = self.output_norms or (_unchanged, _unchanged)
+        result = of_attention(self.attention.output(attended))
+        h, residual = self.post_attention_norm.after_sum(result, residual)
+        return of_feed_forward(self.feed_forward(h, slots, step)), residual
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def load_layer(
@@ -119,6 +128,12 @@ def load_layer(
     attention = kind.load(slices, index)
     norm = load_norm(slices, spec, f"{prefix}.post_attention_layernorm.weight")
     feed_forward = _load_feed_forward(slices, spec, index, f"{prefix}.mlp")
+    output_norms = None
+    if spec.has_output_norms:
+        output_norms = (
+            load_norm(slices, spec, f"{prefix}.post_self_attn_layernorm.weight"),
+            load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
+        )
     is_first = index in (0, spec.num_layers)  # in the decoder, or in the next-token module
     return DecoderLayer(
         slices.norm_before(input_norm, attention.quantises_rows and not is_first),
@@ -127,6 +142,7 @@ def load_layer(
         feed_forward,
         index,
         slices.group.marks,
+        output_norms,
     )
 
 

@@ -68,6 +68,7 @@ _DEEPSEEK_V3 = {
     "topk_group": 4,
     "first_k_dense_replace": 3,
 }
+_GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07}
 _ERNIE = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 # If config.json lacks one of these keys, the family's value is used, as in transformers. Keys whose
 # default is equal in all families are not listed.
@@ -101,6 +102,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "InternLM3ForCausalLM": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
     "IQuestCoderForCausalLM": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     "SeedOssForCausalLM": {"num_key_value_heads": 8, "head_dim": 128},
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM,
     "SolarOpenForCausalLM": {
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -16,7 +16,7 @@ from dist_aclgraph.shapes.families.beside_images import (
 )
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
 from dist_aclgraph.shapes.families.ernie import read_ernie, read_ernie_moe
-from dist_aclgraph.shapes.families.glm import read_glm4_moe, read_solar_open
+from dist_aclgraph.shapes.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
 from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
 from dist_aclgraph.shapes.families.hunyuan import read_hy_v3
 from dist_aclgraph.shapes.families.kimi import read_kimi_linear
@@ -56,6 +56,8 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "KimiK25ForConditionalGeneration": beside_images(read_deepseek_v3, OUTER_NAMES),
     "KimiLinearForCausalLM": read_kimi_linear,
+    "GlmForCausalLM": read_glm,
+    "Glm4ForCausalLM": read_glm4,
     "Glm4MoeForCausalLM": read_glm4_moe,
     "SolarOpenForCausalLM": read_solar_open,
     "MiniMaxM2ForCausalLM": read_minimax_m2,

@@ -1,5 +1,6 @@
-"""GLM-4.5 and 4.6: grouped queries with partly rotated heads, and experts as in DeepSeek V3. Solar
-Open has the same experts.
+"""GLM-4, dense and with experts: grouped queries with partly rotated heads.
+
+GLM-4.5 and 4.6 have experts as in DeepSeek V3, and so has Solar Open.
 """
 
 from __future__ import annotations
@@ -8,10 +9,29 @@ from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
 from dist_aclgraph.shapes.families.experts import read_deepseek_experts
+from dist_aclgraph.shapes.families.phi3 import join_gate_up
 from dist_aclgraph.shapes.model_config import ModelConfig
-from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 
 ROTATED_PART = 0.5  # rotated part of a head, if config.json has no value
+
+
+def read_glm(config: ModelConfig) -> ModelSpec:
+    """Read a decoder in which gate and up are one stored matrix, and neighbouring elements of a
+    head are rotated as pairs.
+    """
+    spec = read_decoder(config, rotated_part=ROTATED_PART)
+    return replace(
+        spec,
+        has_qkv_bias=config.flag("attention_bias", True),
+        rope_interleaves=True,
+        names=join_gate_up(WeightNames(), spec.intermediate_size),
+    )
+
+
+def read_glm4(config: ModelConfig) -> ModelSpec:
+    """Read a decoder that also normalises the results of attention and of the MLP."""
+    return replace(read_glm(config), has_output_norms=True)
 
 
 def read_glm4_moe(config: ModelConfig) -> ModelSpec:

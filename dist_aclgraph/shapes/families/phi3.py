@@ -15,21 +15,30 @@ GATE_UP = (".gate_proj.", ".up_proj.")
 def read_phi3(config: ModelConfig) -> ModelSpec:
     spec = read_decoder(config, rotated_part=1.0)
     num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    width = spec.intermediate_size
-    names = WeightNames(
-        changes=(
-            *((part, ".qkv_proj.") for part in QKV),
-            *((part, ".gate_up_proj.") for part in GATE_UP),
-        ),
-        ranges=(*_joined(QKV, (num_q, num_kv, num_kv)), *_joined(GATE_UP, (width, width))),
-    )
-    return replace(spec, names=names)
+    names = join(WeightNames(), ".qkv_proj.", QKV, (num_q, num_kv, num_kv))
+    return replace(spec, names=join_gate_up(names, spec.intermediate_size))
 
 
-def _joined(parts: tuple[str, ...], counts: tuple[int, ...]) -> tuple[RowRange, ...]:
-    """Return the rows of tensors that follow each other in one stored tensor."""
-    total = sum(counts)
-    return tuple(
-        RowRange(part, sum(counts[:index]), count, total)
+def join_gate_up(names: WeightNames, width: int) -> WeightNames:
+    return join(names, ".gate_up_proj.", GATE_UP, (width, width))
+
+
+def join(
+    names: WeightNames, stored: str, parts: tuple[str, ...], counts: tuple[int, ...]
+) -> WeightNames:
+    """Return names for a checkpoint that stores several tensors as one.
+
+    Args:
+        stored: a part of the name of the stored tensor.
+        parts: parts of the usual names, in the order of their rows.
+        counts: numbers of rows.
+    """
+    ranges = (
+        RowRange(part, sum(counts[:index]), count, sum(counts))
         for index, (part, count) in enumerate(zip(parts, counts, strict=True))
+    )
+    return replace(
+        names,
+        changes=(*names.changes, *((part, stored) for part in parts)),
+        ranges=(*names.ranges, *ranges),
     )

@@ -91,6 +91,11 @@ PUBLISHED = {
         "max_position_embeddings": 131072, "n_routed_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 1280,
     }),
+    "GLM-4-9B-0414": (9.4, {
+        "architectures": ["Glm4ForCausalLM"], "vocab_size": 151552, "hidden_size": 4096,
+        "intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "max_position_embeddings": 32768, "attention_bias": True,
+    }),
     "Phi-4": (14.66, {
         "architectures": ["Phi3ForCausalLM"], "vocab_size": 100352, "hidden_size": 5120,
         "intermediate_size": 17920, "num_hidden_layers": 40, "num_attention_heads": 40,
