@@ -166,8 +166,8 @@ class ModelSpec(ModelFacts):
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.
-        has_output_norms: whether a norm also follows attention and the MLP, before their results are
-            added to the residual stream.
+        has_output_norms: whether a norm also follows attention and the MLP, before their results
+            are added to the residual stream.
         norm_adds_one: whether a norm multiplies by ``1 + weight``; not in linear attention.
         int4: the matrices that have four bits in some or all layers.
     """
