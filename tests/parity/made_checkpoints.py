@@ -33,6 +33,9 @@ MADE = (
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
     "DeepseekV2ForCausalLM",
+    "MistralForCausalLM",
+    "SeedOssForCausalLM",
+    "Ernie4_5ForCausalLM",
 )
 CONTEXT, ORIGINAL, LONGER = 256, 64, 300
 NUM_TOKENS = 6

@@ -96,4 +96,11 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
         raise config.unsupported(f"hidden_act {activation} is not supported; only silu")
     check_quantisation(config)
     spec = READERS[architecture](config)
-    return replace(spec, int4=find_int4_matrices(spec, read_int4_formats(config)))
+    spec = replace(spec, int4=find_int4_matrices(spec, read_int4_formats(config)))
+    form = "four bits" if spec.int4 else spec.quant_method
+    if spec.names.ranges and form in ("four bits", "fp8"):
+        raise config.unsupported(
+            f"{architecture} stores several matrices as one, which is not supported in {form}: use "
+            "a checkpoint in bfloat16 or int8"
+        )
+    return spec

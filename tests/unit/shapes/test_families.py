@@ -232,6 +232,19 @@ def test_what_is_not_implemented_is_refused(
         read(tmp_path, shape, **changes)
 
 
+def test_joined_matrices_in_fp8_are_refused(tmp_path: Path) -> None:
+    blocks = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = {
+        "architectures": ["Glm4ForCausalLM"], "vocab_size": 64, "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "max_position_embeddings": 64, "quantization_config": {"quant_method": "fp8", **blocks},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UnsupportedModelError, match=r"several matrices as one.* in fp8"):
+        read_model_spec(tmp_path)
+
+
 @pytest.mark.parametrize("part", [0.0, -0.5, 1.5, 0.01, 0.04])
 def test_an_impossible_part_of_a_head_is_refused(tmp_path: Path, part: float) -> None:
     with pytest.raises(ModelError, match="must select an even number of the 128 elements"):

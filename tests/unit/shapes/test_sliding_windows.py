@@ -47,6 +47,10 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ({"architectures": ["MistralForCausalLM"]}, [0, 1, 2, 3]),
         ({"architectures": ["MistralForCausalLM"], "use_sliding_window": False}, [0, 1, 2, 3]),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, []),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": [FULL, *[SLIDING] * 3]},
+            [1, 2, 3],
+        ),
         ({"architectures": ["MinistralForCausalLM"], "layer_types": [SLIDING, *[FULL] * 3]}, [0]),
         ({"architectures": ["MixtralForCausalLM"]}, [0, 1, 2, 3]),
     ],
