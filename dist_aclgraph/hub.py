@@ -16,7 +16,8 @@ from dist_aclgraph.errors import ONLY_SAFETENSORS, ModelError
 from dist_aclgraph.extras import require
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-DESCRIPTIONS, WEIGHTS = ("*.json", "*.jinja", "tiktoken.model"), ("*.safetensors",)
+DESCRIPTIONS = ("*.json", "*.jinja", "tiktoken.model", "tokenizer.model")
+WEIGHTS = ("*.safetensors",)
 MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
 # Files that are not loaded, because they contain the same weights in other formats. Two kinds of
 # files in folders are loaded: chat templates (additional_chat_templates), and JSON in folders whose

@@ -27,6 +27,8 @@ from dist_aclgraph.text.tiktoken_file import read_tiktoken
 from dist_aclgraph.text.token_bytes import TokenBytes
 from dist_aclgraph.token_ids import check_token_ids
 
+# The files that can contain a tokenizer; the first one that exists is used.
+FILES = JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
 MIN_LONGEST_TOKEN = 64  # in characters, because normalisers may shorten texts
 # The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
 # of this many characters.
@@ -49,8 +51,8 @@ class Tokenizer:
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: all token ids are in [0, vocab_size).
         context_len: default length of the longest request, in tokens.
-        has_text: whether there is a tokenizer.json or a tiktoken.model; without one, prompts are
-            token ids and outputs have no text.
+        has_text: whether there is one of ``FILES``; without one, prompts are token ids and outputs
+            have no text.
     """
 
     def __init__(self, directory: str | Path, overrides: Mapping[str, Any] | None = None) -> None:
@@ -109,9 +111,8 @@ class Tokenizer:
         """
         if not self.has_text:
             raise InvalidParameterError(
-                "this checkpoint has no tokenizer.json: give the prompt as token ids, or add the "
-                "file (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers "
-                "writes it)",
+                f"this checkpoint has none of the files {', '.join(FILES)}: give the prompt as "
+                "token ids, or add such a file",
                 "prompt",
             )
         most = max_tokens or self.context_len
@@ -301,15 +302,19 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
     Raises:
         ModelError: the file is not a tokenizer.
     """
-    paths = [directory / name for name in ("tokenizer.json", "tiktoken.model")]
-    path = next((path for path in paths if path.exists()), None)
+    path = next((path for name in FILES if (path := directory / name).exists()), None)
     if path is None:
         return None
     try:
-        if path == paths[0]:
-            check_regular(path)
+        check_regular(path)
+        if path.name == JSON:
             return tokenizers.Tokenizer.from_file(str(path))
-        return read_tiktoken(path, tokens_by_id(described))
+        if path.name == TIKTOKEN:
+            return read_tiktoken(path, tokens_by_id(described))
+        # Few checkpoints need this file's libraries, whose import takes 50 ms.
+        from dist_aclgraph.text.sentencepiece_file import read_sentencepiece
+
+        return read_sentencepiece(path, described)
     except ModelError:
         raise
     except BaseException as e:  # a panic of the library is no Exception

@@ -25,6 +25,7 @@ FILES = {
     "config.json": b'{"model": 1}',
     "tokenizer.json": b'{"tokens": 1}',
     "tiktoken.model": b"YQ== 0",
+    "tokenizer.model": b"pieces",
     "chat_template.jinja": b"x",
     "additional_chat_templates/tool_use.jinja": b"y",
     WEIGHTS: b"weights" * 1000,

@@ -1,0 +1,139 @@
+"""Makes a tokenizer of SentencePiece's ``tokenizer.model``, for checkpoints without
+tokenizer.json.
+
+The result encodes and decodes as SentencePiece does, but it can also have added tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from dist_aclgraph.errors import ModelError, UnsupportedModelError
+
+SPACE = "\u2581"  # what SentencePiece writes in place of a space
+REMEDY = "add tokenizer.json, or remove the file to serve prompts of token ids only"
+proto: Any = sentencepiece_model_pb2  # its classes are made while it is imported
+UNIGRAM, BPE = proto.TrainerSpec.UNIGRAM, proto.TrainerSpec.BPE
+Piece = proto.ModelProto.SentencePiece
+
+
+def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a model of SentencePiece.
+
+    Args:
+        described: the content of the checkpoint's tokenizer_config.json; it tells which tokens are
+            added to a text.
+
+    Raises:
+        ModelError: the file cannot be read.
+        UnsupportedModelError: the kind of the model is neither BPE nor unigram.
+    """
+    model = proto.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except (OSError, DecodeError) as e:
+        raise ModelError(f"{path} is not a model of SentencePiece ({e}); {REMEDY}") from None
+    if not model.pieces:
+        raise ModelError(f"{path} is not a model of SentencePiece (it has no pieces); {REMEDY}")
+    tokenizer = Tokenizer(_read_model(path, model))
+    has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
+    steps = _normalizers(model.normalizer_spec)
+    if described.get("legacy", True):  # also a text behind an added token gets the prefix
+        steps += [normalizers.Prepend(SPACE)] * has_prefix
+        steps.append(normalizers.Replace(" ", SPACE))
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            SPACE, prepend_scheme="first" if has_prefix else "never", split=False
+        )
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    joins = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(joins + [decoders.Strip(" ", 1, 0)] * has_prefix)
+    tokenizer.add_tokens(list(_symbols(model.pieces)))
+    _add_ends(tokenizer, model, described)
+    return tokenizer
+
+
+def _read_model(path: Path, model: Any) -> models.Model:
+    kind, trained = model.trainer_spec.model_type, model.trainer_spec
+    if kind == UNIGRAM:
+        pieces = [(piece.piece, piece.score) for piece in model.pieces]
+        return models.Unigram(pieces, trained.unk_id, trained.byte_fallback)
+    if kind != BPE:
+        name = proto.TrainerSpec.ModelType.Name(kind).lower()
+        raise UnsupportedModelError(
+            f"{path} is a {name} model of SentencePiece; supported: bpe, unigram: {REMEDY}"
+        )
+    return models.BPE(
+        {piece.piece: index for index, piece in enumerate(model.pieces)},
+        _merges(model.pieces),
+        unk_token=trained.unk_piece,
+        fuse_unk=True,
+        byte_fallback=trained.byte_fallback,
+    )
+
+
+def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return the pairs that become a piece, in the order in which they are merged."""
+    ids = {piece.piece: i for i, piece in enumerate(pieces) if piece.type == Piece.NORMAL}
+    found = [
+        (-piece.score, ids[left], ids[right], left, right)
+        for piece in pieces
+        if piece.type == Piece.NORMAL
+        for left, right in _halves(piece.piece)
+        if left in ids and right in ids
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _halves(text: str) -> Iterator[tuple[str, str]]:
+    return ((text[:i], text[i:]) for i in range(1, len(text)))
+
+
+def _normalizers(spec: Any) -> list[normalizers.Normalizer]:
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    return steps
+
+
+def _symbols(pieces: Iterable[Any]) -> Iterator[AddedToken]:
+    """Yield the pieces that are no part of the model: special tokens, and texts that are always
+    one token.
+    """
+    for piece in pieces:
+        if piece.type in (Piece.CONTROL, Piece.UNKNOWN):
+            yield AddedToken(piece.piece, special=True, normalized=False)
+        elif piece.type == Piece.USER_DEFINED:
+            yield AddedToken(piece.piece, special=False, normalized=False)
+
+
+def _add_ends(tokenizer: Tokenizer, model: Any, described: Mapping[str, Any]) -> None:
+    """Let the tokenizer add a token before or after each text, as the checkpoint describes."""
+    trained = model.trainer_spec
+    begin, end = trained.bos_piece, trained.eos_piece
+    adds_begin = described.get("add_bos_token", trained.bos_id >= 0)
+    adds_end = described.get("add_eos_token", False)
+    pattern = [*[begin] * bool(adds_begin), "$A", *[end] * bool(adds_end)]
+    used = {text: tokenizer.token_to_id(text) for text in pattern if text != "$A"}
+    if used and None not in used.values():
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=pattern, special_tokens=list(used.items())
+        )
