@@ -88,6 +88,7 @@ OPTIONS: dict[str, Option] = {
     "enable_auto_tool_choice": Option(
         "serve.tool_format", bool, {True: None}, note="no effect, tools may always be called"
     ),
+    "chat_template": Option("chat_template", str, note="a file"),
     "tool_call_parser": Option(
         "serve.tool_format",
         str,
@@ -122,7 +123,6 @@ REFUSED: dict[str, str] = {
     "all2all_backend": "use parallel.exchange",
     "api_key": "set DIST_ACLGRAPH_API_KEY, or name a file of keys by serve.api_keys_file=FILE",
     "api_server_count": "serve.replicas=N serves from N processes, each at its own port",
-    "chat_template": "the template of the checkpoint is used",
     "chat_template_content_format": "the template's code tells whether it reads texts or parts",
     "config": "name the file as the first argument: it has our keys, see `dist-aclgraph keys`",
     "config_format": "config.json of the checkpoint is read",
@@ -239,7 +239,7 @@ HARMLESS: dict[str, Collection[Any]] = {
     "structured_outputs_config": ({},),
     "swap_space": (0, 0.0),
     "tokenizer_mode": ("auto", "fast", "hf"),
-    "trust_remote_code": (False,),
+    "trust_remote_code": (True, False),
 }
 # Options that have no effect if they have the value of one of our keys.
 SAME = {"kv_cache_dtype": "dtype", "tokenizer": "model", "tokenizer_revision": "revision"}

@@ -72,7 +72,7 @@ def open_service(config: Config) -> Iterator[Opened]:
     with ExitStack() as stack:
         http = tuple(stack.enter_context(listen_at(replica)) for replica in replicas)
         config = with_log_folder(check_deployment(config))
-        tokenizer = Tokenizer(config.model, config.model_overrides)
+        tokenizer = Tokenizer.of(config)
         if config.task == "rerank":
             # If the model cannot be used, this raises an error before anything is started.
             answer_tokens(tokenizer)

@@ -67,7 +67,10 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
     for key, value in (overrides or {}).items():
         _set(raw, key, value)
     config = make_config(raw)
-    return config.model_copy(update={"model": _find_model(config.model, base)})
+    found = {"model": _find_model(config.model, base)}
+    if config.chat_template is not None:
+        found["chat_template"] = _find_template(config.chat_template, base)
+    return config.model_copy(update=found)
 
 
 def load_with_options(
@@ -258,6 +261,22 @@ def _find_config(given: Path) -> Path:
     if given.exists() or given.is_absolute() or not shipped(str(given)).is_file():
         return given
     return shipped(str(given))
+
+
+def _find_template(given: str, base: Path) -> str:
+    """Return the path of a template, in the working directory or in ``base``.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = Path(given).expanduser()
+    for candidate in (Path.cwd() / path, base / path):
+        if candidate.is_file():
+            return str(candidate.resolve())
+    raise ConfigError(
+        f"chat_template is {given!r:.200}: there is no such file; give the path of a file with a "
+        "Jinja template"
+    )
 
 
 def _find_model(model: str, base: Path) -> str:

@@ -297,6 +297,10 @@ class Config(Section):
         description="values that replace values of the checkpoint's config.json, such as "
         "{rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}",
     )
+    chat_template: str | None = Field(
+        None,
+        description="file of a Jinja template that replaces the chat templates of the checkpoint",
+    )
     served_model_name: str | None = Field(
         None,
         description="name of the model in the API; null means the hub name, or the name of the "

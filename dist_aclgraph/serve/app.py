@@ -119,7 +119,7 @@ class Ingress:
         self._access = access
         self._stay = asyncio.create_task(_stay(groups))
         reach = await groups.reach.remote()
-        tokenizer = await asyncio.to_thread(Tokenizer, config.model, config.model_overrides)
+        tokenizer = await asyncio.to_thread(Tokenizer.of, config)
         node_id = ray.get_runtime_context().get_node_id()
 
         def ask() -> Outlook:

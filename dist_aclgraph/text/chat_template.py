@@ -192,32 +192,41 @@ class ChatTemplate:
 
 
 def read_chat_template(
-    directory: Path, described: Mapping[str, Any], special_tokens: Mapping[str, str]
+    directory: Path,
+    described: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    *,
+    path: Path | None = None,
 ) -> ChatTemplate | None:
     """Return the chat template of a checkpoint; None without a template.
 
     Args:
+        path: a file whose template replaces those of the checkpoint; None means no such file.
         described: the content of the checkpoint's tokenizer_config.json.
         special_tokens: the checkpoint's special tokens by name.
 
     Raises:
         ModelError: the template cannot be read, or does not compile.
     """
-    own, other = described.get("chat_template"), directory / "chat_template.json"
-    if own is None and other.exists():  # the file of a processor of images and texts
-        own = read_json_object(other).get("chat_template")
-    sources = _sources(directory, own)
+    sources: dict[str, Any]
+    if path is not None:
+        sources = {"default": read_text(path)}
+    else:
+        own, other = described.get("chat_template"), directory / "chat_template.json"
+        if own is None and other.exists():  # the file of a processor of images and texts
+            own = read_json_object(other).get("chat_template")
+        sources = _sources(directory, own)
     if not sources:
         return None
     for source in sources.values():
         if not isinstance(source, str):
             raise ModelError(
-                f"the chat template in {directory} is {source!r:.80}; it must be a text"
+                f"the chat template in {path or directory} is {source!r:.80}; it must be a text"
             )
     try:
         return ChatTemplate(sources, special_tokens)
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as e:
-        raise ModelError(f"the chat template in {directory} does not compile: {e}") from e
+        raise ModelError(f"the chat template in {path or directory} does not compile: {e}") from e
 
 
 def _sources(directory: Path, described: Any) -> dict[str, Any]:

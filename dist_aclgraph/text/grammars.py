@@ -35,7 +35,7 @@ class Vocabulary(NamedTuple):
 
 def read_vocabulary(config: Config) -> Vocabulary:
     """Return the vocabulary of the configured model."""
-    return vocabulary_of(Tokenizer(config.model, config.model_overrides))
+    return vocabulary_of(Tokenizer.of(config))
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     DistAclGraphError,
     InvalidParameterError,
@@ -55,8 +56,17 @@ class Tokenizer:
             have no text.
     """
 
-    def __init__(self, directory: str | Path, overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> None:
         """Read a checkpoint directory; see ``read_model_config``.
+
+        Args:
+            chat_template: a file whose template replaces those of the checkpoint.
 
         Raises:
             ConfigError: there is no such directory.
@@ -92,7 +102,13 @@ class Tokenizer:
         self.nameless_ids = frozenset(range(self.vocab_size)).difference(vocabulary.values())
         self.unspoken_ids = self.nameless_ids | self.special_ids
         self.token_bytes = TokenBytes(self._tokenizer, vocabulary)
-        self._template = read_chat_template(directory, tokenizer_config, added.by_name)
+        path = Path(chat_template) if chat_template else None
+        self._template = read_chat_template(directory, tokenizer_config, added.by_name, path=path)
+
+    @classmethod
+    def of(cls, config: Config) -> Tokenizer:
+        """Read the tokenizer of a configuration; see ``__init__``."""
+        return cls(config.model, config.model_overrides, chat_template=config.chat_template)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None

@@ -214,6 +214,17 @@ def test_the_template_of_a_processor_is_used_if_there_is_no_other(tmp_path):
     assert (alone.render(HI), beside.render(HI)) == ("of the processor", "of the tokenizer")
 
 
+def test_a_file_replaces_the_templates_of_the_checkpoint(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("of the checkpoint")
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ bos_token }}{{ messages[0].content }}")
+
+    template = read_chat_template(tmp_path, {}, {"bos_token": "<s>"}, path=own)
+
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi"
+
+
 def test_text_that_is_not_unicode_comes_back():
     template = ChatTemplate(CONTENT, {})
 

@@ -60,6 +60,18 @@ def test_a_model_is_found_beside_the_folder_of_the_file(tmp_path: Path) -> None:
     assert config.name == "tiny"
 
 
+def test_a_template_is_found_beside_the_folder_of_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    path = folder / "a.yaml"
+    path.write_text("model: m\nchat_template: own.jinja\n")
+
+    assert load_config(path).chat_template == str(tmp_path / "own.jinja")
+    with pytest.raises(ConfigError, match=r"chat_template is 'absent\.jinja': there is no such"):
+        load_config(path, {"chat_template": "absent.jinja"})
+
+
 def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "model: no/such\nserved_model_name: demo"))
 

@@ -70,6 +70,7 @@ class TorchType:
         ),
         ({"disable_log_stats": False, "rope_scaling": {}, "reasoning_parser": ""}, {}),
         ({"enable_prefix_caching": False, "seed": 0}, {"scheduler.prefix_cache": False, "seed": 0}),
+        ({"trust_remote_code": True, "chat_template": "a.jinja"}, {"chat_template": "a.jinja"}),
         ({"max_logprobs": 20, "pipeline_parallel_size": 1, "cpu_offload_gb": 0.0}, {}),
     ],
 )
@@ -82,7 +83,7 @@ def test_an_option_becomes_a_key(options, keys):
     [
         ({"pipeline_parallel_size": 2}, "use --tensor-parallel-size"),
         ({"max_logprobs": 21}, "max_logprobs has no counterpart"),
-        ({"trust_remote_code": True}, "no code of a checkpoint"),
+        ({"trust_remote_code": 3}, "no code of a checkpoint"),
         ({"download_dir": "/x"}, "set HF_HOME"),
         ({"ssl_keyfile": "/x"}, "put a proxy with TLS"),
         ({"cudagraph_capture_sizes": "x", "additional_config": {"a": 1}}, "additional_config has"),

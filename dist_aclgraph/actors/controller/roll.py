@@ -14,6 +14,7 @@ from dist_aclgraph.version import build, build_of, hash_sources
 OF_THE_INGRESS = (
     "model",
     "model_overrides",
+    "chat_template",
     "name",
     "served_model_aliases",
     "task",

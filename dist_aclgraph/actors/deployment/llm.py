@@ -111,7 +111,7 @@ class LLM:
         else:
             config = load_with_options(model, options, overrides)
         self.config = with_local_model(config)
-        self.tokenizer = Tokenizer(self.config.model, self.config.model_overrides)
+        self.tokenizer = Tokenizer.of(self.config)
         self._task = read_task(self.config)
         self._grammars = GrammarCompiler(self.tokenizer)
         self._sampling_defaults = read_sampling_defaults(self.config)
