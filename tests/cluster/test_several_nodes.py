@@ -9,7 +9,9 @@ import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import openai
 import pytest
 import zmq
 
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.wire.addresses import Endpoint, PeerKeys
 from dist_aclgraph.config import load_config
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -47,6 +50,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HEAD, LEFT, RIGHT = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 STREAM_TOKENS = 400
+# One group computes long prompts. The other group fetches their KV from files on another node.
+COPIES = {
+    "kv.disk": "~/kv", "kv.disk_gib": 0.1, "kv.block_size": 16,
+    "parallel.prefill_groups": 1, "parallel.prefill_from_tokens": 64,
+}  # fmt: skip
 
 
 class Deployed:
@@ -104,40 +112,36 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
             os.kill(program.pid, signal.SIGTERM)
 
 
+def complete(client: openai.OpenAI, prompt: list[int]) -> str:
+    """Return the text of a greedy answer."""
+    answer = client.completions.create(
+        model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    return answer.choices[0].text
+
+
+def texts_of_one_node(prompts: list[list[int]]) -> list[str]:
+    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
+    tokenizer = Tokenizer(config.model)
+    return [tokenizer.decode(tokens) for tokens in on_one_node(config, prompts, NUM_TOKENS)]
+
+
 def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
     """This test must come before the tests that share a deployment, which keeps the NPUs."""
     with service(nodes, APART) as (where, client):
-        answers = [
-            client.completions.create(
-                model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
-                extra_body={"ignore_eos": True},
-            )
-            for prompt in PROMPTS
-        ]  # fmt: skip
+        answers = [complete(client, prompt) for prompt in PROMPTS]
 
     assert sorted(where) == [[LEFT, LEFT], [RIGHT, RIGHT]]
-    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
-    alone = on_one_node(config, PROMPTS, NUM_TOKENS)
-    tokenizer = Tokenizer(config.model)
-    assert [answer.choices[0].text for answer in answers] == [
-        tokenizer.decode(tokens) for tokens in alone
-    ]
+    assert answers == texts_of_one_node(PROMPTS)
 
 
 @pytest.mark.rare
 def test_a_group_fetches_prompts_from_a_group_on_another_node(nodes: Nodes) -> None:
     """This test must come before the tests that share a deployment, which keeps the NPUs."""
-    copies = {"kv.disk": "~/kv", "kv.disk_gib": 0.1, "kv.block_size": 16}
-    roles = {"parallel.prefill_groups": 1, "parallel.prefill_from_tokens": 64}
     prompts = [[first, *range(3, 100)] for first in range(4)]
-    with service(nodes, {**APART, **copies, **roles}) as (where, client):
-        answers = [
-            client.completions.create(
-                model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
-                extra_body={"ignore_eos": True},
-            )
-            for prompt in prompts
-        ]  # fmt: skip
+    with service(nodes, {**APART, **COPIES}) as (where, client):
+        answers = [complete(client, prompt) for prompt in prompts]
         address = client.base_url.join("/metrics")
         with urllib.request.urlopen(str(address)) as reply:
             metrics = reply.read().decode()
@@ -145,12 +149,22 @@ def test_a_group_fetches_prompts_from_a_group_on_another_node(nodes: Nodes) -> N
     assert sorted(where) == [[LEFT, LEFT], [RIGHT, RIGHT]]
     counts = re.findall(r"^dist_aclgraph_kv_fetched_blocks_total\{.*\} (\S+)$", metrics, re.M)
     assert sum(map(float, counts)) > 0, metrics
-    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
-    alone = on_one_node(config, prompts, NUM_TOKENS)
-    tokenizer = Tokenizer(config.model)
-    assert [answer.choices[0].text for answer in answers] == [
-        tokenizer.decode(tokens) for tokens in alone
-    ]
+    assert answers == texts_of_one_node(prompts)
+
+
+@pytest.mark.rare
+def test_engines_that_die_while_prompts_are_fetched_change_no_answer(nodes: Nodes) -> None:
+    """This test must come before the tests that share a deployment, which keeps the NPUs."""
+    prompts = [[first, *range(3, 100)] for first in range(24)]
+    with service(nodes, {**APART, **COPIES}) as (_, client), ThreadPoolExecutor(4) as threads:
+        engines = [pid for pid in nodes.actors if processes.name_of(pid).startswith("ray::Engine")]
+        answers = []
+        for index, answer in enumerate(threads.map(partial(complete, client), prompts)):
+            answers.append(answer)
+            if index in (4, 12):  # four more requests run
+                os.kill(engines.pop(), signal.SIGKILL)
+
+    assert answers == texts_of_one_node(prompts)
 
 
 @pytest.fixture(scope="module")
