@@ -91,12 +91,7 @@ class AttentionSteps:
         is_sharded = self._rows_place.is_sharded
         on_device = None
         if self._kind.reads_device_rows:
-            assert query_len, "graphs of mixed batches have no lengths on the device"
-            positions = inputs.positions.view(-1, query_len)
-            # Lengths are computed from first positions, because a view of last positions would
-            # begin at an address that operators read slowly.
-            device_lens = positions[:, 0] + (query_len + iteration)
-            on_device = self._uniform_rows(positions, device_lens, written)
+            on_device = self._rows_of_graph(inputs, query_len, iteration, written)
         return AttentionMetadata(
             num_tokens=graph.num_tokens,
             written=self._slots(written),
@@ -284,6 +279,20 @@ class AttentionSteps:
         stop, device = num_reqs * query_len + 1, positions.device
         ends = torch.arange(query_len, stop, query_len, dtype=torch.int32, device=device)
         return DeviceRows(ends, kv_lens, self._index_slots(slots))
+
+    def _rows_of_graph(
+        self, inputs: DeviceStep, query_len: int, iteration: int, written: Tensor
+    ) -> DeviceRows:
+        """Return the rows of a full graph, from its static inputs; see ``of_graph``."""
+        if query_len == 0:
+            ends, lens = inputs.query_ends, inputs.kv_lens
+            assert ends is not None and lens is not None and iteration == 0
+            return DeviceRows(ends, lens, self._index_slots(written))
+        positions = inputs.positions.view(-1, query_len)
+        # Lengths are computed from first positions, because a view of last positions would begin at
+        # an address that operators read slowly.
+        device_lens = positions[:, 0] + (query_len + iteration)
+        return self._uniform_rows(positions, device_lens, written)
 
     def _arrays_of(self, chunk: Chunk, reads: Reads) -> Iterator[IntArray]:
         """Yield the arrays of a chunk that the device needs; ``_on_device`` has the same order."""

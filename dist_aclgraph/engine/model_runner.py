@@ -131,6 +131,7 @@ class ModelRunner:
             hidden_size=model.spec.hidden_size,
             steps_in_flight=in_flight,
             state_slots=state_slots,
+            reads_device_rows=model.kind.reads_device_rows,
         )
         self._drafts: DraftSteps | None = None
         if k > 0:

@@ -68,6 +68,8 @@ class DeviceStep:
         shared: the owners of places, if prompts are split between ranks; else None.
         state_slots: [num_reqs], base of each request's row in ``StateSlots``, 0 for padding; only
             in graphs of a model with recurrent state.
+        query_ends, kv_lens: [num_reqs], as ``pad_mixed`` returns them; only in full graphs of mixed
+            batches whose attention reads lengths on the device.
     """
 
     token_ids: Tensor
@@ -80,3 +82,5 @@ class DeviceStep:
     draft_table: Tensor | None = None
     shared: SharedPlaces | None = None
     state_slots: Tensor | None = None
+    query_ends: Tensor | None = None
+    kv_lens: Tensor | None = None

@@ -28,6 +28,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.step_sizes import input_sizes
 from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
+from dist_aclgraph.steps.padding import pad_mixed
 
 PADDING = (0, 0, PADDING_SLOT, 0)  # padding values: token, position, slot and place
 NOTHING_HELD = (None,) * (len(PADDING) + 1)
@@ -64,6 +65,7 @@ class StepBuffers:
         hidden_size: int = 0,
         steps_in_flight: int = 1,
         state_slots: StateSlots | None = None,
+        reads_device_rows: bool = False,
     ) -> None:
         """Allocate the buffers of the largest graphs.
 
@@ -72,14 +74,22 @@ class StepBuffers:
             spare_row: row of padding requests.
             steps_in_flight: maximum number of steps in flight; each has its own pinned memory.
             state_slots: slots of recurrent states; None if the model has no recurrent state.
+            reads_device_rows: whether attention reads lengths on the device.
         """
         device = npu.device
         max_tokens, max_reqs, max_samples = largest
         self._max_reqs = max_reqs
         self._num_drafts, self._spare_row = num_drafts, spare_row
         self._state_slots = state_slots
-        has_state = state_slots is not None
-        _, size = pack_parts(input_sizes(max_tokens, max_reqs, num_drafts, has_state=has_state))
+        self._reads_device_rows = reads_device_rows
+        sizes = input_sizes(
+            max_tokens,
+            max_reqs,
+            num_drafts,
+            has_state=state_slots is not None,
+            has_lens=reads_device_rows,
+        )
+        _, size = pack_parts(sizes)
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
@@ -137,6 +147,8 @@ class StepBuffers:
                 _fill(array, new[: len(array)], padding)
         if self._verifies(graph):
             self._write_drafts(arrays[3:7], step.drafts)
+        if self._has_lens(graph):
+            arrays[4][:], arrays[5][:] = pad_mixed(graph, step.query_ends, step.kv_lens)
         if self._state_slots is not None and step.rows is not held[-1]:
             _fill(arrays[-1], self._state_slots.bases(step.rows), 0)
         twins.graph, twins.held = graph, values
@@ -189,7 +201,18 @@ class StepBuffers:
         block_table = self._block_table[: self._reqs_of(graph)]
         states = None if self._state_slots is None else rest.pop()
         if not self._verifies(graph):
-            return DeviceStep(token_ids, positions, slots, block_table, rest[0], state_slots=states)
+            places, *lens = rest
+            query_ends, kv_lens = lens or (None, None)
+            return DeviceStep(
+                token_ids,
+                positions,
+                slots,
+                block_table,
+                places,
+                state_slots=states,
+                query_ends=query_ends,
+                kv_lens=kv_lens,
+            )
         every, n = self._every_token[: graph.num_tokens], graph.num_reqs
         rows, most, behind, draft_slots = rest
         by_request = positions.view(n, graph.query_len)
@@ -200,6 +223,12 @@ class StepBuffers:
 
     def _verifies(self, graph: BatchDescriptor) -> bool:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
+
+    def _has_lens(self, graph: BatchDescriptor) -> bool:
+        """Whether the inputs of a graph include query ends and KV lengths. In a graph of decode
+        batches, these follow from the positions.
+        """
+        return self._reads_device_rows and graph.mode == "FULL" and graph.query_len == 0
 
     def _write_drafts(self, parts: list[IntArray], drafts: DraftPlaces | None) -> None:
         """Fill the draft inputs ``rows``, ``most``, ``behind`` and ``slots``, with padding."""
@@ -217,8 +246,13 @@ class StepBuffers:
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
         """Return the sizes of a graph's arrays, in their order."""
         num_drafts = self._num_drafts if self._verifies(graph) else 0
-        has_state = self._state_slots is not None
-        return input_sizes(graph.num_tokens, self._reqs_of(graph), num_drafts, has_state=has_state)
+        return input_sizes(
+            graph.num_tokens,
+            self._reqs_of(graph),
+            num_drafts,
+            has_state=self._state_slots is not None,
+            has_lens=self._has_lens(graph),
+        )
 
     def _update_block_table(self, block_table: IntArray) -> slice | None:
         """Update the host's copy of the block table; return the rows to send, or None.

@@ -284,7 +284,14 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     outputs = num_samples * (vocab_size + 1 + (spec.hidden_size if k else 0))
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * (max_len + SPARE_POSITIONS) * rope_dim
-    _, inputs = pack_parts(input_sizes(num_tokens, num_reqs, k, has_state=spec.linear is not None))
+    sizes = input_sizes(
+        num_tokens,
+        num_reqs,
+        k,
+        has_state=spec.linear is not None,
+        has_lens=spec.indexer is not None,
+    )
+    _, inputs = pack_parts(sizes)
     width = table_width(max_len, Shards.from_config(config).tokens_per_block, k)
     # the block table, the index of every token, and the numbers of accepted drafts
     inputs += num_reqs * width + num_tokens + num_reqs

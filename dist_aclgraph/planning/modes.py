@@ -19,8 +19,8 @@ class GraphSupport:
 
     Attributes:
         attention_updates: for which batches captured attention accepts new lengths: "any", or
-            "uniform" if all requests must have the same number of tokens (latent, sparse and
-            linear attention).
+            "uniform" if all requests must have the same number of tokens (latent and linear
+            attention). Sparse attention reads lengths on the device, so it accepts any.
         is_encoder_decoder: whether the model reads an encoder's states.
         shares_context: whether ranks split prompts or share the cache of a request.
         drafts: whether steps propose drafts.
@@ -82,8 +82,9 @@ def with_possible_mode(
     Raises:
         ConfigError: see ``normalise_mode``.
     """
+    takes_any = facts.linear is None and (facts.indexer is not None or not facts.mla)
     support = GraphSupport(
-        attention_updates="uniform" if facts.mla or facts.linear else "any",
+        attention_updates="any" if takes_any else "uniform",
         is_encoder_decoder=facts.is_encoder_decoder,
         shares_context=config.parallel.dcp * config.parallel.pcp > 1,
         drafts=config.speculative.num_tokens > 0,

@@ -18,17 +18,25 @@ def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
 
 
 def input_sizes(
-    num_tokens: int, num_reqs: int, num_drafts: int, *, has_state: bool = False
+    num_tokens: int,
+    num_reqs: int,
+    num_drafts: int,
+    *,
+    has_state: bool = False,
+    has_lens: bool = False,
 ) -> list[int]:
     """Return the sizes of a graph's integer inputs, in their order, without the block table.
 
     The inputs are token ids, positions and slots, then the places. If the graph verifies drafts,
     the places are replaced by the fields ``rows``, ``most``, ``behind`` and ``slots`` of
-    ``DraftInputs``. The slots of recurrent states are last.
+    ``DraftInputs``. Query ends and KV lengths follow, then the slots of recurrent states.
 
     Args:
         num_drafts: k, number of drafts of each request; 0 if the graph verifies no drafts.
         has_state: whether the model has recurrent state.
+        has_lens: whether attention in the graph reads query ends and KV lengths of requests with
+            different lengths on the device.
     """
     by_request = [num_reqs] * 3 + [num_reqs * 3 * num_drafts] if num_drafts else [num_reqs]
-    return [num_tokens] * 3 + by_request + [num_reqs] * has_state
+    lens = [num_reqs] * (2 * has_lens + has_state)
+    return [num_tokens] * 3 + by_request + lens

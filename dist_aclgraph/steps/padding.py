@@ -64,7 +64,7 @@ class GraphLens:
         if graph.query_len:
             ends, lens = self._ends_of(graph), _pad_uniform(graph, kv_lens)
         else:
-            ends, lens = _pad_mixed(graph, query_ends, kv_lens)
+            ends, lens = pad_mixed(graph, query_ends, kv_lens)
         later = ([length + ahead for length in lens] for ahead in self._iterations[1:])
         return Lens(ends, (lens, *later))
 
@@ -116,10 +116,13 @@ def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
     return padded
 
 
-def _pad_mixed(
+def pad_mixed(
     graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray
 ) -> tuple[list[int], list[int]]:
-    # The padding tokens are divided among the padding requests.
+    """Return query ends and KV lengths of a mixed batch, padded to the size of ``graph``.
+
+    The padding tokens are divided among the padding requests.
+    """
     ends, lens = query_ends.tolist(), kv_lens.tolist()
     end = ends[-1] if ends else 0
     missing = graph.num_reqs - len(ends)

@@ -25,6 +25,15 @@ def deepseek(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sparse(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with sparse latent attention; its last layer uses the choice of an earlier layer."""
+    directory = tmp_path_factory.mktemp("sparse")
+    indexers = ["full", "full", "shared"]
+    make_reference("GlmMoeDsaForCausalLM", directory, num_hidden_layers=3, indexer_types=indexers)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with linear and full attention, and a next-token module."""
     directory = tmp_path_factory.mktemp("hybrid")

@@ -65,6 +65,21 @@ def test_of_a_graph_with_padding(
     assert_equal_to_those_of_the_host(metadata)
 
 
+def test_of_a_graph_of_mixed_batches_are_its_inputs(npu: Npu, steps: AttentionSteps) -> None:
+    graph = BatchDescriptor(8, 4, 0, "FULL")
+    query_ends, kv_lens = np.array([1, 5], np.int32), np.array([40, 4], np.int32)
+    lens = GraphLens(PLACE).pad(graph, query_ends, kv_lens)
+    padded = ints(npu, *[0] * 8)
+    slots = ints(npu, *range(100, 105), -1, -1, -1)
+    ends, keys = ints(npu, *lens.query_ends), ints(npu, *lens.kv_lens[0])
+    table = ints(npu, 1, 2, 0, 0)[:, None]
+    inputs = DeviceStep(padded, padded, slots, table, padded, query_ends=ends, kv_lens=keys)
+
+    metadata = steps.of_graph(graph, inputs, lens, None)
+
+    assert_equal_to_those_of_the_host(metadata)
+
+
 @pytest.mark.parametrize(("ends", "lens"), [([1, 2], [9, 1]), ([1, 20, 27], [30, 19, 40])])
 def test_of_a_step(npu: Npu, steps: AttentionSteps, ends: list[int], lens: list[int]) -> None:
     table = np.ones((len(ends), 3), np.int32)

@@ -30,7 +30,7 @@ from tests.checkpoints import make_reference
 from tests.engine.runners import make_runner
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
-NEWER = ("Glm4Moe", "MiniMaxM2", "GptOss", "KimiLinear")
+NEWER = ("Glm4Moe", "MiniMaxM2", "GptOss", "KimiLinear", "GlmMoeDsa")
 MAX_LEN = 128
 STEP_BUFFERS = ("step buffers", "token counts")
 
@@ -131,6 +131,7 @@ def test_a_rank_holds_the_weights_that_were_computed(
         ("Qwen3", 0),
         ("DeepseekV3", 0),
         ("KimiLinear", 0),
+        ("GlmMoeDsa", 0),
         ("tiny-deepseek", 1),
         ("tiny-deepseek", 3),
     ],

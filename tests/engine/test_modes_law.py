@@ -77,6 +77,11 @@ def latent_runners(npu: Any, deepseek: Path) -> dict[str, ModelRunner]:
     return make_runners(npu, deepseek, {mode: PLANS[mode] for mode in PLANS if mode != "FULL"})
 
 
+@pytest.fixture(scope="module")
+def sparse_runners(npu: Any, sparse: Path) -> dict[str, ModelRunner]:
+    return make_runners(npu, sparse, {mode: PLANS[mode] for mode in ("FULL", "FULL_AND_PIECEWISE")})
+
+
 def run(
     runner: ModelRunner,
     plan: GraphPlan,
@@ -148,6 +153,21 @@ def test_every_mode_of_latent_attention_gives_the_tokens_of_eager_steps(
         tokens, _ = run(latent_runners[mode], PLANS[mode], arrivals, num_blocks)
 
         assert tokens == expected, mode
+
+
+@examples(25)
+@given(arrivals, st.integers(12, 40))
+def test_every_mode_of_sparse_attention_gives_the_tokens_of_eager_steps(
+    sparse_runners: dict[str, ModelRunner], arrivals: list[Arrival], num_blocks: int
+) -> None:
+    expected, _ = run(sparse_runners["NONE"], EAGER, arrivals, num_blocks)
+
+    for mode in sparse_runners.keys() - {"NONE"}:
+        tokens, scheduler = run(sparse_runners[mode], PLANS[mode], arrivals, num_blocks)
+
+        assert tokens == expected, mode
+        if mode == "FULL":
+            assert not scheduler.dispatcher.misses
 
 
 def test_a_small_cache_preempts_and_still_gives_the_same_tokens(

@@ -87,7 +87,9 @@ def answers_of(model: Model, **options: Any) -> list[Answer]:
     [
         (V32, 1, "FULL_DECODE_ONLY"),
         (GLM, 2, "FULL_AND_PIECEWISE"),
+        (V32, 2, "FULL"),
         slow(V32, 2, "FULL_AND_PIECEWISE"),
+        slow(GLM, 1, "FULL"),
         slow(GLM, 1, "FULL_DECODE_ONLY"),
         slow(V32, 4, "NONE"),
         slow(GLM, 1, "PIECEWISE"),

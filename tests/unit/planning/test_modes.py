@@ -94,6 +94,15 @@ def test_a_checkpoint_with_latent_attention_is_known_by_its_facts() -> None:
     assert len(reasons) == 1
 
 
+def test_sparse_attention_takes_mixed_batches_whole() -> None:
+    directory = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3.2"
+    config = make_config({"model": str(directory), "graph": {"mode": "FULL"}})
+
+    config, reasons = with_possible_mode(config, read_model_facts(directory))
+
+    assert (config.graph.mode, reasons) == ("FULL", ())
+
+
 def test_mla_takes_decode_batches_whole_and_mixed_ones_in_pieces() -> None:
     mla = GraphSupport(attention_updates="uniform")
 
