@@ -34,7 +34,7 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.request_ends import RequestEnds
 from dist_aclgraph.scheduler.row_changes import RowChanges
 from dist_aclgraph.scheduler.rows import EVERY, TRIES, WAITS, Indices, Places, RunningRows
-from dist_aclgraph.steps.padding import padding_blocks
+from dist_aclgraph.steps.padding import padding_blocks, padding_len
 from dist_aclgraph.steps.step import RankBatch
 
 NO_INDICES = np.empty(0, np.intp)
@@ -337,16 +337,23 @@ class RankScheduler:
         """
         return RankBatch(step.records.tobytes(), self._changes.take_tokens())
 
-    def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
-        """Whether the cache has enough blocks for a full graph's padding.
+    def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor, max_len: int) -> bool:
+        """Whether a full graph's padding fits in the block table and in the cache.
 
         All padding is in the dummy block, but attention can count padding like other blocks
         (``counts_shared`` of ``BlockPool``).
+
+        Args:
+            max_len: maximum length of a request; a row of the block table has blocks for it.
         """
-        pool = self.pool
-        if not pool.counts_shared:
+        pool, can_be_long = self.pool, graph.num_tokens > max_len
+        if not (can_be_long or pool.counts_shared):
             return True
         num_tokens = int(step.records[:, 2].sum())
+        if can_be_long and padding_len(graph, num_tokens, step.num_reqs) > max_len:
+            return False
+        if not pool.counts_shared:
+            return True
         padding = padding_blocks(graph, num_tokens, step.num_reqs, pool.block_size)
         return padding <= pool.num_blocks - pool.num_used
 

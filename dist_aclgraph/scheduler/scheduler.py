@@ -448,9 +448,9 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph gives all results of the steps, and its padding fits in the caches."""
+        """Whether a graph gives all results of the steps, and its padding fits."""
         return graph.mode != "FULL" or all(
-            not step.needs_hidden and rank.has_room_for_padding(step, graph)
+            not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)
         )
 

@@ -96,8 +96,8 @@ def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
     return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
 
 
-def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block_size: int) -> int:
-    """Return the number of blocks that attention counts for a full graph's padding requests.
+def padding_len(graph: BatchDescriptor, num_tokens: int, num_reqs: int) -> int:
+    """Return the KV length of a full graph's longest padding request; 0 without such requests.
 
     Args:
         num_tokens, num_reqs: numbers of live tokens and of live requests.
@@ -105,8 +105,22 @@ def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block
     missing = graph.num_reqs - num_reqs
     if missing == 0:
         return 0
-    share = graph.query_len or -(-(graph.num_tokens - num_tokens) // missing)
-    return missing * -(-max(share, PADDING_KV_LEN) // block_size)
+    return max(graph.query_len or _share(graph.num_tokens - num_tokens, missing), PADDING_KV_LEN)
+
+
+def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block_size: int) -> int:
+    """Return the number of blocks that attention counts for a full graph's padding requests.
+
+    Args:
+        num_tokens, num_reqs: numbers of live tokens and of live requests.
+    """
+    length = padding_len(graph, num_tokens, num_reqs)
+    return (graph.num_reqs - num_reqs) * -(-length // block_size)
+
+
+def _share(num_tokens: int, num_reqs: int) -> int:
+    """Return the number of padding tokens of the padding request with the most tokens."""
+    return -(-num_tokens // num_reqs)
 
 
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
@@ -126,7 +140,7 @@ def pad_mixed(
     ends, lens = query_ends.tolist(), kv_lens.tolist()
     end = ends[-1] if ends else 0
     missing = graph.num_reqs - len(ends)
-    share = -(-(graph.num_tokens - end) // missing) if missing else 0
+    share = _share(graph.num_tokens - end, missing) if missing else 0
     for _ in range(missing):
         length = min(share, graph.num_tokens - end)
         end += length

@@ -170,6 +170,23 @@ def test_every_mode_of_sparse_attention_gives_the_tokens_of_eager_steps(
             assert not scheduler.dispatcher.misses
 
 
+@pytest.mark.parametrize("model", ["checkpoint", "sparse"])
+def test_padding_that_is_longer_than_any_request_runs_no_graph(
+    npu: Any, request: pytest.FixtureRequest, model: str
+) -> None:
+    # If all rows are in use, one request of the graph gets all padding tokens.
+    plan = make_plan(MAX_LEN * 2, mode="FULL", max_num_seqs=MAX_SEQS)
+    runners = make_runners(npu, request.getfixturevalue(model), {"FULL": plan})
+    arrivals = [Arrival(0, tuple(range(7 * i, 7 * i + 5)), 2 + i, None) for i in range(MAX_SEQS)]
+    expected, _ = run(runners["NONE"], EAGER, arrivals, 40)
+
+    tokens, scheduler = run(runners["FULL"], plan, arrivals, 40)
+
+    assert tokens == expected
+    assert scheduler.dispatcher.misses["cache_full"] == 2
+    assert scheduler.dispatcher.replays.total() == MAX_SEQS - 1
+
+
 def test_a_small_cache_preempts_and_still_gives_the_same_tokens(
     runners: dict[str, ModelRunner],
 ) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.steps.padding import GraphLens, padding_blocks
+from dist_aclgraph.steps.padding import GraphLens, padding_blocks, padding_len
 
 MAX_SEQS = 16
 
@@ -101,12 +101,14 @@ def test_where_caches_are_sharded_each_token_has_its_own_length_on_each_shard(
 
 
 @given(mixed_steps(), st.sampled_from((1, 4, 16)))
-def test_padding_stands_for_no_fewer_blocks_than_its_lengths(step, block_size: int) -> None:
+def test_padding_stands_for_its_longest_length_and_for_enough_blocks(step, block_size: int) -> None:
     graph, queries, earlier = step
 
     (_, kv_lens), _, _ = padded(graph, queries, earlier)
 
-    needed = sum(-(-length // block_size) for length in kv_lens[len(queries) :])
+    padding = kv_lens[len(queries) :]
+    needed = sum(-(-length // block_size) for length in padding)
+    assert padding_len(graph, sum(queries), len(queries)) == max(padding, default=0)
     assert needed <= padding_blocks(graph, sum(queries), len(queries), block_size)
 
 
