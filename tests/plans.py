@@ -18,7 +18,7 @@ def make_plan(
     """Return a plan with graphs for decode batches and, if the mode allows, for mixed batches."""
     mode = fields.pop("mode", "FULL_AND_PIECEWISE" if mixed else "FULL_DECODE_ONLY")
     families = []
-    if decode and mode in DECODE_MODES:
+    if decode and (mode in DECODE_MODES or (mode == "FULL" and mixed)):
         families.append(GraphFamily(run_mode="FULL", query_len=query_len, buckets=decode))
     if mixed or (decode and mode in ("PIECEWISE", "FULL")):
         run_mode = "FULL" if mode == "FULL" else "PIECEWISE"

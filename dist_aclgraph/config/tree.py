@@ -52,7 +52,9 @@ class GraphConfig(Section):
         "largest batch",
     )
     mixed_sizes: tuple[int, ...] | None = Field(
-        None, description="capture sizes for mixed batches, in mode FULL_AND_PIECEWISE"
+        None,
+        description="capture sizes for mixed batches, in mode FULL_AND_PIECEWISE, and in mode FULL "
+        "with drafts",
     )
     max_tokens: int = Field(
         512,
@@ -68,7 +70,8 @@ class GraphConfig(Section):
     )
     mixed_traffic: dict[int, float] | None = Field(
         None,
-        description="expected frequency of each size of mixed batches, in mode FULL_AND_PIECEWISE",
+        description="expected frequency of each size of mixed batches, in mode FULL_AND_PIECEWISE, "
+        "and in mode FULL with drafts",
     )
     budget_model: BudgetModelName = Field(
         "calibrated",
@@ -161,13 +164,6 @@ class GraphConfig(Section):
             ):
                 raise ValueError(
                     f"traffic maps positive token counts to weights from 0 to {MAX_WEIGHT:g}"
-                )
-        for key in ("mixed_sizes", "mixed_traffic"):
-            if getattr(self, key) is not None and self.mode != "FULL_AND_PIECEWISE":
-                remedy = key.removeprefix("mixed_")
-                raise ValueError(
-                    f"{key} has no effect in mode {self.mode}: set mode to FULL_AND_PIECEWISE, or "
-                    f"use {remedy}"
                 )
         return self
 
@@ -381,6 +377,14 @@ class Config(Section):
         return self.quantization == "w8a8"
 
     @property
+    def has_decode_graphs(self) -> bool:
+        """Whether decode batches have separate graphs. With drafts, these graphs propose drafts;
+        graphs of mixed batches do not.
+        """
+        mode = self.graph.mode
+        return mode in DECODE_MODES or (mode == "FULL" and self.speculative.num_tokens > 0)
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether a request may use KV blocks that another request has computed."""
         return self.scheduler.prefix_cache and not self.recovery.exact
@@ -432,7 +436,14 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_sizes(self) -> Config:
         graph, limits, query_len = self.graph, self.scheduler, self.speculative.num_tokens + 1
-        decodes = graph.mode in DECODE_MODES
+        decodes = self.has_decode_graphs
+        for key in ("mixed_sizes", "mixed_traffic"):
+            has_both = decodes and graph.mode != "FULL_DECODE_ONLY"
+            if getattr(graph, key) is not None and not has_both:
+                raise ValueError(
+                    f"graph.{key} has no effect in mode {graph.mode}: set graph.mode to "
+                    f"FULL_AND_PIECEWISE, or use graph.{key.removeprefix('mixed_')}"
+                )
         largest = limits.max_num_seqs * query_len if decodes else limits.max_num_batched_tokens
         self._check_each_size("sizes", graph.sizes, largest, query_len if decodes else 1)
         largest = limits.max_num_batched_tokens

@@ -60,9 +60,13 @@ class GraphWork:
         return tokens
 
     def forwards(self, graph: BatchDescriptor) -> list[Forward]:
-        """Return the functions that are recorded as the full graphs of a bucket."""
+        """Return the functions that are recorded as the full graphs of a bucket.
+
+        With drafts, a graph of mixed batches ends with the hidden states of all tokens. Its places
+        are sampled, and drafts are proposed, outside of graphs.
+        """
         forwards: list[Forward] = [partial(self._run_whole, graph)]
-        if self.drafts is not None:
+        if self.drafts is not None and graph.query_len:
             assert graph.query_len == self.drafts.num_places
             forwards.append(partial(self._draft_whole, graph))
         return forwards
@@ -70,7 +74,7 @@ class GraphWork:
     def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
         """Run the step of a full graph on padding, from the static inputs to the static outputs."""
         inputs, buffers = self.buffers.inputs(graph), self.buffers
-        if self.drafts is not None and self.follows:
+        if self.drafts is not None and self.follows and graph.query_len:
             self.drafts.move(inputs)
         metadata = self.attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
         if self.states is not None:
@@ -86,7 +90,11 @@ class GraphWork:
             metadata,
             step=self._experts_of(graph),
         )
+        if self.drafts is not None:
+            buffers.hidden[: len(hidden)].copy_(hidden)
         if graph.query_len == 0:
+            if self.drafts is not None:
+                return
             hidden = hidden.index_select(0, inputs.places)
         n = len(hidden)
         logits = self.model.logits(hidden, buffers.logits[:n])
@@ -96,7 +104,6 @@ class GraphWork:
         torch.max(logits, -1, out=(buffers.best[:n], chosen))
         buffers.sampled[:n].copy_(chosen)
         if self.drafts is not None:
-            buffers.hidden[:n].copy_(hidden)
             self.count_accepted(graph)
 
     def count_accepted(self, graph: BatchDescriptor) -> None:

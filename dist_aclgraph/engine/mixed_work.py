@@ -1,4 +1,6 @@
-"""The decoder's work in a step outside full graphs: any mixture of requests."""
+"""The decoder's work in a step whose places are sampled outside of graphs: any mixture of
+requests.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.device.step_measures import Stopwatch
+from dist_aclgraph.device.step_measures import ReplaySpan, Stopwatch
 from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.engine.graph_store import Captured, WholeStep
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.mixed_step import padded_size, upload_step
 from dist_aclgraph.engine.rank_caches import RankCaches
+from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.state_steps import StateSteps
 from dist_aclgraph.graphs.device_step import DeviceStep, SharedPlaces
 from dist_aclgraph.graphs.pieces import CapturedPieces
@@ -35,6 +39,7 @@ class MixedOutput:
         places: [num_places, hidden], the hidden states of the places that sample.
         logits: [num_places, vocab]; tokens: [num_places] int32, the most probable token of each
             place; best: [num_places], the logits of these tokens.
+        span: measures the replay of a full graph; None if no replay is measured.
     """
 
     step: DeviceStep
@@ -44,11 +49,13 @@ class MixedOutput:
     logits: Tensor
     tokens: Tensor
     best: Tensor
+    span: ReplaySpan | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedWork:
-    """Runs the decoder piecewise or eagerly, and chooses a token for each place. Owns nothing.
+    """Runs the decoder in a full graph, piecewise or eagerly, and chooses a token for each place.
+    Owns nothing.
 
     Attributes:
         graph_work: the same model, buffers and counters in graphs.
@@ -64,23 +71,23 @@ class MixedWork:
     caches: RankCaches
     context: ContextParallel
     watch: Stopwatch
+    replays: Replays
     spare_row: int
 
     def run(
         self,
         plan: RankPlan,
         inputs: HostStep,
-        pieces: CapturedPieces | None,
+        captured: Captured | None,
         answer: Callable[[], None],
     ) -> MixedOutput:
         """Queue the decoder's work.
 
         Args:
-            pieces: the captured segments; None if the step is eager.
-            answer: called between segments.
+            captured: the graph that the plan names; None if the step is eager.
+            answer: called between segments, or between updates of a full graph.
         """
-        work = self.graph_work
-        graph = None if pieces is None else pieces.descriptor
+        work, graph, span = self.graph_work, plan.graph, None
         static = None if graph is None else work.buffers.inputs(graph)
         size = padded_size(plan, inputs)
         step = upload_step(self.npu, inputs, size, self.spare_row, static)
@@ -90,9 +97,13 @@ class MixedWork:
         if self.states is not None and inputs.num_tokens:
             metadata = replace(metadata, states=self.states.of_step(inputs))
         self.watch.lap("inputs")
-        if graph is not None and pieces is not None:
-            pieces.begin()
-            hidden = work.run_pieces(graph, metadata, work_between(pieces.replay, answer))
+        if isinstance(captured, CapturedPieces):
+            captured.begin()
+            between = work_between(captured.replay, answer)
+            hidden = work.run_pieces(captured.descriptor, metadata, between)
+        elif captured is not None:
+            span = self._replay(captured, inputs, answer)
+            hidden = work.buffers.hidden[: captured[0].descriptor.num_tokens]
         else:
             hidden = self.model.forward(
                 step.token_ids,
@@ -107,7 +118,19 @@ class MixedWork:
             # This comes before the results are sent: when the engine has the result of a step, the
             # step's checkpoints must be complete.
             self.states.keep(plan.batch.kept, self.caches.state_tensors())
-        return MixedOutput(step, metadata, hidden, *self._choose(hidden, step, size.num_samples))
+        chosen = self._choose(hidden, step, size.num_samples)
+        return MixedOutput(step, metadata, hidden, *chosen, span)
+
+    def _replay(
+        self, graphs: WholeStep, inputs: HostStep, answer: Callable[[], None]
+    ) -> ReplaySpan | None:
+        """Replay a full graph of a mixed batch."""
+        (decoder,) = graphs
+        span = self.replays.begin(graphs, inputs)
+        self.replays.replay(decoder)
+        self.replays.update(decoder, answer)
+        self.replays.end()
+        return span
 
     def _choose(
         self, hidden: Tensor, step: DeviceStep, num_samples: int

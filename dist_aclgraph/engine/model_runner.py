@@ -30,7 +30,7 @@ from dist_aclgraph.engine.cache_copier import CacheCopier
 from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafts.landing_drafts import LandingDrafts
 from dist_aclgraph.engine.embeddings import queue_embeddings
-from dist_aclgraph.engine.graph_store import GraphStore
+from dist_aclgraph.engine.graph_store import Captured, GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.masks.matchers import Matchers
@@ -220,6 +220,7 @@ class ModelRunner:
             caches=self.caches,
             context=context,
             watch=self._watch,
+            replays=self._replays,
             spare_row=max_rows,
         )
         self.make_cache(num_blocks)
@@ -325,7 +326,7 @@ class ModelRunner:
         # If the previous step ends meanwhile, it is reported before this step ends.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
-            if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
+            if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):
                 begins = land()
                 records = records.copy()
                 records[:, 1] += begins
@@ -442,7 +443,8 @@ class ModelRunner:
         self._watch.lap("inputs")
         self._buffers.write(plan.graph, inputs)
         self._watch.lap("upload")
-        if isinstance(captured, CapturedPieces):
+        samples_in_graph = self._drafts is None or plan.graph.query_len > 0
+        if isinstance(captured, CapturedPieces) or not samples_in_graph:
             return self._run_mixed(plan, rank, inputs, captured, land, partial(answer, "forward"))
         decoder, *drafts = captured
         span = self._replays.begin(captured, inputs)
@@ -483,16 +485,16 @@ class ModelRunner:
         plan: RankPlan,
         rank: int,
         inputs: HostStep,
-        pieces: CapturedPieces | None,
+        captured: Captured | None,
         land: Callable[[], IntArray],
         answer: Callable[[], None],
     ) -> Flight:
-        """Run any mixture of requests: the decoder piecewise or eagerly, everything else eagerly.
+        """Run any mixture of requests: the decoder as ``MixedWork`` does, everything else eagerly.
 
         Args:
             answer: called between segments; reports the previous step if that step has ended.
         """
-        mixed = self._mixed.run(plan, inputs, pieces, answer)
+        mixed = self._mixed.run(plan, inputs, captured, answer)
         tokens, best = mixed.tokens, mixed.best
         self._know_tokens(inputs, land, answer)
         special = self._choose_special(inputs, mixed.logits, tokens)
@@ -507,7 +509,7 @@ class ModelRunner:
             sampled = Sampled(tokens, best, None, special)
             return self._flights.queue_output(plan, rank, inputs, sampled, prompts, embeddings)
         accepted = self._drafts.count(tokens, mixed.step)
-        sampled = Sampled(tokens, best, accepted, special)
+        sampled = Sampled(tokens, best, accepted, special, mixed.span)
         flight = self._flights.queue_output(plan, rank, inputs, sampled, prompts, embeddings)
         self._drafts.propose_mixed(
             mixed.step,

@@ -45,7 +45,7 @@ class StepBuffers:
             overwrites the tokens of special places.
         best: [max_samples], the greatest logit of each sampled place; finite unless its logits
             contain NaN or infinity.
-        hidden: [max_samples, hidden], hidden states of the verified tokens; empty without drafts.
+        hidden: [max_tokens, hidden], hidden states of all tokens; empty without drafts.
         accepted: [max_reqs] int32, number of accepted drafts. A replay compares drafts with the
             most probable tokens; if there are special places, the drafts are compared again after
             sampling.
@@ -103,7 +103,7 @@ class StepBuffers:
             self.sampled = self.tokens.latest
         self.best = torch.zeros(max_samples, dtype=dtype, device=device)
         self.hidden = torch.zeros(
-            (max_samples if num_drafts else 0, hidden_size), dtype=dtype, device=device
+            (max_tokens if num_drafts else 0, hidden_size), dtype=dtype, device=device
         )
         self.accepted = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self._every_token = torch.arange(max_tokens, dtype=torch.int32, device=device)

@@ -97,10 +97,10 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
     """
     graph = config.graph
     found = []
-    if graph.mode in DECODE_MODES:
+    if config.has_decode_graphs:
         found.append(_decode_family(config, graph.sizes))
     if graph.mode in MIXED_MODES:
-        sizes = graph.mixed_sizes if graph.mode in DECODE_MODES else graph.sizes
+        sizes = graph.mixed_sizes if config.has_decode_graphs else graph.sizes
         found.append(_mixed_family(config, sizes))
     return tuple(found)
 

@@ -281,7 +281,7 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     num_tokens, num_reqs, num_samples = largest
     max_len = spec.max_model_len(config)
     # Logits, the greatest logit of each row, and the hidden states from which drafting begins.
-    outputs = num_samples * (vocab_size + 1 + (spec.hidden_size if k else 0))
+    outputs = num_samples * (vocab_size + 1) + (num_tokens * spec.hidden_size if k else 0)
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * (max_len + SPARE_POSITIONS) * rope_dim
     sizes = input_sizes(

@@ -23,13 +23,11 @@ class GraphSupport:
             attention). Sparse attention reads lengths on the device, so it accepts any.
         is_encoder_decoder: whether the model reads an encoder's states.
         shares_context: whether ranks split prompts or share the cache of a request.
-        drafts: whether steps propose drafts.
     """
 
     attention_updates: AttentionUpdates = "any"
     is_encoder_decoder: bool = False
     shares_context: bool = False
-    drafts: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,6 @@ _RULES: tuple[_Rule, ...] = (
         "with parallel.dcp or parallel.pcp above 1, the data that ranks exchange for a prompt "
         "depend on its length, so attention to prompts stays out of graphs",
     ),
-    _Rule(
-        ("FULL",),
-        lambda s: s.drafts,
-        "FULL_AND_PIECEWISE",
-        "with drafts, a full graph takes requests of equal lengths only",
-    ),
 )
 
 
@@ -87,7 +79,6 @@ def with_possible_mode(
         attention_updates="any" if takes_any else "uniform",
         is_encoder_decoder=facts.is_encoder_decoder,
         shares_context=config.parallel.dcp * config.parallel.pcp > 1,
-        drafts=config.speculative.num_tokens > 0,
     )
     mode, reasons = normalise_mode(config.graph.mode, support, launch_blocking=launch_blocking)
     graph = config.graph.model_copy(update={"mode": mode})

@@ -10,7 +10,7 @@ from tests.deployments import make_deployment_config
 from tests.lockstep import lockstep
 from tests.slow import slow
 
-TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
+MODELS = Path(__file__).parents[2] / "models"
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,16 @@ TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 def test_graphs_of_drafts_are_priced_as_they_are_captured(
     mode: str, parallel: dict[str, int]
 ) -> None:
+    assert_priced_as_captured("tiny-deepseek", mode, parallel)
+
+
+def test_full_graphs_of_mixed_batches_are_priced_without_drafts() -> None:
+    assert_priced_as_captured("tiny-deepseek-v32", "FULL", {"tp": 2})
+
+
+def assert_priced_as_captured(model: str, mode: str, parallel: dict[str, int]) -> None:
     config = make_deployment_config(
-        TINY_DEEPSEEK,
+        MODELS / model,
         dtype="bfloat16",
         parallel=parallel,
         scheduler={"max_num_seqs": 4},
@@ -36,7 +44,7 @@ def test_graphs_of_drafts_are_priced_as_they_are_captured(
             "mode": mode,
             "budget_model": "cann-pinned",
             "sizes": (3, 12),
-            **({"mixed_sizes": (8, 16)} if mode == "FULL_AND_PIECEWISE" else {}),
+            **({} if mode == "FULL_DECODE_ONLY" else {"mixed_sizes": (8, 16)}),
             "lazy": "off",
         },
     )

@@ -116,7 +116,8 @@ def test_prompts_in_several_steps_get_the_same_tokens(models: Any, max_tokens: i
 
 
 @pytest.mark.parametrize(
-    ("architecture", "mode"), [(GLM, "FULL_DECODE_ONLY"), slow(V32, "FULL_AND_PIECEWISE")]
+    ("architecture", "mode"),
+    [(GLM, "FULL_DECODE_ONLY"), (V32, "FULL"), slow(V32, "FULL_AND_PIECEWISE")],
 )
 @pytest.mark.parametrize("in_flight", [slow(1), 2])
 def test_drafts_change_no_token(models: Any, architecture: str, mode: str, in_flight: int) -> None:
@@ -212,16 +213,25 @@ def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
     assert found["NONE"] == found["FULL_DECODE_ONLY"]
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), [(V32, "bfloat16"), slow(GLM, "float16")])
-def test_a_strict_device_takes_every_call(models: Any, architecture: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "mode", "drafts"),
+    [
+        (V32, "bfloat16", "FULL_AND_PIECEWISE", 1),
+        slow(V32, "bfloat16", "FULL", 0),
+        slow(GLM, "float16", "FULL", 1),
+    ],
+)
+def test_a_strict_device_takes_every_call(
+    models: Any, architecture: str, dtype: str, mode: str, drafts: int
+) -> None:
     # index_topk is so large that the indexer chooses all keys; rounded scores would choose others.
     model = models(architecture, index_topk=512)
     config = config_of(
         model,
         dtype=dtype,
         parallel={"tp": 2},
-        speculative={"num_tokens": 1},
-        graph={"mode": "FULL_AND_PIECEWISE"},
+        speculative={"num_tokens": drafts},
+        graph={"mode": mode},
         device={"emulator": {"strict": True}},
     )
 

@@ -97,8 +97,8 @@ class Shape:
 def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
     """Return the graphs of one bucket, draft graphs included."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
-    if not workload.draft_layers or family.run_mode != "FULL":
-        return found  # If the decoder runs piecewise, drafts run eagerly.
+    if not (workload.draft_layers and family.query_len):
+        return found  # After mixed batches, drafts run eagerly.
     steps = max(1, workload.query_len - 1)  # One graph contains all iterations of drafting.
     return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
 

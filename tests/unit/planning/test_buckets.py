@@ -75,6 +75,19 @@ def test_asked_sizes_are_the_ones_that_are_captured() -> None:
     assert [family.buckets for family in candidate_families(large)] == [(1, 600, 1024)]
 
 
+def test_with_drafts_the_mode_full_has_graphs_of_both_kinds_of_batches() -> None:
+    config = make(
+        graph={"mode": "FULL", "sizes": [2, 6], "mixed_sizes": [32, 256]},
+        scheduler={"max_num_seqs": 16},
+        speculative={"num_tokens": 1},
+    )
+
+    decode, mixed = candidate_families(config)
+
+    assert (decode.run_mode, decode.query_len, decode.buckets) == ("FULL", 2, (2, 6))
+    assert (mixed.run_mode, mixed.query_len, mixed.buckets) == ("FULL", 0, (32, 256))
+
+
 def test_one_graph_is_captured_where_continuations_are_exact() -> None:
     config = make(recovery={"exact": True}, scheduler={"max_num_seqs": 24})
 

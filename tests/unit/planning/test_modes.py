@@ -28,7 +28,6 @@ supports = st.builds(
     attention_updates=st.sampled_from(["any", "uniform"]),
     is_encoder_decoder=st.booleans(),
     shares_context=st.booleans(),
-    drafts=st.booleans(),
 )
 
 
@@ -38,7 +37,7 @@ def can_have(mode: GraphMode, support: GraphSupport) -> bool:
     return {
         "NONE": True,
         "PIECEWISE": True,
-        "FULL": updates == "any" and not (support.shares_context or support.drafts),
+        "FULL": updates == "any" and not support.shares_context,
         "FULL_DECODE_ONLY": updates != "none",
         "FULL_AND_PIECEWISE": updates != "none",
     }[mode]
@@ -72,16 +71,6 @@ def test_prompts_of_ranks_that_share_contexts_stay_out_of_full_graphs(
 
     assert config.graph.mode == "FULL_AND_PIECEWISE"
     assert len(reasons) == 1 and "with parallel.dcp or parallel.pcp above 1" in reasons[0]
-
-
-def test_with_drafts_full_graphs_contain_decode_batches_only() -> None:
-    directory = Path(__file__).parents[3] / "configs" / "shapes" / "glm-4.5"
-    raw = {"model": str(directory), "graph": {"mode": "FULL"}, "speculative": {"num_tokens": 1}}
-
-    config, reasons = with_possible_mode(make_config(raw), read_model_facts(directory))
-
-    assert config.graph.mode == "FULL_AND_PIECEWISE"
-    assert len(reasons) == 1 and "with drafts" in reasons[0]
 
 
 def test_a_checkpoint_with_latent_attention_is_known_by_its_facts() -> None:
