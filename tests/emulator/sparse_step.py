@@ -3,7 +3,7 @@
 import torch
 import torch_npu
 
-INDEX, LATENT, ROPE = 128, 512, 64
+INDEX, LATENT, ROPE, TILE = 128, 512, 64, 128
 SCALE = 192**-0.5
 LENGTHS, QUERIES = (40, 5, 17), (3, 1, 16)  # numbers of keys and of query rows of each request
 
@@ -80,6 +80,37 @@ class Step:
             "sparse_mode": 3,
         } | changes
         return torch_npu.npu_lightning_indexer(**on_device(options))[0]
+
+    def pack(self):
+        """Return the latents and rotated keys of all pages as rows of int8: 512 values, the rotated
+        key, and a scale for each 128 values.
+        """
+        latents = self.pages["latent"].float().unflatten(-1, (-1, TILE))
+        scales = latents.nan_to_num().abs().amax(-1) / 127
+        values = (
+            (latents.nan_to_num() / scales.clamp(min=1e-30).unsqueeze(-1)).round().to(torch.int8)
+        )
+        parts = (values.flatten(-2), self.pages["rope"], scales)
+        return torch.cat([part.contiguous().view(torch.int8) for part in parts], -1)
+
+    def attend_to_packed(self, chosen, rows, **changes):
+        options = {
+            "query": torch.cat([self.query, self.query_rope], -1),
+            "key": rows,
+            "sparse_indices": chosen,
+            "scale_value": SCALE,
+            "key_quant_mode": 2,
+            "value_quant_mode": 2,
+            "block_table": self.table,
+            "actual_seq_lengths_query": self.lengths["ends"],
+            "actual_seq_lengths_kv": self.lengths["keys"],
+            "layout_query": "TND",
+            "layout_kv": "PA_BSND",
+            "attention_mode": 2,
+        } | changes
+        options = on_device(options)
+        options.setdefault("value", options["key"])
+        return torch_npu.npu_kv_quant_sparse_flash_attention(**options)
 
     def attend_to_all(self, chosen, keys, kv_ends, **changes):
         """Attend to keys that follow each other; return the result, and the rows' sums."""

@@ -249,6 +249,62 @@ def test_attention_to_chosen_latents_is_refused(rule, changes):
     refused_by("aclnnSparseFlashAttention", rule, lambda: step.attend(**arguments))
 
 
+# ---- latents in int8
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("heads,count,block_size", [(4, 6, 16), (128, 32, 64), (1, 3, 128)])
+def test_attention_to_latents_in_int8_is_attention_to_their_values(dtype, heads, count, block_size):
+    step = Step(dtype, heads, block_size=block_size)
+    chosen = step.choose(count).cpu()
+    rows = step.pack()
+
+    out = step.attend_to_packed(chosen, rows)
+
+    assert rows.shape[-1] == 656
+    values = rows[..., :512].float().unflatten(-1, (4, 128))
+    scales = rows[..., 640:].contiguous().view(torch.float32)
+    step.pages["latent"] = (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    assert_close(out, step.attend(chosen).cpu())
+
+
+def test_int8_changes_each_latent_by_half_a_scale_at_most():
+    step = Step(heads=1)
+    exact = step.pages["latent"].float()
+    rows = step.pack()
+    scales = rows[..., 640:].contiguous().view(torch.float32).repeat_interleave(128, -1)
+    error = (rows[..., :512].float() * scales - exact).abs()
+    assert (error.nan_to_num() <= scales * 0.5001).all()
+
+
+@pytest.mark.parametrize(
+    "rule,changes",
+    [
+        ("query must be float16 or bfloat16", {"query": torch.zeros(20, 4, 576)}),
+        ("query must have D 576", {"query": torch.zeros(20, 4, 512, dtype=half)}),
+        ("must be a power of two up to 128", {"query": torch.zeros(20, 48, 576, dtype=half)}),
+        ("key must be int8", {"key": torch.zeros(17, 16, 1, 656, dtype=half)}),
+        ("key must be [blocks", {"key": torch.zeros(17, 16, 1, 640, dtype=torch.int8)}),
+        ("block_size 24", {"key": torch.zeros(17, 24, 1, 656, dtype=torch.int8)}),
+        ("value must be the same", {"value": torch.zeros(17, 16, 1, 656, dtype=torch.int8)}),
+        ("must be 2", {"key_quant_mode": 0}),
+        ("are reserved", {"key_dequant_scale": torch.zeros(4)}),
+        ("attention_mode must be 2, got 0", {"attention_mode": 0}),
+        ("quant_scale_repo_mode must be 1", {"quant_scale_repo_mode": 0}),
+        ("tile_size must be 128", {"tile_size": 64}),
+        ("rope_head_dim must be 64", {"rope_head_dim": 32}),
+        ("sparse_block_size 2", {"sparse_block_size": 2}),
+        ("are not emulated, only TND", {"layout_kv": "TND"}),
+        ("sparse_mode 1", {"sparse_mode": 1}),
+        ("has 4 entries for 3 requests", {"actual_seq_lengths_query": ints(3, 4, 19, 20)}),
+    ],
+)
+def test_attention_to_latents_in_int8_is_refused(rule, changes):
+    step = Step(half)
+    arguments = {"chosen": torch.zeros(20, 1, 4, dtype=torch.int32), "rows": step.pack(), **changes}
+    refused_by("aclnnKvQuantSparseFlashAttention", rule, lambda: step.attend_to_packed(**arguments))
+
+
 # ---- bad values in device tensors, which a real device does not check
 
 FAILURES = {

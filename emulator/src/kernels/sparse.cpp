@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -125,6 +126,36 @@ Softmax softmax(float *scores, int64_t count) {
   return {top, sum};
 }
 
+void load_query(const SparseAttention &a, int64_t at, float *to) {
+  int64_t width = a.dim + a.rope_dim;
+  if (a.packed.rows)
+    return load_floats(a.query, at * width, to, width);
+  load_floats(a.query, at * a.dim, to, a.dim);
+  load_floats(a.query_rope, at * a.rope_dim, to + a.dim, a.rope_dim);
+}
+
+// As on the device, latents from int8 are rounded to the query's type before they are multiplied.
+void load_key(const SparseAttention &a, int64_t slot, float *to) {
+  if (!a.packed.rows) {
+    load_floats(a.latents, slot * a.dim, to, a.dim);
+    return load_floats(a.rope_keys, slot * a.rope_dim, to + a.dim, a.rope_dim);
+  }
+  static thread_local std::vector<char> rounded;
+  uint8_t *row = const_cast<uint8_t *>(a.packed.rows) + slot * a.packed.row_bytes;
+  const int8_t *values = reinterpret_cast<int8_t *>(row);
+  int64_t scales = a.dim + a.rope_dim * bytes_of(a.query.type);
+  for (int64_t i = 0; i < a.dim; i++) {
+    float scale;
+    memcpy(&scale, row + scales + i / a.packed.tile * sizeof(float), sizeof(float));
+    to[i] = values[i] * scale;
+  }
+  rounded.resize(a.dim * sizeof(float));
+  Data room{rounded.data(), a.query.type};
+  store_floats(to, room, 0, a.dim);
+  load_floats(room, 0, to, a.dim);
+  load_floats({row + a.dim, a.query.type}, 0, to + a.dim, a.rope_dim);
+}
+
 void attend_row(const SparseAttention &a, const Request &request, int64_t row) {
   static thread_local std::vector<int32_t> valid;
   static thread_local Scratch query_room, key_room, score_room, out_room;
@@ -133,18 +164,12 @@ void attend_row(const SparseAttention &a, const Request &request, int64_t row) {
   int64_t width = a.dim + a.rope_dim;
   float *queries = query_room.of(a.heads * width), *keys = key_room.of(count * width);
   float *scores = score_room.of(a.heads * count), *out = out_room.of(a.heads * a.dim);
-  for (int64_t h = 0; h < a.heads; h++) {
-    int64_t at = row * a.heads + h;
-    load_floats(a.query, at * a.dim, queries + h * width, a.dim);
-    load_floats(a.query_rope, at * a.rope_dim, queries + h * width + a.dim, a.rope_dim);
-  }
+  for (int64_t h = 0; h < a.heads; h++)
+    load_query(a, row * a.heads + h, queries + h * width);
   for (int64_t i = 0; i < a.heads * width; i++)
     queries[i] *= a.scale;
-  for (int64_t i = 0; i < count; i++) {
-    int64_t slot = slot_of(a.requests, request, valid[i]);
-    load_floats(a.latents, slot * a.dim, keys + i * width, a.dim);
-    load_floats(a.rope_keys, slot * a.rope_dim, keys + i * width + a.dim, a.rope_dim);
-  }
+  for (int64_t i = 0; i < count; i++)
+    load_key(a, slot_of(a.requests, request, valid[i]), keys + i * width);
   std::fill_n(out, a.heads * a.dim, 0.0f);  // the result of a row without keys
   for (float *values : {a.greatest, a.sums})
     if (values)

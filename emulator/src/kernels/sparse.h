@@ -29,10 +29,18 @@ struct KeyChoice {
 // Chooses the keys with the greatest sums over heads of weight * relu(query . key).
 void choose_keys(const KeyChoice &c);
 
+// Latents in int8. The bytes of a key are: dim values of int8, rope_dim values of the query's type,
+// and a float for each tile of values, which is the factor of these values.
+struct Int8Latents {
+  const uint8_t *rows = nullptr;  // pages of [page_size, row_bytes]; null if the latents are floats
+  int64_t row_bytes, tile;
+};
+
 struct SparseAttention {
   StoredRequests requests;
   Data query, query_rope;   // [rows, heads, dim], [rows, heads, rope_dim]
   Data latents, rope_keys;  // pages of [page_size, dim] and [page_size, rope_dim]
+  Int8Latents packed;       // in place of latents and rope_keys; query is [rows, heads, dim + rope_dim]
   const int32_t *chosen;    // [rows, wanted], as choose_keys writes them
   Data out;                 // [rows, heads, dim]
   // [rows, heads], the greatest score and the sum of the exponentials of the differences to it; null

@@ -97,10 +97,38 @@ float *require_sums(const char *what, const OptTensor &sums, int64_t rows, int64
   return sums->data_ptr<float>();
 }
 
+// [T, 1, sparse_size], the indices of the keys to which each row attends.
+void require_choice(const Tensor &chosen, int64_t rows) {
+  require_contiguous("sparse_indices", chosen);
+  refuse_unless(chosen.scalar_type() == at::kInt && chosen.dim() == 3 && chosen.size(0) == rows &&
+                    chosen.size(1) == 1 && chosen.size(2) > 0,
+                "sparse_indices must be int32 [T, 1, sparse_size], got ", chosen.scalar_type(), " ",
+                chosen.sizes());
+}
+
+void require_heads(int64_t heads) {
+  demand(heads <= 128 && !(heads & (heads - 1)), "query has ", heads,
+         " heads; they must be a power of two up to 128");
+}
+
 // The lengths are on the device. So the modelled time is that of requests that fill their block
 // tables.
 double longest_keys(const kernels::StoredRequests &r) {
   return static_cast<double>(r.table_width) * r.page_size;
+}
+
+TimedTask attend_task(const kernels::SparseAttention &a) {
+  kernels::Attention timed{};  // each row reads its chosen keys
+  timed.query = a.query;
+  timed.heads = a.heads;
+  timed.kv_heads = 1;
+  timed.dim = timed.value_dim = a.dim;
+  timed.rope_dim = a.rope_dim;
+  kernels::Sequence one{};
+  one.query_count = 1;
+  one.kv_count = std::min(a.wanted, static_cast<int64_t>(longest_keys(a.requests)));
+  timed.sequences.assign(a.requests.rows, one);
+  return {arithmetic([a] { kernels::attend_to_chosen(a); }), attention_ns(timed)};
 }
 
 }  // namespace
@@ -170,8 +198,7 @@ OP(aclnnSparseFlashAttention,
                    layout_query, " and ", layout_kv,
                    " are not emulated, only TND with PA_BSND or TND");
      refuse_unless(!(returns_sums && is_paged), "return_softmax_lse is not possible with PA_BSND");
-     demand(heads <= 128 && !(heads & (heads - 1)), "query has ", heads,
-            " heads; they must be a power of two up to 128");
+     require_heads(heads);
      demand(dim == 512, "D must be 512, got ", dim);
      refuse_unless(query_rope && key_rope, "query_rope and key_rope must be given");
      require_queries("query_rope", *query_rope);
@@ -186,11 +213,7 @@ OP(aclnnSparseFlashAttention,
                    " and key_rope ", key_rope->sizes(), " have different pages");
      refuse_unless(value.data_ptr() == key.data_ptr() && value.sizes() == key.sizes(),
                    "value must be the same tensor as key");
-     require_contiguous("sparse_indices", chosen);
-     refuse_unless(chosen.scalar_type() == at::kInt && chosen.dim() == 3 &&
-                       chosen.size(0) == rows && chosen.size(1) == 1 && chosen.size(2) > 0,
-                   "sparse_indices must be int32 [T, 1, sparse_size], got ", chosen.scalar_type(),
-                   " ", chosen.sizes());
+     require_choice(chosen, rows);
      require_same_type("attention_out", out, query);
      require_contiguous("attention_out", out);
      refuse_unless(out.sizes() == query.sizes(), "attention_out of shape ", out.sizes());
@@ -213,15 +236,59 @@ OP(aclnnSparseFlashAttention,
      a.rope_dim = rope;
      a.wanted = chosen.size(2);
      a.scale = static_cast<float>(scale);
-     kernels::Attention timed{};  // each row reads its chosen keys
-     timed.query = a.query;
-     timed.heads = heads;
-     timed.kv_heads = 1;
-     timed.dim = timed.value_dim = dim;
-     timed.rope_dim = rope;
-     kernels::Sequence one{};
-     one.query_count = 1;
-     one.kv_count = std::min(a.wanted, static_cast<int64_t>(longest_keys(a.requests)));
-     timed.sequences.assign(rows, one);
-     return {arithmetic([a] { kernels::attend_to_chosen(a); }), attention_ns(timed)};
+     return attend_task(a);
+   })
+
+// Rules: README and kv_quant_sparse_flash_attention_tiling.cpp of ops-transformer. query [T, N, 576]:
+// 512 elements for latents and 64 rotated ones; N is 1, 2, 4, ... or 128. A key is a row of 656
+// bytes: 512 values of int8, 64 elements of the query's type, and 4 floats, one for each 128 values.
+// attention_out is [T, N, 512]. The aclnn function of the release that torch_npu calls returns no
+// sums.
+OP(aclnnKvQuantSparseFlashAttention,
+   [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor key_scale,
+      OptTensor value_scale, OptTensor block_table, OptTensor query_lengths, OptTensor kv_lengths,
+      double scale, int64_t key_mode, int64_t value_mode, int64_t sparse_block_size,
+      std::string layout_query, std::string layout_kv, int64_t sparse_mode, int64_t pre_tokens,
+      int64_t next_tokens, int64_t attention_mode, int64_t scale_mode, int64_t tile, int64_t rope,
+      Tensor out) -> TimedTask {
+     require_queries("query", query);
+     int64_t rows = query.size(0), heads = query.size(1), dim = query.size(2) - rope;
+     refuse_unless(key_mode == 2 && value_mode == 2, "key_quant_mode ", key_mode,
+                   " and value_quant_mode ", value_mode, " must be 2");
+     refuse_unless(!key_scale && !value_scale, "key_dequant_scale and value_dequant_scale are ",
+                   "reserved; the scales are in the rows of key");
+     refuse_unless(attention_mode == 2, "attention_mode must be 2, got ", attention_mode);
+     refuse_unless(scale_mode == 1, "quant_scale_repo_mode must be 1, got ", scale_mode);
+     refuse_unless(tile == 128, "tile_size must be 128, got ", tile);
+     refuse_unless(rope == 64, "rope_head_dim must be 64, got ", rope);
+     refuse_unless(sparse_block_size == 1, "sparse_block_size ", sparse_block_size,
+                   " is not emulated, only 1");
+     refuse_unless(layout_query == "TND" && layout_kv == "PA_BSND", "layouts ", layout_query,
+                   " and ", layout_kv, " are not emulated, only TND and PA_BSND");
+     require_heads(heads);
+     refuse_unless(dim == 512, "query must have D 576, got ", query.size(2));
+     int64_t row_bytes = dim + rope * query.element_size() + dim / tile * 4;
+     refuse_unless(key.scalar_type() == at::kChar, "key must be int8, got ", key.scalar_type());
+     require_keys("key", key, key, row_bytes, layout_kv);
+     refuse_unless(value.data_ptr() == key.data_ptr() && value.sizes() == key.sizes(),
+                   "value must be the same tensor as key");
+     require_choice(chosen, rows);
+     require_same_type("attention_out", out, query);
+     require_contiguous("attention_out", out);
+     refuse_unless(out.sizes() == at::IntArrayRef({rows, heads, dim}), "attention_out of shape ",
+                   out.sizes());
+     kernels::SparseAttention a{};
+     a.requests = bind_requests({query_lengths, kv_lengths, block_table, layout_query, layout_kv,
+                                 sparse_mode, pre_tokens, next_tokens},
+                                query, key);
+     a.query = data_of(query);
+     a.packed = {static_cast<const uint8_t *>(key.data_ptr()), row_bytes, tile};
+     a.chosen = chosen.data_ptr<int32_t>();
+     a.out = data_of(out);
+     a.heads = heads;
+     a.dim = dim;
+     a.rope_dim = rope;
+     a.wanted = chosen.size(2);
+     a.scale = static_cast<float>(scale);
+     return attend_task(a);
    })
