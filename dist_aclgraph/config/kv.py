@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from dist_aclgraph.config.kv_events import KVEventsConfig
@@ -26,6 +28,12 @@ class KVConfig(Section):
     )
     max_bytes: int = Field(
         1 << 40, ge=1 << 16, description="upper limit of the bytes of KV blocks per rank"
+    )
+    dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="type of cached keys: auto is that of the key `dtype`. int8 is possible only "
+        "with sparse latent attention (DeepSeek V3.2, GLM-5): latents are stored in int8, with a "
+        "scale for each 128 values",
     )
     checkpoints: int | None = Field(
         None,

@@ -150,7 +150,10 @@ class ModelRunner:
         # the rank that owns the output needs them.
         self._samples = owns_output or self._drafts is not None or in_flight > 1
         num_slots = 0 if state_slots is None else state_slots.count
-        self.caches = RankCaches(npu, model, self._drafts, config.kv.block_size, dtype, num_slots)
+        kv = config.kv
+        self.caches = RankCaches(
+            npu, model, self._drafts, kv.block_size, dtype, num_slots, kv.dtype == "int8"
+        )
         self._states: StateSteps | None = None
         if state_slots is not None and model.spec.linear is not None:
             passed = None if self._drafts is None else self._drafts.passed

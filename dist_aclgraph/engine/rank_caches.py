@@ -23,6 +23,7 @@ class RankCaches:
     Attributes:
         drafts: None if the model does not draft.
         num_slots: number of slots of recurrent states; 0 if the model has no such state.
+        int8_latents: whether latents are stored in int8.
     """
 
     npu: Npu
@@ -31,13 +32,14 @@ class RankCaches:
     block_size: int
     dtype: torch.dtype
     num_slots: int
+    int8_latents: bool = False
     decoder: list[Cache] = field(default_factory=list)
 
     def make(self, num_blocks: int) -> None:
         """Replace all caches by empty caches."""
         # The old caches are freed first, because the memory might be too small for two.
         self.free()
-        room = CacheRoom(num_blocks, self.block_size, self.dtype, self.num_slots)
+        room = CacheRoom(num_blocks, self.block_size, self.dtype, self.num_slots, self.int8_latents)
         self.decoder += self.model.make_caches(room)
         if self.drafts is not None:
             self.drafts.make_cache(room)

@@ -10,6 +10,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
+from dist_aclgraph.shapes.int8_latents import int8_row_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -44,11 +45,13 @@ class PagedTensor:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
         is_whole: whether every rank keeps all tokens, even if the cache is sharded.
+        is_int8: whether the elements are bytes; else they have the cache's type.
     """
 
     num_layers: int
     width: int
     is_whole: bool = False
+    is_int8: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ class KVCacheSpec:
             each = linear.state_bytes(tp, config.dtype, DTYPE_BYTES[config.dtype])
             states = (StateTensor(len(linear.layers), each),)
         paged = [PagedTensor(num_layers, elements_per_token(facts, tp))]
+        if config.kv.dtype == "int8":
+            width = int8_row_bytes(facts.latent_size, DTYPE_BYTES[config.dtype])
+            paged = [PagedTensor(num_layers, width, is_int8=True)]
         if facts.indexer is not None:
             num_indexers = len(facts.indexer.layers.intersection(range(num_layers)))
             paged.append(PagedTensor(num_indexers, facts.indexer.head_dim, is_whole=True))
@@ -117,13 +123,13 @@ class KVCacheSpec:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block id in all layers, on each rank."""
-        elements = sum(
+        return sum(
             (self.tokens_per_block if tensor.is_whole else self.block_size)
             * tensor.num_layers
             * tensor.width
+            * (1 if tensor.is_int8 else DTYPE_BYTES[self.dtype])
             for tensor in self.paged
         )
-        return elements * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_slot(self) -> int:

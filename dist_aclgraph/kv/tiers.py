@@ -356,6 +356,8 @@ def cache_identity(config: Config) -> str:
         "block_size": config.kv.block_size,
         "has_drafts": config.speculative.num_tokens > 0,
     }
+    if config.kv.dtype != "auto":
+        facts["kv_dtype"] = config.kv.dtype
     if depends_on_length(read_model_config(directory, config.model_overrides)):
         facts["max_model_len"] = config.max_model_len
     text = json.dumps(facts, sort_keys=True)

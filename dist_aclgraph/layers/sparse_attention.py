@@ -30,6 +30,12 @@ from dist_aclgraph.layers.attention import (
     ShardRows,
 )
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
+from dist_aclgraph.layers.int8_latents import (
+    ABSORBED_MODE,
+    Int8SparseCache,
+    attend_to_int8_latents,
+    write_int8_latents,
+)
 from dist_aclgraph.layers.latent_attention import (
     LatentCache,
     absorb,
@@ -38,8 +44,6 @@ from dist_aclgraph.layers.latent_attention import (
     write_latents,
 )
 from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
-
-ABSORBED_MODE = 2  # attention_mode of npu_sparse_flash_attention; other modes do not exist
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class SparseLatentAttention:
         out: Tensor,
         index: IndexRows | None,
         rope: tuple[Tensor, Tensor],
-        cache: SparseCache,
+        cache: SparseCache | Int8SparseCache,
         metadata: AttentionMetadata,
         chosen: Choice | None,
     ) -> Choice | None:
@@ -163,12 +167,15 @@ class SparseLatentAttention:
         if index is not None:
             chosen = self._choose(index, cache, metadata, rows)
         assert chosen is not None, "the first layer must have an indexer"
+        if not self.context.is_sharded:
+            if metadata.num_direct:
+                self._attend_to_cache(q, q_rope, out, chosen, cache, metadata, rows)
+            return chosen
+        assert isinstance(cache, SparseCache), "shards contain latents in floats"
         if metadata.on_shards is not None:
             self._attend_to_shards(q, q_rope, out, chosen, cache, metadata.on_shards)
         if metadata.parts:
             self._attend_to_gathered(q, q_rope, out, chosen, cache, metadata)
-        if not self.context.is_sharded and metadata.num_direct:
-            self._attend_to_cache(q, q_rope, out, chosen, cache, metadata, rows)
         return chosen
 
     def _write(
@@ -176,7 +183,7 @@ class SparseLatentAttention:
         kv: Tensor,
         index: IndexRows | None,
         rope: tuple[Tensor, Tensor],
-        cache: SparseCache,
+        cache: SparseCache | Int8SparseCache,
         metadata: AttentionMetadata,
         rows: DeviceRows,
     ) -> None:
@@ -189,7 +196,10 @@ class SparseLatentAttention:
                 kv = torch.cat([kv, keys], 1)
             kv, *others = torch.split(self.context.gather_new(kv, n), widths, 1)
             kv, keys = kv.contiguous(), others[0].contiguous() if others else None
-        write_latents(kv, self.norm, rope, cache, metadata.written)
+        if isinstance(cache, Int8SparseCache):
+            write_int8_latents(kv, self.norm, rope, cache.rows, rows.slots)
+        else:
+            write_latents(kv, self.norm, rope, cache, metadata.written)
         if keys is not None:
             assert cache.index_keys is not None
             torch.ops.npu.npu_scatter_nd_update_(
@@ -197,7 +207,11 @@ class SparseLatentAttention:
             )
 
     def _choose(
-        self, index: IndexRows, cache: SparseCache, metadata: AttentionMetadata, rows: DeviceRows
+        self,
+        index: IndexRows,
+        cache: SparseCache | Int8SparseCache,
+        metadata: AttentionMetadata,
+        rows: DeviceRows,
     ) -> Choice:
         """Return the choice for this rank's tokens."""
         assert cache.index_keys is not None
@@ -225,22 +239,28 @@ class SparseLatentAttention:
         q_rope: Tensor,
         out: Tensor,
         chosen: Choice,
-        cache: SparseCache,
+        cache: SparseCache | Int8SparseCache,
         metadata: AttentionMetadata,
         rows: DeviceRows,
     ) -> None:
-        n = metadata.num_direct
-        attended, *_ = self._attend(
-            absorb(q[:n], self.keys),
-            q_rope[:n],
-            (cache.latents, cache.rope_keys),
-            chosen.keys,
-            rows.query_ends,
-            rows.kv_lens,
-            block_table=metadata.block_table,
-            layout_kv="PA_BSND",
-            sparse_mode=SPARSE_MODE_CAUSAL,
-        )
+        n, table = metadata.num_direct, metadata.block_table
+        if isinstance(cache, Int8SparseCache):
+            query = torch.cat([absorb(q[:n], self.keys), q_rope[:n]], -1)
+            attended = attend_to_int8_latents(
+                query, cache.rows, chosen.keys, self.scale, table, rows
+            )
+        else:
+            attended, *_ = self._attend(
+                absorb(q[:n], self.keys),
+                q_rope[:n],
+                (cache.latents, cache.rope_keys),
+                chosen.keys,
+                rows.query_ends,
+                rows.kv_lens,
+                block_table=table,
+                layout_kv="PA_BSND",
+                sparse_mode=SPARSE_MODE_CAUSAL,
+            )
         compute_values(attended.transpose(0, 1), self.values, out[:n])
 
     def _attend_to_shards(

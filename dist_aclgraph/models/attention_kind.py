@@ -27,12 +27,14 @@ class CacheRoom:
         num_slots: number of slots of recurrent states, slot 0 for padding included; 0 if the model
             has no such state.
         dtype: type of keys and values.
+        int8_latents: whether sparse latent attention stores latents in int8.
     """
 
     num_blocks: int
     block_size: int
     dtype: torch.dtype
     num_slots: int = 0
+    int8_latents: bool = False
 
 
 class LayerAttention(Protocol):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.int8_latents import Int8SparseCache
 from dist_aclgraph.layers.int8_rows import Rows, in_floats
 from dist_aclgraph.layers.latent_attention import NORM_EPS
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
@@ -27,6 +28,7 @@ from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.models.mla import LatentKind
 from dist_aclgraph.shapes.indexer_spec import IndexerSpec
+from dist_aclgraph.shapes.int8_latents import int8_row_bytes
 from dist_aclgraph.shapes.model_spec import LatentSpec
 
 
@@ -120,7 +122,7 @@ class MultiHeadSparseAttention:
         self,
         inputs: tuple[Tensor, ...],
         rope: Rope,
-        cache: SparseCache,
+        cache: SparseCache | Int8SparseCache,
         metadata: AttentionMetadata,
         earlier: Choice | None,
     ) -> Choice | None:
@@ -220,15 +222,19 @@ class SparseLatent(LatentKind):
         first, rest = heads[..., :dim], heads[..., dim:]
         return torch.cat([first[..., ::2], first[..., 1::2], rest], -1).flatten(1)
 
-    def make_cache(self, room: CacheRoom, *, has_indexer: bool = True) -> SparseCache:
+    def make_cache(
+        self, room: CacheRoom, *, has_indexer: bool = True
+    ) -> SparseCache | Int8SparseCache:
         """Return one layer's cache, with index keys if the layer has an indexer."""
         sizes = self._sizes
         # Every shard keeps the index keys of all shards.
         whole = replace(room, block_size=room.block_size * self._context.dcp.size)
+        index_keys = self._zeros(whole, self._indexer.head_dim) if has_indexer else None
+        if room.int8_latents:
+            width = int8_row_bytes(sizes.kv_rank + sizes.rope_dim, room.dtype.itemsize)
+            return Int8SparseCache(self._zeros(replace(room, dtype=torch.int8), width), index_keys)
         return SparseCache(
-            self._zeros(room, sizes.kv_rank),
-            self._zeros(room, sizes.rope_dim),
-            self._zeros(whole, self._indexer.head_dim) if has_indexer else None,
+            self._zeros(room, sizes.kv_rank), self._zeros(room, sizes.rope_dim), index_keys
         )
 
 
@@ -245,5 +251,5 @@ class ChosenLatent:
     def load(self, slices: WeightSlices, index: int) -> MultiHeadSparseAttention:
         return self.sparse.load_layer(slices, index, has_indexer=False)
 
-    def make_cache(self, room: CacheRoom) -> SparseCache:
+    def make_cache(self, room: CacheRoom) -> SparseCache | Int8SparseCache:
         return self.sparse.make_cache(room, has_indexer=False)

@@ -19,6 +19,7 @@ from dist_aclgraph.shapes.heads import (
 )
 from dist_aclgraph.shapes.indexer_spec import IndexerSpec, read_indexer_spec
 from dist_aclgraph.shapes.int4_formats import Int4Formats, read_int4_formats
+from dist_aclgraph.shapes.int8_latents import check_kv_dtype
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
     MAX_EXPERTS,
@@ -127,9 +128,9 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
             cannot be sharded over ``parallel.dcp``; ranks share contexts although the model has a
-            sliding window or linear attention; the indexer's blocks are too large; the dtype is
-            float32 with int8 matrices; or ``quantization`` is another method than that of the
-            checkpoint.
+            sliding window or linear attention; the indexer's blocks are too large; attention
+            cannot read a cache of type ``kv.dtype``; the dtype is float32 with int8 matrices; or
+            ``quantization`` is another method than that of the checkpoint.
     """
     if not config.makes_int8 and config.quantization not in (None, facts.quant_method):
         raise ConfigError(
@@ -154,6 +155,7 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         num_prompt_ranks=config.parallel.pcp,
         is_latent=facts.mla,
     )
+    check_kv_dtype(config, is_latent=facts.mla, is_sparse=facts.indexer is not None)
     if facts.indexer is not None:
         facts.indexer.check(config.kv.block_size, config.parallel.dcp)
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel

@@ -39,7 +39,11 @@ ROWS = 4
 NUM_FULL = sum(
     (len(prompt) - 1) // BLOCK_SIZE for prompt in PROMPTS
 )  # blocks that a prefix can have
-FAMILIES = {"deepseek": "DeepseekV3ForCausalLM", "hybrid": "Qwen3NextForCausalLM"}
+FAMILIES = {
+    "deepseek": "DeepseekV3ForCausalLM",
+    "hybrid": "Qwen3NextForCausalLM",
+    "int8": "GlmMoeDsaForCausalLM",  # with latents in int8
+}
 WAIT_S = 180.0
 
 
@@ -111,11 +115,13 @@ def make(
     tiers: KVTiers,
     num_drafts: int = 0,
     states: KVTiers | None = None,
+    kv_dtype: str = "auto",
 ) -> ModelRunner:
     """Return a runner with captured graphs."""
     graphs = plan_of(num_drafts).capture_order
+    settings = {"dtype": "float32", "kv": {"block_size": BLOCK_SIZE, "dtype": kv_dtype}}
     files = {"tiers": tiers, "state_tiers": states}
-    runner = make_runner(npu, directory, ROWS, graphs, num_drafts, **files)
+    runner = make_runner(npu, directory, ROWS, graphs, num_drafts, settings, **files)
     for graph in graphs:
         runner.warm_up(graph)
         runner.capture(graph)
@@ -159,7 +165,8 @@ def test_a_new_group_finds_the_blocks_of_an_earlier_one(
 
 
 @pytest.mark.parametrize(
-    ("family", "num_drafts"), [("deepseek", 0), ("deepseek", 2), ("hybrid", 0), ("hybrid", 2)]
+    ("family", "num_drafts"),
+    [("deepseek", 0), ("deepseek", 2), ("hybrid", 0), ("hybrid", 2), ("int8", 2)],
 )
 def test_other_caches_are_copied(npu: Npu, tmp_path: Path, family: str, num_drafts: int) -> None:
     """Latents, recurrent states, and the blocks of a next-token module: with them, the same drafts
@@ -170,7 +177,7 @@ def test_other_caches_are_copied(npu: Npu, tmp_path: Path, family: str, num_draf
         add_next_token_module(tmp_path)
     tiers = make_tiers(tmp_path / "files")
     states = make_tiers(tmp_path / "files", "states") if family == "hybrid" else None
-    runner = make(npu, tmp_path, tiers, num_drafts, states)
+    runner = make(npu, tmp_path, tiers, num_drafts, states, "int8" if family == "int8" else "auto")
     first = Service(runner, tiers, num_drafts, states=states)
     answers = first.answer()
     second = Service(runner, tiers, num_drafts, states=states)

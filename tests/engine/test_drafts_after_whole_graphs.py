@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.engine.model_runner import ModelRunner
 from tests.checkpoints import add_next_token_module, make_reference
 from tests.engine.conftest import NUM_GUESSABLE
-from tests.engine.runners import make_runner
+from tests.engine.runners import BLOCK_SIZE, make_runner
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals, run
 from tests.laws import examples
 from tests.plans import make_plan
@@ -28,18 +28,23 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["GlmMoeDsa", "Glm4Moe"])
+@pytest.fixture(
+    scope="module", params=[("GlmMoeDsa", "auto"), ("GlmMoeDsa", "int8"), ("Glm4Moe", "auto")]
+)
 def runners(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, ModelRunner]:
     """An eager runner, and runners with one step and with two steps in flight."""
-    directory: Path = tmp_path_factory.mktemp(request.param)
-    make_reference(f"{request.param}ForCausalLM", directory, vocab_size=NUM_GUESSABLE)
+    model, kv_dtype = request.param
+    directory: Path = tmp_path_factory.mktemp(model)
+    make_reference(f"{model}ForCausalLM", directory, vocab_size=NUM_GUESSABLE)
     add_next_token_module(directory)
-    found = {"eager": make_runner(npu, directory, MAX_SEQS, FULL.capture_order, K)}
+    usual = {"dtype": "float32", "kv": {"dtype": kv_dtype, "block_size": BLOCK_SIZE}}
+    eager = make_runner(npu, directory, MAX_SEQS, FULL.capture_order, K, usual)
+    found = {"eager": eager}
     for in_flight in (1, 2):
         scheduler = {"max_num_seqs": MAX_SEQS, "steps_in_flight": in_flight}
-        settings = {"dtype": "float32", "scheduler": scheduler}
+        settings = {**usual, "scheduler": scheduler}
         runner = make_runner(npu, directory, MAX_SEQS, FULL.capture_order, K, settings)
         for graph in FULL.capture_order:
             runner.warm_up(graph)

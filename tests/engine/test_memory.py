@@ -126,18 +126,19 @@ def test_a_rank_holds_the_weights_that_were_computed(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_drafts"),
+    ("name", "num_drafts", "kv_dtype"),
     [
-        ("Qwen3", 0),
-        ("DeepseekV3", 0),
-        ("KimiLinear", 0),
-        ("GlmMoeDsa", 0),
-        ("tiny-deepseek", 1),
-        ("tiny-deepseek", 3),
+        ("Qwen3", 0, "auto"),
+        ("DeepseekV3", 0, "auto"),
+        ("KimiLinear", 0, "auto"),
+        ("GlmMoeDsa", 0, "auto"),
+        ("GlmMoeDsa", 0, "int8"),
+        ("tiny-deepseek", 1, "auto"),
+        ("tiny-deepseek", 3, "auto"),
     ],
 )
 def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
-    npu: Npu, checkpoints: dict[str, Path], name: str, num_drafts: int
+    npu: Npu, checkpoints: dict[str, Path], name: str, num_drafts: int, kv_dtype: str
 ) -> None:
     directory = checkpoints[name]
     config = make_config(
@@ -146,6 +147,7 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
             "max_model_len": MAX_LEN,
             "scheduler": {"max_num_seqs": 24},
             "speculative": {"num_tokens": num_drafts},
+            "kv": {"dtype": kv_dtype},
         }
     )
     facts, spec = read_model_facts(directory), read_model_spec(directory)

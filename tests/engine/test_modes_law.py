@@ -56,10 +56,14 @@ arrivals = st.lists(
 )
 
 
-def make_runners(npu: Npu, checkpoint: Path, plans: dict[str, GraphPlan]) -> dict[str, ModelRunner]:
-    found = {"NONE": make_runner(npu, checkpoint, MAX_SEQS)}
+def make_runners(
+    npu: Npu, checkpoint: Path, plans: dict[str, GraphPlan], **settings: Any
+) -> dict[str, ModelRunner]:
+    settings = {"dtype": "float32", **settings}
+    found = {"NONE": make_runner(npu, checkpoint, MAX_SEQS, settings=settings)}
     for mode, plan in plans.items():
-        runner = found[mode] = make_runner(npu, checkpoint, MAX_SEQS, plan.capture_order)
+        graphs = plan.capture_order
+        runner = found[mode] = make_runner(npu, checkpoint, MAX_SEQS, graphs, settings=settings)
         for graph in plan.capture_order:
             runner.warm_up(graph)
             runner.capture(graph)
@@ -77,9 +81,12 @@ def latent_runners(npu: Any, deepseek: Path) -> dict[str, ModelRunner]:
     return make_runners(npu, deepseek, {mode: PLANS[mode] for mode in PLANS if mode != "FULL"})
 
 
-@pytest.fixture(scope="module")
-def sparse_runners(npu: Any, sparse: Path) -> dict[str, ModelRunner]:
-    return make_runners(npu, sparse, {mode: PLANS[mode] for mode in ("FULL", "FULL_AND_PIECEWISE")})
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def sparse_runners(
+    npu: Any, sparse: Path, request: pytest.FixtureRequest
+) -> dict[str, ModelRunner]:
+    plans = {mode: PLANS[mode] for mode in ("FULL", "FULL_AND_PIECEWISE")}
+    return make_runners(npu, sparse, plans, kv={"dtype": request.param, "block_size": BLOCK_SIZE})
 
 
 def run(

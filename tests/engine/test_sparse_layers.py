@@ -15,10 +15,14 @@ import torch
 
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.layers.attention import AttentionMetadata, DeviceRows, make_causal_mask
-from dist_aclgraph.layers.sparse_attention import SparseCache
 from dist_aclgraph.models.attention_kind import CacheRoom, LayerAttention, Rope
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.planning.budget.captured import ATTENTION, BEFORE_ATTENTION, INDEXER
+from dist_aclgraph.planning.budget.captured import (
+    ATTENTION,
+    BEFORE_ATTENTION,
+    INDEXER,
+    INT8_LATENTS,
+)
 from tests.checkpoints import make_reference
 from tests.engine.test_mla import load_decoder
 
@@ -65,8 +69,9 @@ class Layers:
     rope: Rope
     h: torch.Tensor
 
-    def make_caches(self) -> list[SparseCache]:
-        return self.decoder.make_caches(CacheRoom(8, BLOCK_SIZE, torch.float32))
+    def make_caches(self, *, int8: bool = False) -> list[Any]:
+        room = CacheRoom(8, BLOCK_SIZE, torch.float32, int8_latents=int8)
+        return self.decoder.make_caches(room)
 
     def attention(self, index: int) -> LayerAttention:
         return self.decoder._stack.layers[index].attention
@@ -82,10 +87,13 @@ def layers(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Layers:
     return Layers(decoder, make_metadata(npu), decoder.kind.rope(positions), h)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @torch.inference_mode()
-def test_the_stream_budget_counts_every_operator_of_a_layer(npu: Any, layers: Layers) -> None:
+def test_the_stream_budget_counts_every_operator_of_a_layer(
+    npu: Any, layers: Layers, int8: bool
+) -> None:
     earlier, counts = None, []
-    for index, cache in enumerate(layers.make_caches()):
+    for index, cache in enumerate(layers.make_caches(int8=int8)):
         attention = layers.attention(index)
         inputs = attention.project(layers.h, layers.rope)
         attend = partial(attention.attend, inputs, layers.rope, cache, layers.metadata, earlier)
@@ -95,7 +103,7 @@ def test_the_stream_budget_counts_every_operator_of_a_layer(npu: Any, layers: La
 
     (before, attended), (before_chosen, attended_chosen) = counts
     assert before == BEFORE_ATTENTION + INDEXER > before_chosen
-    assert ATTENTION >= attended > attended_chosen
+    assert ATTENTION + INT8_LATENTS * int8 >= attended > attended_chosen
 
 
 @torch.inference_mode()
@@ -126,3 +134,28 @@ def test_padding_writes_index_keys_into_the_dummy_block_only(layers: Layers) -> 
 
     written = cache.index_keys.any(-1).flatten(1).any(-1).cpu()
     assert written.tolist() == [True, True, True, True, False, False, False, False]
+
+
+@torch.inference_mode()
+def test_attention_to_int8_latents_is_attention_to_their_values(npu: Any, layers: Layers) -> None:
+    """The values differ by half a scale at most; a scale is 1/127 of a tile's largest latent."""
+    floats, packed = (layers.make_caches(int8=int8)[0] for int8 in (False, True))
+    attention = layers.attention(0)
+    found = []
+    for cache in (floats, packed):
+        inputs = attention.project(layers.h, layers.rope)
+        attention.attend(inputs, layers.rope, cache, layers.metadata, None)
+        found.append(inputs[-1].cpu())
+
+    slots = layers.metadata.written.cpu()
+    rows = packed.rows.flatten(0, 2).cpu()[slots]
+    scales = rows[:, 512 + 256 :].contiguous().view(torch.float32).repeat_interleave(128, 1)
+    exact = floats.latents.flatten(0, 2).cpu()[slots]
+    assert ((rows[:, :512] * scales - exact).abs() <= scales * 0.5001).all()
+    keys = rows[:, 512 : 512 + 256].contiguous().view(torch.float32)
+    assert torch.equal(keys, floats.rope_keys.flatten(0, 2).cpu()[slots])
+    # Each query sees only its own key, so its attended latent is the latent that was written.
+    values = attention.sparse.values.cpu()
+    wanted = torch.einsum("nc,hdc->nhd", rows[:, :512] * scales, values)
+    torch.testing.assert_close(found[1], wanted, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(*found)

@@ -243,6 +243,39 @@ def test_a_strict_device_takes_every_call(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "dtype", "mode"),
+    [(V32, "bfloat16", "FULL"), slow(GLM, "float16", "FULL_AND_PIECEWISE")],
+)
+def test_latents_in_int8_change_probabilities_little(
+    models: Any, architecture: str, dtype: str, mode: str
+) -> None:
+    """Prompts are computed in chunks, behind cached prefixes, with drafts, on a strict device.
+
+    A latent differs by half a scale at most, which is 1/254 of the largest of 128 latents. The
+    probabilities may differ by three times as much as those of transformers in bfloat16.
+    """
+    model = models(architecture, index_topk=512, **(SHARED if architecture == GLM else {}))
+    config = config_of(
+        model,
+        dtype=dtype,
+        kv={"block_size": 16, "num_blocks": 160, "dtype": "int8"},
+        parallel={"tp": 2},
+        speculative={"num_tokens": 1},
+        scheduler={"max_num_batched_tokens": 160},
+        graph={"mode": mode},
+        device={"emulator": {"strict": True}},
+    )
+
+    with lockstep(config) as group:
+        group.generate(model.prompts, greedy_params(NUM_TOKENS))
+        first = group.generate(model.prompts, greedy_params(1, logprobs=20), "l")
+        num_cached = group.scheduler.num_cached_tokens
+
+    assert num_cached >= 288
+    assert_logprobs_near(model, [answer.logprobs[0] for answer in first])
+
+
+@pytest.mark.parametrize(
     ("architecture", "parallel", "drafts"),
     [
         slow(V32, {"tp": 2, "dp": 2, "ep": 4}, 2),

@@ -43,6 +43,9 @@ SHARDED = 16
 # Upper limit of the further operators if sparse attention has a sharded cache: the choice is mapped
 # to slots of the shard, and the log-sum-exps are computed from their parts.
 REMAPPED = 26
+# Additional operators if latents are stored in int8. The write has six more: two copies, a
+# rotation, the quantisation, a join and the scatter. Attention joins the parts of its queries.
+INT8_LATENTS = 7
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
 HEAD = 3  # product, argmax, copy to the static buffer
@@ -126,6 +129,8 @@ def _model_shapes(
     beside = SHARED if workload.moe and workload.multistream_shared else 0
     if family.run_mode == "FULL":
         attention = ATTENTION
+        if workload.int8_latents:
+            attention += INT8_LATENTS
         if workload.dcp > 1:
             attention += SHARDED + (REMAPPED if workload.has_indexers else 0)
         main = embedding + layers * (layer + attention) + head

@@ -34,6 +34,8 @@ class Workload:
         bytes_per_token: device memory of a graph per token of its bucket. Graphs share one pool, so
             all graphs together need only the memory of the largest one.
         sums_norms: whether ranks add the squares of their heads before attention.
+        has_indexers: whether layers choose the keys to which they attend.
+        int8_latents: whether latents are quantised when they are written to the cache.
     """
 
     num_layers: int
@@ -52,6 +54,7 @@ class Workload:
     bytes_per_token: int = 0
     sums_norms: bool = False
     has_indexers: bool = False
+    int8_latents: bool = False
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> Workload:
@@ -72,6 +75,7 @@ class Workload:
             query_len=config.speculative.num_tokens + 1,
             sums_norms=facts.qk_norm_spans_heads and parallel.tp > 1,
             has_indexers=facts.indexer is not None,
+            int8_latents=config.kv.dtype == "int8",
         )
 
     @cached_property

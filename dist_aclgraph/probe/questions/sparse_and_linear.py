@@ -16,6 +16,7 @@ from dist_aclgraph.probe.questions.operators import (
 
 LENGTHS = [40, 1000]  # KV lengths of two requests with one query each
 COLUMNS = 8  # number of blocks of each request
+TILE = 128  # number of values of a latent that share a scale
 INDEX_HEADS, CHOSEN = 64, 64  # number of heads of DeepSeek-V3.2's indexer; number of chosen keys
 KEY_HEADS, VALUE_HEADS = 4, 8  # numbers of heads of linear attention
 DELTA = 6e-2  # tolerance: states are rounded to bfloat16 after each token
@@ -89,6 +90,45 @@ def _sparse(bench: Bench) -> Answer:
     for i, row in enumerate(chosen[:, 0].long()):
         k, r = (c.view(2, -1, c.shape[-1])[i][row[row >= 0]].float() for c in (keys, turned))
         scores = (query[i].float() @ k.t() + rotated[i].float() @ r.t()) * scale
+        want.append(scores.softmax(-1) @ k)
+    return bench.compare(got, torch.stack(want), BFLOAT16)
+
+
+def _sparse_int8(bench: Bench) -> Answer:
+    """Compare attention to latents in int8. The operator reads the scales from the rows of keys."""
+    torch, heads, scale = bench.torch, 16, 0.05
+    query = _random(bench, 2, heads, LATENT + ROTATED)
+    keys, turned = (_random(bench, 2 * COLUMNS, BLOCK, 1, d) for d in (LATENT, ROTATED))
+    values, scales = torch.ops.npu.npu_dynamic_quant(keys.view(-1, TILE).npu())
+    parts = (values.view(keys.shape), turned.npu(), scales.view(*keys.shape[:3], -1))
+    rows = torch.cat([part.view(torch.int8) for part in parts], -1)
+    chosen = torch.full((2, 1, CHOSEN), -1, dtype=torch.int32)
+    for row, length in zip(chosen, LENGTHS, strict=True):
+        count = min(length, CHOSEN)
+        row[0, :count] = torch.randperm(length)[:count]
+    got = torch.ops.npu.npu_kv_quant_sparse_flash_attention(
+        query.npu(),
+        rows,
+        rows,
+        chosen.npu(),
+        scale,
+        2,
+        2,
+        block_table=blocks_in_order(bench, keys, 2),
+        actual_seq_lengths_query=_ints(bench, 1, 2),
+        actual_seq_lengths_kv=_ints(bench, *LENGTHS),
+        layout_query="TND",
+        layout_kv="PA_BSND",
+        sparse_mode=3,
+        attention_mode=2,
+        quant_scale_repo_mode=1,
+        tile_size=TILE,
+    )
+    stored = (values.cpu().float() * scales.cpu().view(-1, 1)).view(keys.shape)
+    want = []
+    for i, row in enumerate(chosen[:, 0].long()):
+        k, r = (c.view(2, -1, c.shape[-1])[i][row[row >= 0]].float() for c in (stored, turned))
+        scores = (query[i].float() @ torch.cat([k, r], -1).t()) * scale
         want.append(scores.softmax(-1) @ k)
     return bench.compare(got, torch.stack(want), BFLOAT16)
 
@@ -232,6 +272,12 @@ PROBES = tuple(
             "npu_sparse_flash_attention (DeepSeek-V3.2)",
             _sparse,
             "aclnnSparseFlashAttention",
+        ),
+        (
+            "sparse_attention_in_int8",
+            "npu_kv_quant_sparse_flash_attention with latents in int8 (kv.dtype)",
+            _sparse_int8,
+            "aclnnKvQuantSparseFlashAttention",
         ),
         (
             "sparse_attention_of_shards",

@@ -141,6 +141,7 @@ def test_a_block_that_cannot_be_copied_to_the_disk_delays_no_other_block(
         ({"device": {"fusions": "none"}}, False),
         ({"weights": "dummy"}, False),
         ({"kv": {"block_size": 32}}, False),
+        ({"kv": {"block_size": 16, "dtype": "int8"}}, False),
         ({"speculative": {"num_tokens": 1}}, False),
         ({"model_overrides": {"rope_theta": 5.0}}, False),
     ],

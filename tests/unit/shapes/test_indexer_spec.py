@@ -175,6 +175,16 @@ def test_indexers_are_whole_on_every_rank(tmp_path: Path) -> None:
         assert parts["indexers"] == count * one
 
 
+def test_a_latent_in_int8_has_its_scales_in_its_row(tmp_path: Path) -> None:
+    spec = read(tmp_path, V32)
+    config = make_config({"model": str(tmp_path), "kv": {"dtype": "int8"}})
+
+    cache = KVCacheSpec.from_config(config, spec)
+
+    # 512 values, 64 elements of two bytes, and 4 scales of four bytes
+    assert cache.bytes_per_block == spec.num_layers * 128 * ((512 + 128 + 16) + 128 * 2)
+
+
 def test_only_layers_with_an_indexer_cache_index_keys(tmp_path: Path) -> None:
     spec = read(tmp_path, GLM, index_topk_pattern="FSSFSS")
 

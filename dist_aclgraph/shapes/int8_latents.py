@@ -1,0 +1,54 @@
+"""Latents in int8 in the KV cache: the size of a row, and the models that can have such a cache.
+
+The operator of sparse latent attention reads the scales from the rows of the cache, so nothing must
+be calibrated: each token's latent is quantised when it is written.
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+
+TILE = 128  # number of values that share a scale
+ROPE_DIM = 64  # number of rotated elements, the only one that the operator accepts
+SCALE_BYTES = 4  # float32
+
+
+def int8_row_bytes(latent_size: int, element_bytes: int) -> int:
+    """Return the bytes of a token in one layer: values in int8, the rotated key, and the scales.
+
+    Args:
+        latent_size: number of elements of the latent and the rotated key together.
+        element_bytes: bytes of an element of the rotated key.
+    """
+    values = latent_size - ROPE_DIM
+    return values + ROPE_DIM * element_bytes + values // TILE * SCALE_BYTES
+
+
+def check_kv_dtype(config: Config, *, is_latent: bool, is_sparse: bool) -> None:
+    """Refuse ``kv.dtype: int8`` if no operator of attention can read such a cache.
+
+    Args:
+        is_latent, is_sparse: whether the model has latent attention, and whether it is sparse.
+
+    Raises:
+        ConfigError: the message has the reason and the key to change.
+    """
+    if config.kv.dtype != "int8":
+        return
+    if not is_latent:
+        raise ConfigError(
+            "kv.dtype is int8; only the latents of sparse attention (DeepSeek V3.2, GLM-5) are "
+            "stored in int8: set kv.dtype=auto"
+        )
+    if not is_sparse:
+        raise ConfigError(
+            "kv.dtype is int8; latent attention that is not sparse reads int8 latents only with "
+            "int8 queries and calibrated scales: set kv.dtype=auto"
+        )
+    if config.parallel.dcp > 1:
+        raise ConfigError(
+            f"kv.dtype is int8 and parallel.dcp {config.parallel.dcp}; attention to latents in "
+            "int8 gives no sums, which are needed to merge shards: set kv.dtype=auto, or "
+            "parallel.dcp=1"
+        )
