@@ -110,9 +110,15 @@ class OneRank:
             runner.release(graph)
         return PoolSizes(alone, needs, shared)
 
-    def count_launches(self, config: Config, batch: int) -> LaunchCount:
-        """Count the launches of a decode step, from token ids to the most probable tokens."""
-        graph = BatchDescriptor(batch, batch, 1, "FULL")
+    def count_launches(
+        self, config: Config, batch: int, graph: BatchDescriptor | None = None
+    ) -> LaunchCount:
+        """Count the launches of a decode step, from token ids to the most probable tokens.
+
+        Args:
+            graph: another full graph, whose launches are counted instead.
+        """
+        graph = graph or BatchDescriptor(batch, batch, 1, "FULL")
         runner = self.make_runner(config, [graph])
         runner.warm_up(graph)
         launches = LaunchCount()

@@ -1,6 +1,7 @@
-"""``make perf-gate``: the device work of a decode step, compared with numbers in this folder.
+"""``make perf-gate``: the device work of a step, compared with numbers in this folder.
 
-Nine models decode in one process on the emulator, with modelled time. A step's launches, updates,
+Ten models decode in one process on the emulator, with modelled time, and one model also computes
+prompts. A step's launches, updates,
 uploads, downloads, synchronizes and modelled time do not depend on the speed of the machine. If a
 number is larger than in ``perf_gate.json`` by more than its tolerance, the gate fails and names the
 model and the number. ``--write`` writes the numbers to the file, so that reviews show changes.
@@ -29,6 +30,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.planning.buckets import GraphFamily
 
 NUMBERS = Path(__file__).with_name("perf_gate.json")
 LAYERS, BATCH, WARM_UP, STEPS = 4, 8, 24, 40
@@ -58,14 +60,26 @@ class Case(NamedTuple):
         model: keys of config.json, in addition to the keys in ``EQUAL``.
         sampling: name of a way of sampling in ``benchmarks.step``.
         settings: further keys of the configuration.
+        has_prompts: whether prompts fill each step up to ``MIXED_TOKENS`` tokens, in mode FULL.
     """
 
     model: Mapping[str, Any]
     sampling: str = "greedy"
     settings: Mapping[str, Any] = MappingProxyType({})
+    has_prompts: bool = False
 
 
 INT8 = {"quantization": "w8a8"}
+# With prompts, all requests together need more steps than are run.
+MIXED_TOKENS, LONG_PROMPT = 64, 900
+MIXED = GraphFamily(run_mode="FULL", query_len=0, buckets=(MIXED_TOKENS,))
+CHUNKS = {
+    "scheduler": {
+        "max_num_seqs": BATCH,
+        "max_num_batched_tokens": MIXED_TOKENS,
+        "prefix_cache": False,
+    }
+}
 EXPERT_MODEL = {"architectures": ["Qwen3MoeForCausalLM"], **HEADS, **EXPERTS}
 LATENT_MODEL = {**LATENT, "architectures": ["DeepseekV2ForCausalLM"]}
 CASES = {
@@ -78,6 +92,8 @@ CASES = {
     "latent, int8": Case(LATENT_MODEL, settings=INT8),
     "hybrid": Case(MODELS["hybrid"]),
     "sparse": Case(MODELS["sparse"]),
+    "sparse, int8 KV": Case(MODELS["sparse"], settings={"kv": {"dtype": "int8"}}),
+    "sparse, prompts": Case(MODELS["sparse"], settings=CHUNKS, has_prompts=True),
 }
 Row = dict[str, float]
 
@@ -132,22 +148,24 @@ def main(
 
 
 def count_case(folder: Path, case: Case) -> Row:
-    """Return the numbers of one decode step of ``BATCH`` requests: averages over ``STEPS``."""
+    """Return the numbers of one step of ``BATCH`` requests: averages over ``STEPS``."""
     path = Path(tempfile.mkdtemp(dir=folder))
     shape = {**EQUAL, **case.model, "num_hidden_layers": LAYERS}
     (path / "config.json").write_text(json.dumps(shape))
+    graphs = [MIXED.describe(MIXED_TOKENS, BATCH)] if case.has_prompts else []
     rank, runner, config = make_rank(
-        path, (BATCH,), kernels="timed", weights="dummy", **case.settings
+        path, (BATCH,), kernels="timed", weights="dummy", graphs=graphs, **case.settings
     )
-    in_graph = rank.count_launches(config, BATCH).count
+    in_graph = rank.count_launches(config, BATCH, next(iter(graphs), None)).count
     return {"launches in graphs": float(in_graph), **count_steps(rank, runner, config, case)}
 
 
 def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) -> Row:
-    """Run decode steps; return the device work of these steps, without the work of captures."""
+    """Run steps; return the device work of these steps, without the work of captures."""
     steps = WARM_UP + STEPS
     ways = [WAYS[case.sampling]] * BATCH
-    scheduler = make_scheduler(config, BATCH, (BATCH,), 2 * steps, ways)
+    mixed = (MIXED, LONG_PROMPT) if case.has_prompts else ()
+    scheduler = make_scheduler(config, BATCH, (BATCH,), 2 * steps, ways, None, *mixed)
     for _ in run_steps(rank.npu, runner, scheduler, WARM_UP):
         pass
     rank.npu.synchronize()
@@ -187,7 +205,7 @@ def _limit(what: str, known: float) -> float:
 def table_of(found: Mapping[str, Row]) -> Table:
     headings = list(next(iter(found.values())))
     lines = [[name, *(f"{row[what]:g}" for what in headings)] for name, row in found.items()]
-    return Table(f"A decode step of {BATCH} requests, {LAYERS} layers", ["", *headings], lines)
+    return Table(f"A step of {BATCH} requests, {LAYERS} layers", ["", *headings], lines)
 
 
 if __name__ == "__main__":

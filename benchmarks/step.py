@@ -121,11 +121,13 @@ def make_rank(
     kernels: str = "skip",
     memory_mb: int | None = None,
     prefix_cache: bool = False,
+    graphs: Sequence[BatchDescriptor] = (),
     **settings: Any,
 ) -> tuple[OneRank, ModelRunner, Config]:
     """Return a rank alone in this process for a checkpoint, with graphs of these sizes.
 
     Args:
+        graphs: full graphs in place of the decode graphs of these sizes.
         memory_mb: memory of the device; None means the default.
         settings: further keys of the configuration.
     """
@@ -149,7 +151,7 @@ def make_rank(
     )
     rank = OneRank(config)
     queries = 1 + config.speculative.num_tokens
-    graphs = [BatchDescriptor(size * queries, size, queries, "FULL") for size in sizes]
+    graphs = graphs or [BatchDescriptor(n * queries, n, queries, "FULL") for n in sizes]
     runner = rank.make_runner(config, graphs, NUM_BLOCKS)
     for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
         runner.warm_up(graph)
@@ -167,19 +169,23 @@ def make_scheduler(
     steps: int,
     samplings: Sequence[Mapping[str, Any]],
     pool: BlockPool | None = None,
+    family: GraphFamily | None = None,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Scheduler:
     """Return a scheduler whose requests all decode for the given number of steps.
 
     Args:
+        family: graphs in place of the decode graphs of these sizes.
         samplings: fields of each request's row, without the seed.
         pool: the blocks; None means an empty cache.
     """
     num_drafts = config.speculative.num_tokens
     buckets = tuple(size * (1 + num_drafts) for size in sizes)
+    decode = GraphFamily(run_mode="FULL", query_len=1 + num_drafts, buckets=buckets)
     plan = GraphPlan(
         version=1,
-        mode="FULL_DECODE_ONLY",
-        families=(GraphFamily(run_mode="FULL", query_len=1 + num_drafts, buckets=buckets),),
+        mode="FULL_DECODE_ONLY" if family is None else "FULL",
+        families=(family or decode,),
         max_num_seqs=config.scheduler.max_num_seqs,
         budget_model="legacy-last",
     )
@@ -192,8 +198,8 @@ def make_scheduler(
         num_drafts=num_drafts,
     )
     for index in range(batch):
-        prompt = np.arange(PROMPT_TOKENS, dtype=np.int32) + index
-        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS, seed=index, **samplings[index])
+        prompt = np.arange(prompt_tokens, dtype=np.int32) + index
+        sampling = RowSampling(num_prompt_tokens=prompt_tokens, seed=index, **samplings[index])
         request = Request(str(index), prompt, sampling, max_tokens=steps, stop_token_ids=[])
         request.key = index
         scheduler.add(request)
