@@ -276,14 +276,15 @@ def test_latents_in_int8_change_probabilities_little(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "parallel", "drafts"),
+    ("architecture", "parallel", "drafts", "mode"),
     [
-        slow(V32, {"tp": 2, "dp": 2, "ep": 4}, 2),
-        slow(GLM, {"tp": 2, "dcp": 2, "ep": 2}, 1),
+        slow(V32, {"tp": 2, "dp": 2, "ep": 4}, 2, "FULL_DECODE_ONLY"),
+        slow(V32, {"tp": 2, "dp": 2, "ep": 4}, 1, "FULL"),
+        slow(GLM, {"tp": 2, "dcp": 2, "ep": 2}, 1, "FULL_DECODE_ONLY"),
     ],
 )
 def test_repeated_steps_preemptions_and_cached_prefixes_change_no_token(
-    models: Any, architecture: str, parallel: dict[str, int], drafts: int
+    models: Any, architecture: str, parallel: dict[str, int], drafts: int, mode: str
 ) -> None:
     model = models(architecture, **(SHARED if architecture == GLM else {}))
     tails = make_prompts((1, 9, 20, 33), seed=7)
@@ -291,7 +292,7 @@ def test_repeated_steps_preemptions_and_cached_prefixes_change_no_token(
     config = config_of(
         model,
         parallel={**parallel, "exchange": "all_to_all", "expert_capacity": 1.0},
-        graph={"mode": "FULL_DECODE_ONLY"},
+        graph={"mode": mode, "max_tokens": 104},
         speculative={"num_tokens": drafts},
         scheduler={"max_num_batched_tokens": 100},
         # On each data-parallel rank, the requests share 12 blocks, and grow to 15 further blocks.
