@@ -81,8 +81,28 @@ def with_possible_mode(
         shares_context=config.parallel.dcp * config.parallel.pcp > 1,
     )
     mode, reasons = normalise_mode(config.graph.mode, support, launch_blocking=launch_blocking)
-    graph = config.graph.model_copy(update={"mode": mode})
+    changes: dict[str, object] = {"mode": mode}
+    if (
+        mode == "FULL_AND_PIECEWISE"
+        and config.graph.mode == "FULL"
+        and not config.has_decode_graphs
+    ):
+        changes |= _split_sizes(config)
+    graph = config.graph.model_copy(update=changes)
     return config.model_copy(update={"graph": graph}), reasons
+
+
+def _split_sizes(config: Config) -> dict[str, object]:
+    """Return sizes and traffic for both kinds of batches, from those of full graphs of all batches.
+
+    Without drafts, a decode batch has one token for each request.
+    """
+    graph, largest = config.graph, config.scheduler.max_num_seqs
+    return {
+        "sizes": tuple(size for size in graph.sizes or () if size <= largest) or None,
+        "mixed_sizes": graph.sizes,
+        "mixed_traffic": graph.traffic,
+    }
 
 
 def normalise_mode(

@@ -83,6 +83,20 @@ def test_a_checkpoint_with_latent_attention_is_known_by_its_facts() -> None:
     assert len(reasons) == 1
 
 
+def test_sizes_of_full_graphs_become_those_of_both_kinds() -> None:
+    directory = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
+    graph = {"mode": "FULL", "sizes": [4, 64, 256], "traffic": {2: 1.0, 200: 0.5}}
+    raw = {"model": str(directory), "graph": graph, "scheduler": {"max_num_seqs": 100}}
+
+    config, _ = with_possible_mode(make_config(raw), read_model_facts(directory))
+    few = {**raw, "graph": {"mode": "FULL", "sizes": [256]}}
+    large, _ = with_possible_mode(make_config(few), read_model_facts(directory))
+
+    assert (config.graph.sizes, config.graph.mixed_sizes) == ((4, 64), (4, 64, 256))
+    assert config.graph.mixed_traffic == config.graph.traffic == {2: 1.0, 200: 0.5}
+    assert (large.graph.sizes, large.graph.mixed_sizes) == (None, (256,))
+
+
 def test_sparse_attention_takes_mixed_batches_whole() -> None:
     directory = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3.2"
     config = make_config({"model": str(directory), "graph": {"mode": "FULL"}})
