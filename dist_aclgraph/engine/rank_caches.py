@@ -76,4 +76,6 @@ class RankCaches:
         """Set blocks to zero after the queued work. No step in flight uses these blocks."""
         index = self.npu.upload(block_ids.astype(np.int64))
         for tensor in self.block_tensors():
-            tensor.index_fill_(0, index, 0)
+            # The operator accepts no bytes. A row of int8 has a multiple of four bytes.
+            words = tensor.view(torch.int32) if tensor.dtype == torch.int8 else tensor
+            words.index_fill_(0, index, 0)

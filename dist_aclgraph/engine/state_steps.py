@@ -95,7 +95,7 @@ class StateSteps:
         bases = self._slots.bases(np.array(rows, np.int64))
         index = self._npu.upload(np.add.outer(bases, np.arange(self._slots.num_places)).ravel())
         for tensor in states:
-            tensor.view(torch.int16).index_fill_(0, index, -1)  # NaN, as in new memory
+            tensor.view(torch.int32).index_fill_(0, index, -1)  # NaN, as in new memory
 
     def restore(self, restored: bytes, states: Sequence[Tensor]) -> None:
         """Copy checkpoints to the rows that start from them.

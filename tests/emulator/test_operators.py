@@ -360,6 +360,10 @@ def test_gelu_is_the_form_with_tanh_whatever_is_asked_for():
         (lambda a: torch.exp(a), "aclnnExp: "),
         (lambda a: torch.ceil(a.bool()), "aclnnCeil: the result must be a float, got Bool"),
         (lambda a: torch.neg(a.to(torch.uint8)), "aclnnNeg: Byte is not among the types"),
+        (
+            lambda a: a.char().index_fill_(0, a[0].long(), 1),
+            "aclnnInplaceIndexFill: self must be float32, float16, bfloat16, int32, int64 or bool",
+        ),
         (lambda a: torch.baddbmm(a[None], a[None], a[None]), "batched product of"),
         (lambda a: torch.cat([a.to(torch.complex64)] * 2), "complex64 is not emulated"),
         (lambda a: a.to(torch.complex64) + 1, "complex64 is not emulated"),

@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.engine.rank_caches import RankCaches
 from dist_aclgraph.layers.attention import AttentionMetadata, DeviceRows, make_causal_mask
 from dist_aclgraph.models.attention_kind import CacheRoom, LayerAttention, Rope
 from dist_aclgraph.models.decoder import Decoder
@@ -134,6 +136,20 @@ def test_padding_writes_index_keys_into_the_dummy_block_only(layers: Layers) -> 
 
     written = cache.index_keys.any(-1).flatten(1).any(-1).cpu()
     assert written.tolist() == [True, True, True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@torch.inference_mode()
+def test_blocks_are_cleaned(npu: Any, layers: Layers, int8: bool) -> None:
+    caches = RankCaches(npu, layers.decoder, None, BLOCK_SIZE, torch.float32, 0, int8)
+    caches.make(4)
+    for tensor in caches.block_tensors():
+        tensor.fill_(3)
+
+    caches.clean(np.array([1, 3], np.int32))
+
+    for tensor in caches.block_tensors():
+        assert tensor.cpu().flatten(1).any(1).tolist() == [True, False, True, False]
 
 
 @torch.inference_mode()

@@ -112,8 +112,15 @@ OP(aclnnIndexCopy, [](Tensor a, int64_t dim, Tensor index, Tensor source, Tensor
 OP(aclnnInplaceIndexCopy, [](Tensor a, int64_t dim, Tensor index, Tensor source) {
   a.index_copy_(dim, as_long(index), source);
 })
-OP(aclnnInplaceIndexFill, [](Tensor a, int64_t dim, Tensor index, Scalar value) {
-  a.index_fill_(dim, as_long(index), value);
+// aclnn_index_fill.cpp of ops-nn, CheckDtypeValid: bytes and int16 are not among the types.
+OP(aclnnInplaceIndexFill, [](Tensor a, int64_t dim, Tensor index, Scalar value) -> Task {
+  auto type = a.scalar_type();
+  refuse_unless(is_kernel_type(a) || is_index(a) || type == at::kBool, "self must be float32, ",
+                "float16, bfloat16, int32, int64 or bool, got ", type);
+  return [=] {
+    AtenScope scope;
+    Tensor(a).index_fill_(dim, as_long(index), value);
+  };
 })
 // Document npu_scatter_nd_update_: no index may lie outside the tensor; a negative index is outside.
 // The rows and the tensor have one type.
