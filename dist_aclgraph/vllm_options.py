@@ -153,7 +153,7 @@ REFUSED: dict[str, str] = {
     "guided_decoding_backend": GRAMMARS,
     "headless": RAY,
     "hf_token": "set HF_TOKEN",
-    "kv_cache_dtype": "the KV cache has the type of --dtype, or int8 with --kv.dtype=int8",
+    "kv_cache_dtype": "the KV cache has the type of --dtype, or int8 with kv.dtype=int8",
     "kv_cache_memory_bytes": "use --gpu-memory-utilization or --num-gpu-blocks-override",
     "kv_events_config": "set the keys of kv.events instead, such as kv.events.publish=true",
     "kv_transfer_config": "parallel.prefill_groups=N lets N groups compute long prompts",
