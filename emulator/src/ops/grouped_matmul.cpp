@@ -19,6 +19,20 @@ void emu::check_list(const OptTensor &list, int64_t kind, int64_t groups, bool s
   demand(groups <= (single ? 1024 : 128), groups, " groups, at most ", single ? 1024 : 128);
 }
 
+int64_t emu::grouped_ns(const Tensors &x, const Tensors &weight) {
+  double rows = 0, weight_bytes = 0, groups = 0;
+  for (const Tensor &t : x)
+    rows += t.size(0);
+  for (const Tensor &t : weight) {
+    weight_bytes += t.nbytes();
+    groups += t.dim() == 3 ? t.size(0) : 1;
+  }
+  double used = std::max(std::min(groups, rows), 1.);
+  double columns = weight[0].size(-1) * (weight[0].scalar_type() == at::kInt ? 8 : 1);
+  return product_ns({used, rows / used, columns, double(x[0].size(1)),
+                     x[0].scalar_type(), weight_bytes * used / groups});
+}
+
 void emu::refuse_all(std::initializer_list<std::pair<const char *, const Tensors *>> lists) {
   for (auto &[name, list] : lists)
     for (const Tensor &t : *list)
@@ -228,23 +242,6 @@ Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, cons
                           list_type, activation, y);
   refuse_all({{"scale", &scale}, {"per_token_scale", &row_scale}});
   return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
-}
-
-// The sizes of the groups are in device memory, so this function does not know them. It assumes
-// that rows are spread over as many groups as possible, and that the weights of each such group are
-// read.
-int64_t grouped_ns(const Tensors &x, const Tensors &weight) {
-  double rows = 0, weight_bytes = 0, groups = 0;
-  for (const Tensor &t : x)
-    rows += t.size(0);
-  for (const Tensor &t : weight) {
-    weight_bytes += t.nbytes();
-    groups += t.dim() == 3 ? t.size(0) : 1;
-  }
-  double used = std::max(std::min(groups, rows), 1.);
-  double columns = weight[0].size(-1) * (weight[0].scalar_type() == at::kInt ? 8 : 1);
-  return product_ns({used, rows / used, columns, double(x[0].size(1)),
-                     x[0].scalar_type(), weight_bytes * used / groups});
 }
 
 }  // namespace

@@ -29,6 +29,11 @@ inline bool is_given(const Tensors &list) { return !list.empty() && list[0].nume
 // Refuses lists that must be null.
 void refuse_all(std::initializer_list<std::pair<const char *, const Tensors *>> lists);
 
+// The sizes of the groups are in device memory, so this function does not know them. It assumes
+// that rows are spread over as many groups as possible, and that the weights of each such group are
+// read.
+int64_t grouped_ns(const Tensors &x, const Tensors &weight);
+
 // The tensor lists of a call, as aclnn names them.
 struct GroupedCall {
   const Tensors &x, &weight, &bias, &scale, &antiquant_scale, &antiquant_offset, &row_scale;

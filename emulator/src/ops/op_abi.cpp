@@ -156,9 +156,7 @@ EMU_API aclBoolArray *aclCreateBoolArray(const bool *v, uint64_t n) {
 EMU_API aclTensorList *aclCreateTensorList(aclTensor *const *v, uint64_t n) {
   auto *list = new aclTensorList;
   for (uint64_t i = 0; i < n; i++) {
-    list->tensors.push_back(v[i] ? v[i]->t : Tensor());
-    if (v[i] && !v[i]->t.defined())
-      list->not_emulated.push_back(v[i]->dtype);
+    list->tensors.push_back(v[i] ? std::optional(*v[i]) : std::nullopt);
     delete v[i];
   }
   return list;

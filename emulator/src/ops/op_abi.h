@@ -41,8 +41,7 @@ struct aclBoolArray {
   std::vector<char> values;
 };
 struct aclTensorList {
-  std::vector<at::Tensor> tensors;
-  std::vector<aclDataType> not_emulated;
+  std::vector<std::optional<aclTensor>> tensors;
 };
 struct aclScalarList {
   std::vector<at::Scalar> values;
@@ -68,9 +67,11 @@ constexpr int kNullPointer = 161001, kInvalidArgument = 161002;
 at::ScalarType scalar_type(aclDataType dtype);
 std::string type_name(aclDataType dtype);
 
-inline Tensor emulated(const aclTensor *p) {
-  refuse_unless(p->t.defined(), type_name(p->dtype), " is not emulated");
-  return p->t;
+inline Tensor emulated(const aclTensor &p) {
+  refuse_unless(p.t.defined(), type_name(p.dtype), " is not emulated");
+  // Operators whose tensors may have this format take them as aclTensor * or aclTensorList *.
+  refuse_unless(p.format != ACL_FORMAT_FRACTAL_NZ, "tensors in FRACTAL_NZ are not emulated here");
+  return p.t;
 }
 
 // The C type of an argument, and its conversion to the lambda's parameter.
@@ -82,12 +83,12 @@ template <> struct Argument<Tensor> {
   using C = aclTensor *;
   static Tensor convert(C p) {
     refuse_unless(p, "null aclTensor");
-    return emulated(p);
+    return emulated(*p);
   }
 };
 template <> struct Argument<OptTensor> {
   using C = aclTensor *;
-  static OptTensor convert(C p) { return p ? OptTensor(emulated(p)) : OptTensor(); }
+  static OptTensor convert(C p) { return p ? OptTensor(emulated(*p)) : OptTensor(); }
 };
 template <> struct Argument<Scalar> {
   using C = aclScalar *;
@@ -111,10 +112,11 @@ template <> struct Argument<OptInts> {
 template <> struct Argument<Tensors> {
   using C = aclTensorList *;
   static Tensors convert(C p) {
-    refuse_unless(!p || p->not_emulated.empty(),
-                  p && !p->not_emulated.empty() ? type_name(p->not_emulated[0]) : "",
-                  " is not emulated");
-    return p ? p->tensors : Tensors();
+    Tensors list(p ? p->tensors.size() : 0);
+    for (size_t i = 0; i < list.size(); i++)
+      if (p->tensors[i])
+        list[i] = emulated(*p->tensors[i]);
+    return list;
   }
 };
 template <> struct Argument<std::string> {
@@ -217,7 +219,11 @@ template <class Argument> void add_tensor(std::vector<Tensor> &tensors, const Ar
     tensors.push_back(argument);
   else if constexpr (std::is_same_v<Argument, aclTensor *>)
     tensors.push_back(argument->t);
-  else if constexpr (std::is_same_v<Argument, OptTensor>) {
+  else if constexpr (std::is_same_v<Argument, aclTensorList *>) {
+    for (const auto &tensor : argument->tensors)
+      if (tensor)
+        tensors.push_back(tensor->t);
+  } else if constexpr (std::is_same_v<Argument, OptTensor>) {
     if (argument)
       tensors.push_back(*argument);
   } else if constexpr (std::is_same_v<Argument, Tensors>) {

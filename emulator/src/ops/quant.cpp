@@ -1,7 +1,7 @@
 // int8: quantisation of activations token by token, alone and after a norm or SwiGLU, and products
 // of quantised matrices.
-#include "ops/bind.h"
 #include "ops/int4.h"
+#include "ops/quant.h"
 
 using namespace emu;
 
@@ -53,16 +53,6 @@ OP(aclnnDynamicQuantV2,
 
 // ---- fused with the operator before: the result of that operator is quantised in float32, and not
 // rounded to the type of the input first
-
-// The largest element of each row, [rows, 1].
-static Tensor largest_of(const Tensor &rows) { return at::amax(at::abs(rows), {-1}, true); }
-
-// Multiplies rows by their factors and rounds. A row of zeros has an infinite factor, so its
-// products are NaN. We assume that the cast makes 0 of NaN; the value has no effect, because the
-// row's scale is 0.
-static void write_int8(const Tensor &rows, const Tensor &factors, const Tensor &out) {
-  out.copy_(at::nan_to_num(at::round(rows * factors), 0., 127., -128.).view(out.sizes()));
-}
 
 // Rules: op-plugin document npu_add_rms_norm_dynamic_quant; document aclnnAddRmsNormDynamicQuantV2
 // and its tiling. x1 and x2 are float16 or bfloat16 and have 2 to 8 dimensions; gamma has their
@@ -122,9 +112,7 @@ static Task swiglu_quant(const Tensor &x, std::initializer_list<const OptTensor 
     AtenScope scope;
     auto halves = x.to(at::kFloat).chunk(2, -1);
     Tensor gate = halves[activate_left ? 0 : 1], up = halves[activate_left ? 1 : 0];
-    Tensor values = at::silu(gate) * up, steps = largest_of(values) / 127.;
-    write_int8(values, 1. / steps, out);
-    scale.copy_(steps.view(scale.sizes()));
+    write_int8_and_steps(at::silu(gate) * up, out, scale);
   });
 }
 

@@ -174,6 +174,10 @@ int64_t combine_ns(double rows, double hidden, double choices, double ranks) {
   return exchange_ns(rates().combine_us, rates().combine_token_us, rows, hidden, choices, ranks);
 }
 
+int64_t vector_phase_ns(double bytes) {
+  return microseconds(memory_us(bytes, rates().vector_memory));
+}
+
 int64_t memory_ns(const char *op, bool on_ai_cpu, const std::vector<at::Tensor> &tensors) {
   const Rates &r = rates();
   double bytes = moved_bytes(op, tensors);

@@ -29,6 +29,9 @@ int64_t delta_rule_ns(double state_bytes, double operations);
 int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);
 int64_t combine_ns(double rows, double hidden, double choices, double ranks);
 
+// The vector cores move these bytes in a second phase of a kernel, so without its own launch.
+int64_t vector_phase_ns(double bytes);
+
 // The time of all other operators, computed from the bytes of their tensors; the tensors are in the
 // order of the call.
 int64_t memory_ns(const char *op, bool on_ai_cpu, const std::vector<at::Tensor> &tensors);

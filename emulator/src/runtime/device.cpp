@@ -198,13 +198,3 @@ EMU_API aclError aclrtDeviceGetUuid(int32_t device, aclrtUuid *uuid) {
   reinterpret_cast<char *>(uuid)[0] = static_cast<char>(device);
   return 0;
 }
-
-// Operators that torch_npu sends to the graph engine because it found no aclnn kernel.
-EMU_API aclError aclopCompileAndExecute(const char *op, ...) {
-  return fail(ACL_ERROR_FEATURE_UNSUPPORTED,
-              "GE operator %s (no aclnn kernel is emulated for this call)", op);
-}
-EMU_API aclError aclopCompileAndExecuteV2(const char *op, ...) {
-  return fail(ACL_ERROR_FEATURE_UNSUPPORTED,
-              "GE operator %s (no aclnn kernel is emulated for this call)", op);
-}
