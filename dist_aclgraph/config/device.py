@@ -10,7 +10,7 @@ from dist_aclgraph.config.chips import DIE_64_GB_MB, NODE_NPUS, family_of, gener
 from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
-FusionName = Literal["norm_quant", "swiglu_quant", "routing_quant"]
+FusionName = Literal["norm_quant", "swiglu_quant", "routing_quant", "expert_swiglu_quant"]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
 ASSUMED_CANN = "9.1.0"  # version of CANN for the newest torch_npu with a published CANN
 # CANN reads its version from a variable that CANN's set_env.sh sets.
@@ -161,8 +161,9 @@ class DeviceConfig(Section):
         "auto",
         description="fused operators of int8 layers: norm_quant quantises the result of a norm, "
         "swiglu_quant the result of SwiGLU, routing_quant the rows of experts while they are "
-        "sorted (not in steps that use MC2, which sorts while it sends). auto uses each of them "
-        "where chip, CANN, torch_npu, dtype and widths allow it; "
+        "sorted (not in steps that use MC2, which sorts while it sends), expert_swiglu_quant "
+        "computes the products of gate and up of experts, SwiGLU and its quantisation. auto uses "
+        "each of them where chip, CANN, torch_npu, dtype and widths allow it; "
         "none uses no fused operator; a list uses only the operators in it. Results differ from "
         "those of separate operators by roundings. The report of a start shows which are used, "
         "and why others are not",

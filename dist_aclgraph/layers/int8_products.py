@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dist_aclgraph.layers.int8_rows import Rows, quantised
-from dist_aclgraph.layers.local_experts import multiply_groups
+from dist_aclgraph.device.storage_formats import to_fractal_nz
+from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, quantised
+from dist_aclgraph.layers.local_experts import list_type, multiply_groups
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,42 @@ class Int8GroupedProduct:
     def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
         """Multiply as ``GroupedProduct`` does."""
         return multiply_int8_rows(rows, self.weight, counts, self.scale)
+
+
+@dataclass(frozen=True)
+class Int8SwigluProduct:
+    """An ``InnerProduct`` in one operator: the products of gate and up, SwiGLU, and the conversion
+    of its results to int8. Sums and SwiGLU are not rounded to the type of activations.
+
+    Attributes:
+        weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ. Gate is before up.
+        scale: [num_local, 2 * width] float32, bfloat16 or float16.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    @classmethod
+    def replacing(cls, product: Int8GroupedProduct) -> Int8SwigluProduct:
+        """Return the operator with the weights of a product, in copies.
+
+        Raises:
+            DeviceError: the device cannot change the storage format.
+        """
+        return cls(to_fractal_nz(product.weight), product.scale)
+
+    def __call__(self, rows: Rows, counts: Tensor) -> Int8Rows:
+        """Return the input of the product of down: [rows, hidden] -> [rows, width]."""
+        rows = quantised(rows)
+        values, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
+            rows.values,
+            [self.weight],
+            [self.scale],
+            rows.scales,
+            counts,
+            group_list_type=list_type(counts),
+        )
+        return Int8Rows(values, scales, rows.dtype)
 
 
 def multiply_int8_rows(

@@ -67,6 +67,17 @@ class GroupedProduct:
         return multiply_groups(rows, self.weight, counts, bias=[self.bias])
 
 
+class InnerProduct(Protocol):
+    """The product of gate and up per expert, and the activation."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[num_local, hidden, 2 * width]."""
+
+    def __call__(self, rows: Rows, counts: Tensor) -> Rows:
+        """Return the input of the product of down: [rows, hidden] -> [rows, width]."""
+
+
 def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any) -> Tensor:
     """Multiply each group's rows with its weight: [rows, in] -> [rows, out].
 
@@ -79,14 +90,21 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any)
         [rows],
         [weight],
         group_list=counts,
-        # The operator refuses a list with one count. So the list contains the end of the only
-        # group; this number equals the count.
-        group_list_type=COUNTS if len(counts) > 1 else CUMULATIVE,
+        group_list_type=list_type(counts),
         group_type=0,
         split_item=3,
         **others,
     )[0]
     return out
+
+
+def list_type(counts: Tensor) -> int:
+    """Return how an operator must read the numbers of rows of groups.
+
+    Operators refuse a list with one count. So the list contains the end of the only group; this
+    number equals the count.
+    """
+    return COUNTS if len(counts) > 1 else CUMULATIVE
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -111,28 +129,41 @@ class ClippedSwiglu:
 
 
 @dataclass(frozen=True)
+class ActivatedProduct:
+    """An ``InnerProduct`` of separate operators."""
+
+    product: ExpertProduct
+    activate: Activation = swiglu
+
+    @property
+    def weight(self) -> Tensor:
+        return self.product.weight
+
+    def __call__(self, rows: Rows, counts: Tensor) -> Rows:
+        return self.activate(self.product(rows, counts))
+
+
+@dataclass(frozen=True)
 class LocalExperts:
     """The experts of one rank: some whole experts, or a part of the inner width of every expert.
 
     Attributes:
-        gate_up: for each expert, hidden -> 2 * width.
+        inner: for each expert, hidden -> width.
         down: for each expert, width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
-        activate: the activation, which maps the result of ``gate_up`` to the input of ``down``.
         quantises_sorted: whether the operator that sorts rows by experts also quantises them.
     """
 
-    gate_up: ExpertProduct
+    inner: InnerProduct
     down: ExpertProduct
     first: int
     num_experts: int
-    activate: Activation = swiglu
     quantises_sorted: bool = False
 
     @property
     def num_local(self) -> int:
-        return self.gate_up.weight.shape[0]
+        return self.inner.weight.shape[0]
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         """Return the sum of these experts' results for each token: [n, hidden]; zero if a token
@@ -180,4 +211,4 @@ class LocalExperts:
         """
         if tally is not None:
             tally[0].add_(counts.int().sum(dtype=torch.int32))
-        return self.down(self.activate(self.gate_up(rows, counts)), counts)
+        return self.down(self.inner(rows, counts), counts)

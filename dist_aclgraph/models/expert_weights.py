@@ -12,7 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from dist_aclgraph.layers.experts import ExpertLayer
-from dist_aclgraph.layers.local_experts import ClippedSwiglu, ExpertProduct, LocalExperts
+from dist_aclgraph.layers.local_experts import (
+    ActivatedProduct,
+    ClippedSwiglu,
+    ExpertProduct,
+    LocalExperts,
+)
 from dist_aclgraph.layers.router import ExpertCopies, Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
 from dist_aclgraph.layers.token_exchange import make_exchanges
@@ -43,14 +48,16 @@ def load_experts(
         load = load_stacked_products
     elif slices.has(f"{prefix}.experts.gate_up_proj"):  # some checkpoints join gate and up
         load = load_joined_products
-    products = load(slices, experts, hidden, f"{prefix}.experts", here, share)
+    gate_up, down = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
     local = LocalExperts(
-        *products,
+        slices.inner_product(gate_up, down)
+        if clip is None
+        else ActivatedProduct(gate_up, ClippedSwiglu(clip.alpha, clip.limit)),
+        down,
         ep.rank * placement.per_rank,
         placement.num_slots,
-        slices.activation(products[1]) if clip is None else ClippedSwiglu(clip.alpha, clip.limit),
-        products[0].quantises_rows and slices.fusions.use("routing_quant", hidden),
+        gate_up.quantises_rows and slices.fusions.use("routing_quant", hidden),
     )
     return ExpertLayer(
         _load_router(slices, experts, hidden, f"{prefix}.gate", placement),

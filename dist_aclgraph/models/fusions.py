@@ -29,12 +29,14 @@ class Fusion:
         lines: release series of torch_npu with the operator.
         dtypes: possible types of activations.
         multiple: the width of the quantised rows must be a multiple of this number.
+        widest: largest width of the quantised rows; None if there is no limit.
     """
 
     name: FusionName
     operator: str
     dtypes: tuple[str, ...]
     multiple: int = 1
+    widest: int | None = None
     generations: tuple[str, ...] = ("A2", "A3")
     cann: tuple[int, ...] = (8, 5)
     lines: tuple[str, ...] = ("2.10", "2.12", "2.13")
@@ -59,6 +61,14 @@ class Fusion:
             return f"dtype is {config.dtype}; takes {' and '.join(self.dtypes)}"
         return None
 
+    def misfit(self, width: int) -> str | None:
+        """Return why rows of this width do not suit the operator; None if they do."""
+        if width % self.multiple:
+            return f"rows of {width}, which is no multiple of {self.multiple}"
+        if self.widest is not None and width > self.widest:
+            return f"rows of {width}, which is more than {self.widest}"
+        return None
+
 
 FUSIONS = (
     Fusion(
@@ -76,6 +86,17 @@ FUSIONS = (
         "routing_quant",
         "npu_moe_init_routing_v2 with quant_mode 1",  # replaces npu_dynamic_quant
         dtypes=("bfloat16", "float16"),
+    ),
+    Fusion(
+        "expert_swiglu_quant",
+        # Replaces npu_grouped_matmul and one or two operators after it. The first version of this
+        # operator, which CANN 8.5 has, needs cumulative counts, and on CANN 8.5 the operator that
+        # sorts rows does not compute them.
+        "npu_grouped_matmul_swiglu_quant_v2",
+        dtypes=("bfloat16", "float16"),
+        multiple=32,  # the kernel writes rows one after another, in steps of 32 bytes
+        widest=5120,  # the width of gate and up together is at most 10240
+        cann=(9, 0),
     ),
 )
 
@@ -95,7 +116,7 @@ class Fusions:
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}
         self._wanted: set[FusionName] = set()
         self._places: Counter[FusionName] = Counter()
-        self._misfits: Counter[tuple[FusionName, int]] = Counter()
+        self._misfits: Counter[tuple[FusionName, str]] = Counter()
 
     @classmethod
     def decide(cls, config: Config, chip: Chip, line: str) -> Fusions:
@@ -112,8 +133,8 @@ class Fusions:
         self._wanted.add(name)
         if self._obstacles[name] is not None:
             return False
-        if width % self._fusions[name].multiple:
-            self._misfits[name, width] += 1
+        if (misfit := self._fusions[name].misfit(width)) is not None:
+            self._misfits[name, misfit] += 1
             return False
         self._places[name] += 1
         return True
@@ -127,13 +148,12 @@ class Fusions:
     def _describe(self, name: FusionName) -> str:
         if (obstacle := self._obstacles[name]) is not None:
             return f"off ({obstacle})"
-        multiple, places = self._fusions[name].multiple, self._places[name]
         misfits = ", ".join(
-            f"{count} with rows of {width}, which is no multiple of {multiple}"
-            for (other, width), count in sorted(self._misfits.items())
+            f"{count} with {misfit}"
+            for (other, misfit), count in sorted(self._misfits.items())
             if other == name
         )
-        if places:
+        if places := self._places[name]:
             found = f"in {places} place{'s' if places > 1 else ''}"
             return found + (f", not in {misfits}" if misfits else "")
         return f"off ({misfits})"

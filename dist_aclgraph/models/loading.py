@@ -10,10 +10,17 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.layers.experts import ExpertSetup
-from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
+from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear, Int8SwigluProduct
 from dist_aclgraph.layers.int8_rows import Int8Norm, swiglu_to_int8
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
-from dist_aclgraph.layers.local_experts import Activation, ExpertProduct, GroupedProduct, swiglu
+from dist_aclgraph.layers.local_experts import (
+    ActivatedProduct,
+    Activation,
+    ExpertProduct,
+    GroupedProduct,
+    InnerProduct,
+    swiglu,
+)
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
@@ -188,6 +195,17 @@ class WeightSlices:
         """Return SwiGLU in the form for the product that uses its results."""
         fuses = down.quantises_rows and self.fusions.use("swiglu_quant", down.weight.shape[-2])
         return swiglu_to_int8 if fuses else swiglu
+
+    def inner_product(self, gate_up: ExpertProduct, down: ExpertProduct) -> InnerProduct:
+        """Return gate, up and SwiGLU of experts in the form for the product of down."""
+        width = down.weight.shape[-2]
+        if (
+            isinstance(gate_up, Int8GroupedProduct)
+            and down.quantises_rows
+            and self.fusions.use("expert_swiglu_quant", width)
+        ):
+            return Int8SwigluProduct.replacing(gate_up)
+        return ActivatedProduct(gate_up, self.activation(down))
 
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
         """Return the form in which one operator gets its matrices.

@@ -180,7 +180,7 @@ def test_a_rank_reads_its_own_experts_only(npu: Any, tmp_path: Path) -> None:
 
     read = {int(name.split(".")[5]) for name in log.names if ".experts." in name}
     assert read == {12, 13, 14, 15} == set(range(layer.local.first, EXPERTS))
-    assert layer.local.gate_up.weight.shape == (4, HIDDEN, 2 * WIDTH)
+    assert layer.local.inner.weight.shape == (4, HIDDEN, 2 * WIDTH)
     assert layer.shared is not None
     assert layer.shared.gate_up.weight.shape == (
         HIDDEN,

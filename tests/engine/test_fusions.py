@@ -15,9 +15,9 @@ from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.device.versions import installed_name
-from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
+from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear, Int8SwigluProduct
 from dist_aclgraph.layers.int8_rows import Int8Norm, quantised, swiglu_to_int8
-from dist_aclgraph.layers.local_experts import LocalExperts, swiglu
+from dist_aclgraph.layers.local_experts import ActivatedProduct, LocalExperts, swiglu
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
@@ -80,6 +80,39 @@ def test_products_multiply_int8_rows_as_rows_that_they_quantise(npu: Any, rows: 
     assert torch.equal(grouped(quantised(rows), counts).cpu(), grouped(rows, counts).cpu())
 
 
+def make_product(device: torch.device, experts: int, inputs: int, out: int) -> Int8GroupedProduct:
+    weight = torch.randint(-127, 128, (experts, inputs, out), dtype=torch.int8)
+    scale = torch.rand(experts, out, dtype=torch.bfloat16) / inputs
+    return Int8GroupedProduct(weight.to(device), scale.to(device))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 9, 4], [16]])
+def test_products_with_swiglu_in_int8_and_their_twin_differ_by_a_step(
+    npu: Any, rows: Tensor, counts: list[int]
+) -> None:
+    product = make_product(npu.device, len(counts), rows.shape[1], 128)
+    list_ = torch.tensor(counts).to(npu.device)
+
+    fused = Int8SwigluProduct.replacing(product)(rows, list_)
+    separate = ActivatedProduct(product)(rows, list_)
+
+    # The twin rounds gate, up and their SwiGLU.
+    step = fused.scales.cpu()[:, None]
+    largest = dequantised(separate).abs().amax(-1, keepdim=True)
+    bound = step + 6 * HALF_A_STEP_OF_BFLOAT16 * largest
+    difference = (dequantised(fused) - dequantised(separate)).abs()
+    assert (difference <= bound).all() and (difference <= step * 1.01).float().mean() > 0.95
+
+
+def test_products_with_swiglu_take_no_memory_beside_their_weights(npu: Any) -> None:
+    product = make_product(npu.device, 2, 256, 128)
+
+    fused = Int8SwigluProduct.replacing(product)
+
+    assert fused.weight.shape == product.weight.shape
+    assert fused.weight.untyped_storage().nbytes() == product.weight.nbytes
+
+
 WIDE = {"intermediate_size": 192}  # a width that the operator after SwiGLU accepts
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", WIDE),
@@ -97,13 +130,18 @@ def decide(npu: Npu, chosen: str) -> Fusions:
     return Fusions.decide(config, Chip(npu.name, npu.cann), installed_name())
 
 
-def num_places(fusions: Fusions) -> int:
-    used = [text.split()[1] for text in fusions.report().values() if text.startswith("in ")]
-    return sum(map(int, used))
+# The number of operators that a fused operator saves in each place.
+SAVED = {"expert_swiglu_quant": 2}
+
+
+def num_saved(fusions: Fusions) -> int:
+    """Return the number of launches that the places in the report save in a step."""
+    used = [item for item in fusions.report().items() if item[1].startswith("in ")]
+    return sum(SAVED.get(name, 1) * int(text.split()[1]) for name, text in used)
 
 
 @pytest.mark.parametrize(("architecture", "changes"), MODELS)
-def test_each_place_in_the_report_saves_a_launch(
+def test_each_place_in_the_report_saves_launches(
     npu: Any, tmp_path: Path, architecture: str, changes: dict[str, Any]
 ) -> None:
     make_reference(architecture, tmp_path, **changes)
@@ -119,7 +157,7 @@ def test_each_place_in_the_report_saves_a_launch(
         counts[chosen] = launches.count
         runner.close()
 
-    assert counts["none"] - counts["auto"] == num_places(fusions) > 2, fusions.report()
+    assert counts["none"] - counts["auto"] == num_saved(fusions) > 2, fusions.report()
 
 
 @pytest.mark.parametrize(("architecture", "changes"), MODELS[:4])
@@ -162,19 +200,27 @@ def rows_of_swiglu(rows: Tensor) -> Tensor:
 
 def rows_of_experts(rows: Tensor) -> Tensor:
     device, width = rows.device, rows.shape[1]
+    gate_up, down = (make_product(device, 1, width, out) for out in (2 * width, width))
+    inner = ActivatedProduct(gate_up, swiglu_to_int8)
+    return run_experts(rows, LocalExperts(inner, down, 0, 1, quantises_sorted=True))
 
-    def product(out: int) -> Int8GroupedProduct:
-        weight = torch.randint(-127, 128, (1, width, out), dtype=torch.int8)
-        scale = torch.ones(1, out, dtype=torch.bfloat16)
-        return Int8GroupedProduct(weight.to(device), scale.to(device))
 
-    activate = swiglu_to_int8
-    local = LocalExperts(product(2 * width), product(width), 0, 1, activate, quantises_sorted=True)
+def rows_of_fused_experts(rows: Tensor) -> Tensor:
+    device, width = rows.device, rows.shape[1]
+    gate_up, down = (make_product(device, 1, width, out) for out in (2 * width, width))
+    inner = Int8SwigluProduct.replacing(gate_up)
+    return run_experts(rows, LocalExperts(inner, down, 0, 1, quantises_sorted=True))
+
+
+def run_experts(rows: Tensor, local: LocalExperts) -> Tensor:
+    device = rows.device
     experts = torch.zeros(len(rows), 1, dtype=torch.int32, device=device)
     return local(rows, experts, torch.ones(experts.shape).to(device), None).cpu()
 
 
-@pytest.mark.parametrize("operator", [rows_of_norm, rows_of_swiglu, rows_of_experts])
+@pytest.mark.parametrize(
+    "operator", [rows_of_norm, rows_of_swiglu, rows_of_experts, rows_of_fused_experts]
+)
 def test_a_nan_stays_in_its_row_and_a_row_of_zeros_gives_zeros(
     npu: Any, rows: Tensor, operator: Callable[[Tensor], Tensor]
 ) -> None:

@@ -6,7 +6,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Level, Probe
+from dist_aclgraph.device.storage_formats import to_fractal_nz
+from dist_aclgraph.probe.question import (
+    DIFFERENT,
+    EQUAL,
+    REFUSED,
+    Answer,
+    Bench,
+    ByCann,
+    Level,
+    Probe,
+)
 
 BFLOAT16, FLOAT32 = 3e-2, 1e-4  # tolerances
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # numbers of heads as in Qwen3-8B
@@ -23,6 +33,10 @@ VERSION_2 = {  # names of arguments of npu_fused_infer_attention_score in versio
 
 def _random(bench: Bench, *shape: int) -> Any:
     return bench.torch.randn(*shape).bfloat16()
+
+
+def _int8(bench: Bench, *shape: int) -> Any:
+    return bench.torch.randint(-127, 128, shape, dtype=bench.torch.int8)
 
 
 def _normed(x: Any, gamma: Any) -> Any:
@@ -140,8 +154,7 @@ def _dynamic_quant(bench: Bench) -> Answer:
 
 def _quant_matmul(bench: Bench) -> Answer:
     torch = bench.torch
-    a = torch.randint(-127, 128, (16, HIDDEN), dtype=torch.int8)
-    b = torch.randint(-127, 128, (HIDDEN, 256), dtype=torch.int8)
+    a, b = _int8(bench, 16, HIDDEN), _int8(bench, HIDDEN, 256)
     scale, rows = torch.rand(256) * 1e-3, torch.rand(16) * 1e-3
     got = bench.ops.npu_quant_matmul(
         a.npu(), b.npu(), scale.npu(), pertoken_scale=rows.npu(), output_dtype=torch.bfloat16
@@ -162,6 +175,25 @@ def _grouped_matmul(bench: Bench) -> Answer:
     )[0]
     parts = zip(x.float().split(sizes), weight.float(), strict=True)
     return bench.compare(got, torch.cat([part @ w for part, w in parts]), BFLOAT16)
+
+
+def _fractal_nz(bench: Bench) -> Answer:
+    weight = _int8(bench, 4, 256, 128)
+    return bench.compare(to_fractal_nz(weight.npu()), weight)
+
+
+def _grouped_swiglu(bench: Bench) -> Answer:
+    torch, sizes = bench.torch, [3, 0, 9, 4]
+    x, weight = _int8(bench, 16, 256), _int8(bench, 4, 256, 512)
+    scales, rows = torch.rand(4, 512) * 1e-3, torch.rand(16) * 1e-3
+    weights, counts = ([to_fractal_nz(weight.npu())], [scales.npu()]), torch.tensor(sizes).npu()
+    got, scale = bench.ops.npu_grouped_matmul_swiglu_quant_v2(
+        x.npu(), *weights, rows.npu(), counts, group_list_type=1
+    )
+    parts = zip(x.float().split(sizes), weight.float(), scales, strict=True)
+    sums = torch.cat([part @ w * s for part, w, s in parts]) * rows[:, None]
+    gate, up = sums.chunk(2, -1)
+    return _compare_int8(bench, got, scale, gate * gate.sigmoid() * up)
 
 
 def _gating(bench: Bench) -> Answer:
@@ -433,6 +465,14 @@ PROBES = (
     _equal("dynamic_quant", "npu_dynamic_quant", _dynamic_quant, "aclnnDynamicQuantV2"),
     _equal("quant_matmul", "npu_quant_matmul", _quant_matmul, "aclnnQuantMatmulV5"),
     _equal("grouped_matmul", "npu_grouped_matmul", _grouped_matmul),
+    _equal("fractal_nz", "a cast of weights to FRACTAL_NZ and back", _fractal_nz),
+    Probe(
+        "operators.grouped_matmul_swiglu_quant",
+        "Is npu_grouped_matmul_swiglu_quant_v2 as on the host?",
+        _grouped_swiglu,
+        ByCann(REFUSED, EQUAL),
+        operator="aclnnGroupedMatmulSwigluQuantWeightNzV2",
+    ),
     _equal("gating", "npu_moe_gating_top_k", _gating, "aclnnMoeGatingTopK"),
     _equal("routing", "routing to experts and back", _routing),
     _equal("quantised_routing", "routing to experts, with quantisation,", _quantised_routing),

@@ -22,7 +22,7 @@ from dist_aclgraph.graphs.digest import OperatorDigest
 from dist_aclgraph.layers.experts import ExpertLayer, ExpertStep
 from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
 from dist_aclgraph.layers.linear import Linear
-from dist_aclgraph.layers.local_experts import GroupedProduct, LocalExperts
+from dist_aclgraph.layers.local_experts import ActivatedProduct, GroupedProduct, LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
 from dist_aclgraph.layers.token_exchange import make_exchanges
@@ -84,7 +84,7 @@ def make_layer(factor=4.0, with_shared=True, side=None, product=floats):
     mine = slice(ep.rank * local, (ep.rank + 1) * local)
     part = slice(tp.rank * WIDTH // TP, (tp.rank + 1) * WIDTH // TP)
     experts = LocalExperts(
-        product(torch.cat([GATE[mine], UP[mine]], 1)),
+        ActivatedProduct(product(torch.cat([GATE[mine], UP[mine]], 1))),
         product(DOWN[mine]),
         mine.start,
         EXPERTS,

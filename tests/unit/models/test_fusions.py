@@ -22,7 +22,7 @@ def decide(
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("chip", [A2, Chip("Ascend910_9391", "8.5.0")])
+@pytest.mark.parametrize("chip", [A2, Chip("Ascend910_9391", "9.0.0")])
 def test_auto_uses_each_operator_on_supported_chips_and_versions(chip: Chip, line: str) -> None:
     fusions = decide(chip=chip, line=line)
 
@@ -32,13 +32,17 @@ def test_auto_uses_each_operator_on_supported_chips_and_versions(chip: Chip, lin
 @pytest.mark.parametrize(
     ("changes", "off"),
     [
-        ({"chosen": "none"}, ["not in device.fusions"] * 3),
-        ({"chosen": ["norm_quant"]}, [None, *["not in device.fusions"] * 2]),
-        ({"chosen": []}, ["not in device.fusions"] * 3),
-        ({"chip": Chip("Ascend310P3", "9.1.0")}, ["known on A2 and A3, not on Ascend310P3"] * 3),
-        ({"chip": Chip("Ascend910B1", "8.3.0")}, ["CANN is 8.3.0; needs 8.5"] * 3),
-        ({"line": "2.9"}, ["torch_npu is 2.9; known in 2.10, 2.12, 2.13"] * 3),
-        ({"dtype": "float16"}, [None, "dtype is float16; takes bfloat16", None]),
+        ({"chosen": "none"}, ["not in device.fusions"] * 4),
+        ({"chosen": ["norm_quant"]}, [None, *["not in device.fusions"] * 3]),
+        ({"chosen": []}, ["not in device.fusions"] * 4),
+        ({"chip": Chip("Ascend310P3", "9.1.0")}, ["known on A2 and A3, not on Ascend310P3"] * 4),
+        (
+            {"chip": Chip("Ascend910B1", "8.3.0")},
+            [*["CANN is 8.3.0; needs 8.5"] * 3, "CANN is 8.3.0; needs 9.0"],
+        ),
+        ({"chip": Chip("Ascend910B1", "8.5.0")}, [*[None] * 3, "CANN is 8.5.0; needs 9.0"]),
+        ({"line": "2.9"}, ["torch_npu is 2.9; known in 2.10, 2.12, 2.13"] * 4),
+        ({"dtype": "float16"}, [None, "dtype is float16; takes bfloat16", None, None]),
     ],
 )
 def test_an_operator_that_is_off_is_used_nowhere(
@@ -68,5 +72,10 @@ def test_the_report_counts_places_and_names_widths_that_do_not_fit() -> None:
     assert fusions.report() == {
         "swiglu_quant": "in 2 places, not in 2 with rows of 48, which is no multiple of 32",
     }
+    for width in (5120, 5152):
+        fusions.use("expert_swiglu_quant", width)
+    assert fusions.report()["expert_swiglu_quant"] == (
+        "in 1 place, not in 1 with rows of 5152, which is more than 5120"
+    )
     fusions.use("norm_quant", 48)
     assert fusions.report()["norm_quant"] == "in 1 place"

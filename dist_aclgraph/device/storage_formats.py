@@ -1,0 +1,44 @@
+"""Storage formats: how the elements of a tensor are ordered in the device's memory.
+
+ND is the order that torch assumes. FRACTAL_NZ divides each matrix into blocks of 16 rows and 32
+bytes of columns, which the cube unit reads without rearranging them. Sizes and strides of a tensor
+do not depend on its format. Only operators that name the format accept a tensor in FRACTAL_NZ.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dist_aclgraph.device.npu import runtime, torch_npu, translated
+from dist_aclgraph.errors import DeviceError
+
+FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
+NZ_ROWS, NZ_BYTES = 16, 32  # of a block
+
+
+def to_fractal_nz(weight: Tensor) -> Tensor:
+    """Return a copy of matrices in FRACTAL_NZ. Where blocks are not full, the copy has zeros.
+
+    Not in captures: before CANN 9.1, the graph engine makes the copy.
+
+    Args:
+        weight: [..., rows, columns] in ND, contiguous.
+
+    Raises:
+        DeviceError: CANN or torch_npu do not make the copy.
+    """
+    # Without this option, torch_npu keeps ND. With it, some operators would choose formats
+    # themselves, so it is set for this call only.
+    config = runtime().config
+    config.allow_internal_format = True
+    try:
+        with translated("changing the storage format of weights"):
+            copy: Tensor = torch_npu().npu_format_cast(weight, FRACTAL_NZ)
+    finally:
+        config.allow_internal_format = False
+    if (found := int(torch_npu().get_npu_format(copy))) != FRACTAL_NZ:
+        raise DeviceError(
+            f"torch_npu made weights in storage format {found} instead of {FRACTAL_NZ}: leave "
+            "expert_swiglu_quant out of device.fusions"
+        )
+    return copy
