@@ -10,7 +10,9 @@ from dist_aclgraph.config.chips import DIE_64_GB_MB, NODE_NPUS, family_of, gener
 from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
-FusionName = Literal["norm_quant", "swiglu_quant", "routing_quant", "expert_swiglu_quant"]
+FusionName = Literal[
+    "norm_quant", "swiglu_quant", "routing_quant", "expert_swiglu_quant", "nz_weights"
+]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
 ASSUMED_CANN = "9.1.0"  # version of CANN for the newest torch_npu with a published CANN
 # CANN reads its version from a variable that CANN's set_env.sh sets.
@@ -162,11 +164,12 @@ class DeviceConfig(Section):
         description="fused operators of int8 layers: norm_quant quantises the result of a norm, "
         "swiglu_quant the result of SwiGLU, routing_quant the rows of experts while they are "
         "sorted (not in steps that use MC2, which sorts while it sends), expert_swiglu_quant "
-        "computes the products of gate and up of experts, SwiGLU and its quantisation. auto uses "
-        "each of them where chip, CANN, torch_npu, dtype and widths allow it; "
-        "none uses no fused operator; a list uses only the operators in it. Results differ from "
-        "those of separate operators by roundings. The report of a start shows which are used, "
-        "and why others are not",
+        "computes the products of gate and up of experts, SwiGLU and its quantisation. With "
+        "nz_weights, int8 weights have the format that the cube unit reads (FRACTAL_NZ). auto "
+        "uses each of them where chip, CANN, torch_npu, dtype and widths allow it; none uses none "
+        "of them; a list uses only those in it. Results differ from those of separate operators "
+        "by roundings, but do not depend on nz_weights. The report of a start shows which are "
+        "used, and why others are not",
     )
     hccl_expansion: HcclExpansion | None = Field(
         None,

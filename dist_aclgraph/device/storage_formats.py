@@ -13,16 +13,16 @@ from dist_aclgraph.device.npu import runtime, torch_npu, translated
 from dist_aclgraph.errors import DeviceError
 
 FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
-NZ_ROWS, NZ_BYTES = 16, 32  # of a block
+NZ_ROWS = 16  # rows of a block
 
 
 def to_fractal_nz(weight: Tensor) -> Tensor:
-    """Return a copy of matrices in FRACTAL_NZ. Where blocks are not full, the copy has zeros.
+    """Return matrices in FRACTAL_NZ: themselves, or a copy with zeros where blocks are not full.
 
     Not in captures: before CANN 9.1, the graph engine makes the copy.
 
     Args:
-        weight: [..., rows, columns] in ND, contiguous.
+        weight: [..., rows, columns], contiguous.
 
     Raises:
         DeviceError: CANN or torch_npu do not make the copy.

@@ -3,7 +3,8 @@ quantised.
 
 Operators: ``npu_dynamic_quant``, or a fused operator before the product, converts rows to int8
 (``int8_rows.py``). Then ``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts, sums integers
-and multiplies the sums by the scales of row and output.
+and multiplies the sums by the scales of row and output. The results do not depend on the storage
+format of the weights, ND or FRACTAL_NZ.
 """
 
 from __future__ import annotations
@@ -14,9 +15,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dist_aclgraph.device.storage_formats import to_fractal_nz
+from dist_aclgraph.device.storage_formats import NZ_ROWS, to_fractal_nz
 from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, quantised
 from dist_aclgraph.layers.local_experts import list_type, multiply_groups
+
+
+def fills_blocks(weight: Tensor) -> bool:
+    """Return whether the inputs of int8 matrices, [..., in, out], fill blocks of FRACTAL_NZ."""
+    return weight.shape[-2] % NZ_ROWS == 0
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """Return int8 matrices, [..., in, out], in FRACTAL_NZ; matrices that are in ND are copied.
+
+    Raises:
+        DeviceError: the device cannot change the storage format.
+    """
+    return to_fractal_nz(weight)
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ class Int8SwigluProduct:
         Raises:
             DeviceError: the device cannot change the storage format.
         """
-        return cls(to_fractal_nz(product.weight), product.scale)
+        return cls(in_blocks(product.weight), product.scale)
 
     def __call__(self, rows: Rows, counts: Tensor) -> Int8Rows:
         """Return the input of the product of down: [rows, hidden] -> [rows, width]."""

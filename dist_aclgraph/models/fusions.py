@@ -1,5 +1,5 @@
-"""The fused operators for layers with int8 products. Each replaces two operators, and can be used
-only with some chips, versions and types.
+"""The fused operators for layers with int8 products, and the storage format of int8 weights. Each
+can be used only with some chips, versions and types.
 
 The limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
 (op-plugin); none was tested on an NPU. Roundings differ: a fused operator quantises float32, while
@@ -30,6 +30,7 @@ class Fusion:
         dtypes: possible types of activations.
         multiple: the width of the quantised rows must be a multiple of this number.
         widest: largest width of the quantised rows; None if there is no limit.
+        place: a description of a place with {} for the width, for the report.
     """
 
     name: FusionName
@@ -37,6 +38,7 @@ class Fusion:
     dtypes: tuple[str, ...]
     multiple: int = 1
     widest: int | None = None
+    place: str = "rows of {}"
     generations: tuple[str, ...] = ("A2", "A3")
     cann: tuple[int, ...] = (8, 5)
     lines: tuple[str, ...] = ("2.10", "2.12", "2.13")
@@ -62,11 +64,11 @@ class Fusion:
         return None
 
     def misfit(self, width: int) -> str | None:
-        """Return why rows of this width do not suit the operator; None if they do."""
+        """Return why a place of this width does not suit the operator; None if it does."""
         if width % self.multiple:
-            return f"rows of {width}, which is no multiple of {self.multiple}"
+            return f"{self.place.format(width)}, which is no multiple of {self.multiple}"
         if self.widest is not None and width > self.widest:
-            return f"rows of {width}, which is more than {self.widest}"
+            return f"{self.place.format(width)}, which is more than {self.widest}"
         return None
 
 
@@ -97,6 +99,14 @@ FUSIONS = (
         multiple=32,  # the kernel writes rows one after another, in steps of 32 bytes
         widest=5120,  # the width of gate and up together is at most 10240
         cann=(9, 0),
+    ),
+    Fusion(
+        "nz_weights",
+        # A storage format instead of an operator: products have the same results in both formats.
+        "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
+        dtypes=("bfloat16", "float16"),
+        multiple=32,  # full blocks, so that weights need no more memory than in ND
+        place="matrices of {} outputs",
     ),
 )
 
@@ -129,7 +139,11 @@ class Fusions:
         return cls({fusion.name: "not in device.fusions" for fusion in FUSIONS})
 
     def use(self, name: FusionName, width: int) -> bool:
-        """Return whether a place of the model, whose int8 rows have ``width`` elements, uses it."""
+        """Return whether a place of the model uses it.
+
+        Args:
+            width: number of elements of the place's int8 rows; for nz_weights, number of outputs.
+        """
         self._wanted.add(name)
         if self._obstacles[name] is not None:
             return False

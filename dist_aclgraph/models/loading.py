@@ -10,7 +10,13 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.layers.experts import ExpertSetup
-from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear, Int8SwigluProduct
+from dist_aclgraph.layers.int8_products import (
+    Int8GroupedProduct,
+    Int8Linear,
+    Int8SwigluProduct,
+    fills_blocks,
+    in_blocks,
+)
 from dist_aclgraph.layers.int8_rows import Int8Norm, swiglu_to_int8
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
 from dist_aclgraph.layers.local_experts import (
@@ -166,7 +172,8 @@ class WeightSlices:
         weight = self.place(weight)
         if not scales:
             return Linear(weight, bias)
-        return Int8Linear(weight, self.place(torch.cat(scales, 1).flatten()), bias)
+        scale = self.place(torch.cat(scales, 1).flatten())
+        return Int8Linear(self._in_best_format(weight), scale, bias)
 
     def expert_product(self, experts: Sequence[Sequence[MatrixPart]]) -> ExpertProduct:
         """Return one product for several experts; each expert's matrices are concatenated."""
@@ -180,7 +187,13 @@ class WeightSlices:
             return GroupedProduct(weight)
         wanted = self.checkpoint.dtype
         scale = torch.cat(scales, 1).to(wanted if wanted == torch.bfloat16 else torch.float32)
-        return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
+        scale = self.place(scale.view(len(experts), -1))
+        return Int8GroupedProduct(self._in_best_format(weight), scale)
+
+    def _in_best_format(self, weight: Tensor) -> Tensor:
+        """Return int8 matrices, [..., in, out], in the storage format for their products."""
+        fits = fills_blocks(weight) and self.fusions.use("nz_weights", weight.shape[-1])
+        return in_blocks(weight) if fits else weight
 
     def norm_before(self, norm: RmsNorm, quantises_rows: bool) -> RmsNorm | Int8Norm:
         """Return a norm in the form for the layers that use its results.

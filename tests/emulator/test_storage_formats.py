@@ -7,7 +7,7 @@ import torch
 import torch_npu
 
 from tests.emulator.compare import refused, refused_by
-from tests.emulator.test_quant import assert_int8
+from tests.emulator.test_quant import HALVES, assert_int8
 
 ND, FRACTAL_NZ = 2, 29
 
@@ -24,6 +24,10 @@ def internal_formats():
 def to_nz(tensor):
     with internal_formats():
         return torch_npu.npu_format_cast(tensor.npu(), FRACTAL_NZ)
+
+
+def fixed():
+    return torch.Generator().manual_seed(1)
 
 
 def int8(*sizes):
@@ -70,16 +74,67 @@ def test_cann_9_1_casts_without_the_graph_engine(run_script):
 
 
 def test_operators_for_nd_refuse_a_tensor_in_fractal_nz():
-    weight, rows = int8(32, 64), int8(4, 32).npu()
-    product = {"scale": torch.ones(64).npu(), "output_dtype": torch.bfloat16}
-    ones = torch.ones(4).npu()
-    nz = to_nz(weight)
+    nz = to_nz(int8(32, 64))
 
     refused("GE operator", lambda: nz + nz)
-    refused(
-        "aclnnQuantMatmulWeightNz",
-        lambda: torch_npu.npu_quant_matmul(rows, nz, pertoken_scale=ones, **product),
+
+
+@pytest.mark.parametrize("inputs", [32, 40])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_quantised_products_do_not_depend_on_the_format_of_their_weight(inputs, dtype):
+    weight, rows = int8(inputs, 70), int8(4, inputs).npu()
+    given = {"pertoken_scale": torch.rand(4).npu(), "bias": torch.randn(70).npu()}
+
+    nd, nz = (
+        torch_npu.npu_quant_matmul(
+            rows, w, torch.rand(70, generator=fixed()).npu(), output_dtype=dtype, **given
+        )
+        for w in (weight.npu(), to_nz(weight))
     )
+
+    assert torch.equal(nd.cpu(), nz.cpu())
+
+
+def grouped(rows, weight):
+    return torch_npu.npu_grouped_matmul(
+        [rows],
+        [weight],
+        scale=[torch.rand(3, weight.shape[2], generator=fixed()).bfloat16().npu()],
+        per_token_scale=[torch.rand(len(rows), generator=fixed()).npu()],
+        group_list=torch.tensor([3, 0, 2]).npu(),
+        group_list_type=1,
+        group_type=0,
+        split_item=3,
+        output_dtype=torch.bfloat16,
+    )[0]
+
+
+def test_grouped_products_do_not_depend_on_the_format_of_their_weight():
+    weight, rows = int8(3, 48, 96), int8(5, 48).npu()
+
+    assert torch.equal(grouped(rows, weight.npu()).cpu(), grouped(rows, to_nz(weight)).cpu())
+
+
+@pytest.mark.parametrize(("inputs", "out"), [(40, 96), (48, 80)])
+def test_grouped_products_refuse_blocks_that_are_not_full(inputs, out):
+    weight, rows = to_nz(int8(3, inputs, out)), int8(5, inputs).npu()
+
+    refused_by("aclnnGroupedMatmulWeightNz", "does not fill", lambda: grouped(rows, weight))
+
+
+def test_products_with_weights_in_fractal_nz_refuse():
+    rows, name = int8(4, 32).npu(), "aclnnQuantMatmulWeightNz"
+
+    def multiply(weight):
+        scale, ones = torch.ones(weight.shape[-1]).npu(), torch.ones(4).npu()
+        options = {"pertoken_scale": ones, "output_dtype": torch.bfloat16}
+        return lambda: torch_npu.npu_quant_matmul(rows, weight, scale, **options)
+
+    long = to_nz(int8(64, 32))
+    refused_by(name, "contiguous", multiply(long.t()))
+    refused_by(name, "other sizes", multiply(long[:32]))
+    refused_by(name, "two dimensions", multiply(to_nz(int8(2, 32, 32))))
+    refused_by(name, "x2 must be int8", multiply(to_nz(torch.zeros(32, 32).half())))
 
 
 class Experts:

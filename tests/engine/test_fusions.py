@@ -125,13 +125,13 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def decide(npu: Npu, chosen: str) -> Fusions:
+def decide(npu: Npu, chosen: Any) -> Fusions:
     config = make_config({"model": "m", "device": {"fusions": chosen}})
     return Fusions.decide(config, Chip(npu.name, npu.cann), installed_name())
 
 
-# The number of operators that a fused operator saves in each place.
-SAVED = {"expert_swiglu_quant": 2}
+# The number of launches that each place saves, if it is not one.
+SAVED = {"expert_swiglu_quant": 2, "nz_weights": 0}
 
 
 def num_saved(fusions: Fusions) -> int:
@@ -160,30 +160,31 @@ def test_each_place_in_the_report_saves_launches(
     assert counts["none"] - counts["auto"] == num_saved(fusions) > 2, fusions.report()
 
 
+def logits_with(npu: Npu, directory: Path, fusions: Fusions) -> Tensor:
+    """Return the logits of a prompt, of a model with weights in int8."""
+    spec, (prompt,) = read_model_spec(directory), make_prompts([40])
+    checkpoint = Checkpoint(directory, torch.bfloat16, quantises=True, names=spec.names)
+    model = Decoder(spec, ONE_RANK, checkpoint, device=npu.device, max_len=MAX_LEN, fusions=fusions)
+    return logits_of(npu, model, prompt, torch.bfloat16)
+
+
+def test_the_storage_format_of_weights_does_not_change_results(npu: Any, tmp_path: Path) -> None:
+    make_reference("Qwen3MoeForCausalLM", tmp_path, **WIDE)
+    fusions = decide(npu, ["nz_weights"])
+
+    logits = logits_with(npu, tmp_path, fusions)
+
+    assert fusions.report()["nz_weights"].startswith("in ")
+    assert torch.equal(logits, logits_with(npu, tmp_path, Fusions.none()))
+
+
 @pytest.mark.parametrize(("architecture", "changes"), MODELS[:4])
 def test_logits_stay_near_those_of_separate_operators(
     npu: Any, tmp_path: Path, architecture: str, changes: dict[str, Any]
 ) -> None:
     make_reference(architecture, tmp_path, **changes)
-    spec, (prompt,) = read_model_spec(tmp_path), make_prompts([40])
-    checkpoint = Checkpoint(tmp_path, torch.bfloat16, quantises=True, names=spec.names)
 
-    twin, fused = (
-        logits_of(
-            npu,
-            Decoder(
-                spec,
-                ONE_RANK,
-                checkpoint,
-                device=npu.device,
-                max_len=MAX_LEN,
-                fusions=decide(npu, chosen),
-            ),
-            prompt,
-            torch.bfloat16,
-        )
-        for chosen in ("none", "auto")
-    )
+    twin, fused = (logits_with(npu, tmp_path, decide(npu, name)) for name in ("none", "auto"))
 
     # A different rounding to int8 adds errors that are as large as the errors of int8 itself.
     assert 0 < (fused - twin).norm() < 0.12 * twin.norm()
@@ -239,10 +240,22 @@ INPUTS = ("q_a_proj", "kv_a_proj", "gate_proj", "up_proj")
 @pytest.mark.parametrize(
     ("is_input", "report"),
     [
-        (True, {"norm_quant": "in 3 places", "routing_quant": "in 2 places"}),
+        (
+            True,
+            {
+                "norm_quant": "in 3 places",
+                "routing_quant": "in 2 places",
+                "nz_weights": "in 7 places, not in 1 with matrices of 388 outputs, which is no "
+                "multiple of 32",
+            },
+        ),
         (
             False,
-            {"swiglu_quant": "in 4 places, not in 1 with rows of 194, which is no multiple of 32"},
+            {
+                "swiglu_quant": "in 4 places, not in 1 with rows of 194, which is no multiple of "
+                "32",
+                "nz_weights": "in 10 places",
+            },
         ),
     ],
 )

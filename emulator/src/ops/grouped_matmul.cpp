@@ -2,6 +2,7 @@
 // read when the task runs.
 #include "ops/grouped_matmul.h"
 #include "ops/matmul.h"
+#include "ops/storage_formats.h"
 
 using namespace emu;
 using kernels::MatMul;
@@ -195,8 +196,10 @@ void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, c
 }
 
 // Rules: the same document, int8 with a scale for each row and each output of a group.
-Task bind_quantised(const Tensors &x, const Tensors &weight, const Tensors &bias,
-                    const Tensors &scale, const Tensors &row_scale, const OptTensor &list,
+//
+// nz: the values of the weight if it is in FRACTAL_NZ; then `weight` has its sizes only.
+Task bind_quantised(const Tensors &x, const Tensors &weight, const std::optional<NzMatrices> &nz,
+                    const Tensors &bias, const Tensors &scale, const Tensors &row_scale, const OptTensor &list,
                     int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,
                     const Tensors &y) {
   refuse_unless(x.size() == 1 && weight.size() == 1 && weight[0].dim() == 3 && y.size() == 1 &&
@@ -218,8 +221,9 @@ Task bind_quantised(const Tensors &x, const Tensors &weight, const Tensors &bias
   return arithmetic([=, out = y[0], steps = scale[0], ends = *list] {
     AtenScope scope;
     each_group(ends, list_type, left.size(0), [&](int64_t i, int64_t start, int64_t end) {
+      Tensor matrix = nz ? nz->matrix(i) : right[i];
       Tensor sum = at::matmul(left.slice(0, start, end).to(at::kDouble),
-                              right[i].to(at::kDouble));  // exact
+                              matrix.to(at::kDouble));  // exact
       out.slice(0, start, end)
           .copy_(sum * steps[i].to(at::kFloat) * rows.slice(0, start, end).unsqueeze(1));
     });
@@ -238,7 +242,7 @@ Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, cons
   refuse_all({{"antiquant_scale", &antiquant_scale},
               {"antiquant_offset", &antiquant_offset}});
   if (!x.empty() && x[0].scalar_type() == at::kChar)
-    return bind_quantised(x, weight, bias, scale, row_scale, list, split_item, group_type,
+    return bind_quantised(x, weight, {}, bias, scale, row_scale, list, split_item, group_type,
                           list_type, activation, y);
   refuse_all({{"scale", &scale}, {"per_token_scale", &row_scale}});
   return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
@@ -263,4 +267,26 @@ OP(aclnnGroupedMatmulV5,
      Task task = bind_any(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale,
                  list, split_item, group_type, list_type, activation, y);
      return {task, grouped_ns(x, weight)};
+   })
+// Sources aclnn_grouped_matmul.cpp (TransWeightToNz, CheckQuantGMMWeightNz): the weight is in
+// FRACTAL_NZ, and its blocks are full.
+OP(aclnnGroupedMatmulWeightNz,
+   [](Tensors x, aclTensorList *weight, Tensors bias, Tensors scale, Tensors offset,
+      Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,
+      Tensors, Tensors, Tensors, int64_t split_item, int64_t group_type, int64_t list_type,
+      int64_t activation, Ints, int64_t quant_group, Tensors y, Tensors, Tensors) -> TimedTask {
+     refuse_all({{"offset", &offset},
+                 {"antiquant_scale", &antiquant_scale},
+                 {"antiquant_offset", &antiquant_offset}});
+     refuse_unless(weight && weight->tensors.size() == 1 && weight->tensors[0] && quant_group == 0,
+                   "FRACTAL_NZ is emulated for weight of one tensor, without groups of inputs");
+     const Tensor &t = weight->tensors[0]->t;
+     refuse_unless(t.defined() && t.dim() == 3 && t.scalar_type() == at::kChar && !x.empty(),
+                   "FRACTAL_NZ is emulated for int8 weights of three dimensions");
+     demand(t.size(1) % 16 == 0 && t.size(2) % 32 == 0, "weight ", t.sizes(),
+            " does not fill the blocks of FRACTAL_NZ, 16 rows and 32 columns");
+     Task task = bind_quantised(x, {t}, NzMatrices(*weight->tensors[0]), bias, scale,
+                                per_token_scale, list, split_item, group_type, list_type,
+                                activation, y);
+     return {task, grouped_ns(x, {t})};
    })

@@ -9,20 +9,10 @@ using namespace emu;
 
 namespace {
 
-// A stack of int8 matrices [groups, in, out] in FRACTAL_NZ.
-struct NzStack {
-  Tensor blocks;  // [groups, bands, padded in, 32]
-  int64_t groups, in, out;
-
-  Tensor matrix(int64_t group) const {  // [in, out], a copy
-    Tensor rows = blocks[group].narrow(1, 0, in).transpose(0, 1).reshape({in, -1});
-    return rows.narrow(1, 0, out);
-  }
-};
-
-// The operators set the format of the weight to FRACTAL_NZ, whatever the caller says. So a weight
-// in ND is refused because of its storage sizes: torch_npu passes one number for them.
-NzStack bind_weight(const aclTensor &weight, int64_t in, int64_t out) {
+// Checks a stack of int8 matrices, [groups, in, out]. The operators set the format of the weight to
+// FRACTAL_NZ, whatever the caller says. So a weight in ND is refused because of its storage sizes:
+// torch_npu passes one number for them.
+void check_weight(const aclTensor &weight, int64_t in, int64_t out) {
   const Tensor &t = weight.t;
   refuse_unless(weight.storage_shape.size() == 5,
                 "the storage of weight must have 5 dimensions (FRACTAL_NZ), got ",
@@ -32,12 +22,6 @@ NzStack bind_weight(const aclTensor &weight, int64_t in, int64_t out) {
   refuse_unless(t.dim() == 3, "weight of ", t.dim(), " dimensions is not emulated, only of 3");
   refuse_unless(t.size(1) == in && t.size(2) == out, "weight ", t.sizes(), " for x of ", in,
                 " and weight_scale of ", out, " columns");
-  FractalNz layout = fractal_nz(t);
-  refuse_unless(layout.storage_sizes(t.sizes().vec()) == weight.storage_shape,
-                "the storage of weight has other sizes than FRACTAL_NZ of ", t.sizes());
-  return {at::from_blob(t.data_ptr(), {t.size(0), layout.bands(), layout.padded_rows(), 32},
-                        at::TensorOptions().dtype(at::kChar)),
-          t.size(0), in, out};
 }
 
 // Rules: documents aclnnGroupedMatmulSwigluQuantWeightNZ and ...WeightNzV2, int8; sources
@@ -54,16 +38,18 @@ TimedTask bind(const Tensor &x, const aclTensor &weight, const Tensor &weight_sc
                 "weight_scale must be float32, float16 or bfloat16 of two dimensions, got ", type,
                 " ", weight_scale.sizes());
   int64_t rows = x.size(0), columns = weight_scale.size(1);
-  NzStack stack = bind_weight(weight, x.size(1), columns);
-  refuse_unless(weight_scale.size(0) == stack.groups, "weight_scale ", weight_scale.sizes(),
-                " for ", stack.groups, " groups");
+  check_weight(weight, x.size(1), columns);
+  int64_t groups = weight.t.size(0);
+  NzMatrices matrices(weight);
+  refuse_unless(weight_scale.size(0) == groups, "weight_scale ", weight_scale.sizes(), " for ",
+                groups, " groups");
   refuse_unless(x_scale.scalar_type() == at::kFloat && x_scale.dim() == 1 &&
                     x_scale.size(0) == rows,
                 "x_scale must be float32, one for each of ", rows, " rows");
   refuse_unless(list.scalar_type() == at::kLong && list.dim() == 1, "group_list must be int64 of "
                 "one dimension, got ", list.scalar_type(), " ", list.sizes());
-  refuse_unless(list.numel() >= 1 && list.numel() <= stack.groups, "group_list has ", list.numel(),
-                " entries for ", stack.groups, " groups");
+  refuse_unless(list.numel() >= 1 && list.numel() <= groups, "group_list has ", list.numel(),
+                " entries for ", groups, " groups");
   refuse_unless(list_type == 0 || list_type == 1, "group_list_type ", list_type, " is not 0 or 1");
   demand(columns <= 10240, "weight has ", columns, " columns, at most 10240");
   demand(x.size(1) < 65536, "x has ", x.size(1), " columns, must be below 65536");
@@ -79,7 +65,7 @@ TimedTask bind(const Tensor &x, const aclTensor &weight, const Tensor &weight_sc
     Tensor ends = list.contiguous();
     each_group(ends, list_type, rows, [&](int64_t group, int64_t start, int64_t end) {
       Tensor sum = at::matmul(x.slice(0, start, end).to(at::kDouble),
-                              stack.matrix(group).to(at::kDouble))  // exact
+                              matrices.matrix(group).to(at::kDouble))  // exact
                        .to(at::kFloat);
       sum = sum * x_scale.slice(0, start, end).unsqueeze(1) * weight_scale[group].to(at::kFloat);
       auto halves = sum.chunk(2, -1);

@@ -2,6 +2,7 @@
 // of quantised matrices.
 #include "ops/int4.h"
 #include "ops/quant.h"
+#include "ops/storage_formats.h"
 
 using namespace emu;
 
@@ -142,57 +143,80 @@ OP(aclnnDequantSwigluQuantV2,
 // or bfloat16), float16 (scale and pertoken_scale float32) and int32. The other rows (int8 results,
 // prepared int64 scales, int4 rows) are not emulated; int4.cpp has the rules of
 // int4 weights. An integer bias is added before the scale.
+//
+// nz: the values of b if b is in FRACTAL_NZ; then b has its sizes only.
+static TimedTask quant_matmul(const Tensor &a, const Tensor &b, const std::optional<NzMatrices> &nz,
+                              const OptTensor &row_scale, const OptTensor &scale,
+                              const OptTensor &out_scale, const OptTensor &offset,
+                              const OptTensor &bias, bool turn_a, bool turn_b, int64_t group,
+                              const Tensor &out) {
+  refuse_unless(a.scalar_type() == at::kChar && b.scalar_type() == at::kChar,
+                "x1 and x2 must be int8, got ", a.scalar_type(), " and ", b.scalar_type());
+  refuse_unless(!turn_a && !turn_b && group == 0 && !(out_scale && out_scale->numel()) && !offset,
+                "transposed, grouped or offset products are not emulated");
+  refuse_unless(a.dim() >= 2 && b.dim() >= 2 && a.size(-1) == b.size(-2), "shapes ", a.sizes(),
+                " and ", b.sizes(), " do not multiply");
+  demand(a.dim() <= 6 && b.dim() <= 6, "x1 and x2 may have 6 dimensions");
+  demand(a.numel() > 0 && b.numel() > 0, "x1 and x2 must not be empty");
+  demand(a.size(-1) <= 65535 && b.size(-1) <= 65535,
+         "the last dimensions of x1 and x2 may be 65535");
+  auto type = out.scalar_type();
+  refuse_unless(type == at::kBFloat16 || type == at::kHalf || type == at::kInt, "output_dtype ",
+                type, " is not emulated");
+  int64_t columns = b.size(-1), rows = a.size(-2);
+  refuse_unless(scale && scale->dim() == 1 &&
+                    (scale->numel() == 1 || scale->numel() == columns),
+                "scale must have 1 or ", columns, " elements");
+  bool is_float = scale->scalar_type() == at::kFloat;
+  refuse_unless(is_float || (scale->scalar_type() == at::kBFloat16 && type != at::kHalf),
+                "scale of ", scale->scalar_type(), " for results of ", type);
+  refuse_unless(type != at::kHalf || row_scale, "float16 results need a pertoken_scale");
+  refuse_unless(type != at::kInt || !row_scale, "int32 results take no pertoken_scale");
+  if (row_scale)
+    refuse_unless(row_scale->scalar_type() == at::kFloat && row_scale->dim() == 1 &&
+                      row_scale->numel() == rows,
+                  "pertoken_scale must be float32, one for each of ", rows, " rows");
+  if (bias)
+    refuse_unless((bias->scalar_type() == at::kInt || type != at::kInt) &&
+                      bias->size(-1) == columns && (bias->dim() == 1 || bias->dim() == 3),
+                  "bias of ", bias->scalar_type(), " ", bias->sizes(), " for ", columns,
+                  " columns");
+  Task task = arithmetic([=] {
+    AtenScope scope;
+    Tensor right = nz ? nz->matrix(0) : b;
+    Tensor sum = at::matmul(a.to(at::kDouble), right.to(at::kDouble));  // exact
+    bool integers = bias && bias->scalar_type() == at::kInt;
+    if (integers)
+      sum = sum + *bias;
+    if (type != at::kInt) {
+      sum = sum * scale->to(at::kFloat);
+      if (row_scale)
+        sum = sum * row_scale->unsqueeze(-1);
+      if (bias && !integers)
+        sum = sum + bias->to(at::kFloat);
+    }
+    out.copy_(sum);
+  });
+  return {task, product_ns(a, b)};
+}
+
 OP(aclnnQuantMatmulV5,
    [](Tensor a, Tensor b, OptTensor row_scale, OptTensor scale, OptTensor out_scale, OptTensor,
       OptTensor offset, OptTensor sums, OptTensor bias, bool turn_a, bool turn_b, int64_t group,
       Tensor out) -> TimedTask {
      if (b.scalar_type() == at::kInt && a.scalar_type() != at::kInt)
        return bind_int4_weight(a, b, row_scale, scale, sums, bias, group, out);
-     refuse_unless(a.scalar_type() == at::kChar && b.scalar_type() == at::kChar,
-                   "x1 and x2 must be int8, got ", a.scalar_type(), " and ", b.scalar_type());
-     refuse_unless(!turn_a && !turn_b && group == 0 && !(out_scale && out_scale->numel()) && !offset,
-                   "transposed, grouped or offset products are not emulated");
-     refuse_unless(a.dim() >= 2 && b.dim() >= 2 && a.size(-1) == b.size(-2), "shapes ", a.sizes(),
-                   " and ", b.sizes(), " do not multiply");
-     demand(a.dim() <= 6 && b.dim() <= 6, "x1 and x2 may have 6 dimensions");
-     demand(a.numel() > 0 && b.numel() > 0, "x1 and x2 must not be empty");
-     demand(a.size(-1) <= 65535 && b.size(-1) <= 65535,
-            "the last dimensions of x1 and x2 may be 65535");
-     auto type = out.scalar_type();
-     refuse_unless(type == at::kBFloat16 || type == at::kHalf || type == at::kInt, "output_dtype ",
-                   type, " is not emulated");
-     int64_t columns = b.size(-1), rows = a.size(-2);
-     refuse_unless(scale && scale->dim() == 1 &&
-                       (scale->numel() == 1 || scale->numel() == columns),
-                   "scale must have 1 or ", columns, " elements");
-     bool is_float = scale->scalar_type() == at::kFloat;
-     refuse_unless(is_float || (scale->scalar_type() == at::kBFloat16 && type != at::kHalf),
-                   "scale of ", scale->scalar_type(), " for results of ", type);
-     refuse_unless(type != at::kHalf || row_scale, "float16 results need a pertoken_scale");
-     refuse_unless(type != at::kInt || !row_scale, "int32 results take no pertoken_scale");
-     if (row_scale)
-       refuse_unless(row_scale->scalar_type() == at::kFloat && row_scale->dim() == 1 &&
-                         row_scale->numel() == rows,
-                     "pertoken_scale must be float32, one for each of ", rows, " rows");
-     if (bias)
-       refuse_unless((bias->scalar_type() == at::kInt || type != at::kInt) &&
-                         bias->size(-1) == columns && (bias->dim() == 1 || bias->dim() == 3),
-                     "bias of ", bias->scalar_type(), " ", bias->sizes(), " for ", columns,
-                     " columns");
-     Task task = arithmetic([=] {
-       AtenScope scope;
-       Tensor sum = at::matmul(a.to(at::kDouble), b.to(at::kDouble));  // exact
-       bool integers = bias && bias->scalar_type() == at::kInt;
-       if (integers)
-         sum = sum + *bias;
-       if (type != at::kInt) {
-         sum = sum * scale->to(at::kFloat);
-         if (row_scale)
-           sum = sum * row_scale->unsqueeze(-1);
-         if (bias && !integers)
-           sum = sum + bias->to(at::kFloat);
-       }
-       out.copy_(sum);
-     });
-     return {task, product_ns(a, b)};
+     return quant_matmul(a, b, {}, row_scale, scale, out_scale, offset, bias, turn_a, turn_b, group,
+                         out);
+   })
+// Document aclnnQuantMatmulWeightNz, and its sources: the same rules; x2 is in FRACTAL_NZ.
+OP(aclnnQuantMatmulWeightNz,
+   [](Tensor a, aclTensor *b, OptTensor row_scale, OptTensor scale, OptTensor out_scale, OptTensor,
+      OptTensor offset, OptTensor, OptTensor bias, bool turn_a, bool turn_b, int64_t group,
+      Tensor out) -> TimedTask {
+     refuse_unless(b && b->t.defined() && b->t.scalar_type() == at::kChar, "x2 must be int8");
+     refuse_unless(b->t.dim() == 2, "x2 ", b->t.sizes(), " in FRACTAL_NZ is not emulated, only of "
+                   "two dimensions");
+     return quant_matmul(a, b->t, NzMatrices(*b), row_scale, scale, out_scale, offset, bias, turn_a,
+                         turn_b, group, out);
    })

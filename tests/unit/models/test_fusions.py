@@ -32,17 +32,17 @@ def test_auto_uses_each_operator_on_supported_chips_and_versions(chip: Chip, lin
 @pytest.mark.parametrize(
     ("changes", "off"),
     [
-        ({"chosen": "none"}, ["not in device.fusions"] * 4),
-        ({"chosen": ["norm_quant"]}, [None, *["not in device.fusions"] * 3]),
-        ({"chosen": []}, ["not in device.fusions"] * 4),
-        ({"chip": Chip("Ascend310P3", "9.1.0")}, ["known on A2 and A3, not on Ascend310P3"] * 4),
+        ({"chosen": "none"}, ["not in device.fusions"] * 5),
+        ({"chosen": ["norm_quant"]}, [None, *["not in device.fusions"] * 4]),
+        ({"chosen": []}, ["not in device.fusions"] * 5),
+        ({"chip": Chip("Ascend310P3", "9.1.0")}, ["known on A2 and A3, not on Ascend310P3"] * 5),
         (
             {"chip": Chip("Ascend910B1", "8.3.0")},
-            [*["CANN is 8.3.0; needs 8.5"] * 3, "CANN is 8.3.0; needs 9.0"],
+            [f"CANN is 8.3.0; needs {oldest}" for oldest in ("8.5", "8.5", "8.5", "9.0", "8.5")],
         ),
-        ({"chip": Chip("Ascend910B1", "8.5.0")}, [*[None] * 3, "CANN is 8.5.0; needs 9.0"]),
-        ({"line": "2.9"}, ["torch_npu is 2.9; known in 2.10, 2.12, 2.13"] * 4),
-        ({"dtype": "float16"}, [None, "dtype is float16; takes bfloat16", None, None]),
+        ({"chip": Chip("Ascend910B1", "8.5.0")}, [*[None] * 3, "CANN is 8.5.0; needs 9.0", None]),
+        ({"line": "2.9"}, ["torch_npu is 2.9; known in 2.10, 2.12, 2.13"] * 5),
+        ({"dtype": "float16"}, [None, "dtype is float16; takes bfloat16", *[None] * 3]),
     ],
 )
 def test_an_operator_that_is_off_is_used_nowhere(
@@ -76,6 +76,10 @@ def test_the_report_counts_places_and_names_widths_that_do_not_fit() -> None:
         fusions.use("expert_swiglu_quant", width)
     assert fusions.report()["expert_swiglu_quant"] == (
         "in 1 place, not in 1 with rows of 5152, which is more than 5120"
+    )
+    fusions.use("nz_weights", 48)
+    assert fusions.report()["nz_weights"] == (
+        "off (1 with matrices of 48 outputs, which is no multiple of 32)"
     )
     fusions.use("norm_quant", 48)
     assert fusions.report()["norm_quant"] == "in 1 place"
