@@ -14,7 +14,11 @@ from tests.slow import slow
 
 
 def generate(
-    directory: Path, parallel: dict[str, int], mode: str, quantization: str | None = "w8a8"
+    directory: Path,
+    parallel: dict[str, int],
+    mode: str,
+    quantization: str | None = "w8a8",
+    fusions: str | list[str] = "auto",
 ) -> list[list[int]]:
     config = make_deployment_config(
         directory,
@@ -22,7 +26,7 @@ def generate(
         quantization=quantization,
         parallel=parallel,
         graph={"mode": mode},
-        device={"emulator": {"strict": True}},
+        device={"emulator": {"strict": True}, "fusions": fusions},
     )
     with lockstep(config) as group:
         # The requests run one after another, because float products may be rounded differently in
