@@ -39,6 +39,6 @@ def to_fractal_nz(weight: Tensor) -> Tensor:
     if (found := int(torch_npu().get_npu_format(copy))) != FRACTAL_NZ:
         raise DeviceError(
             f"torch_npu made weights in storage format {found} instead of {FRACTAL_NZ}: leave "
-            "expert_swiglu_quant out of device.fusions"
+            "expert_swiglu_quant and nz_weights out of device.fusions"
         )
     return copy

@@ -215,6 +215,7 @@ class WeightSlices:
         if (
             isinstance(gate_up, Int8GroupedProduct)
             and down.quantises_rows
+            and fills_blocks(gate_up.weight)
             and self.fusions.use("expert_swiglu_quant", width)
         ):
             return Int8SwigluProduct.replacing(gate_up)

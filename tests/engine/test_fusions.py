@@ -14,7 +14,9 @@ from benchmarks.one_rank import LaunchCount
 from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.device.storage_formats import to_fractal_nz
 from dist_aclgraph.device.versions import installed_name
+from dist_aclgraph.errors import DeviceError
 from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear, Int8SwigluProduct
 from dist_aclgraph.layers.int8_rows import Int8Norm, quantised, swiglu_to_int8
 from dist_aclgraph.layers.local_experts import ActivatedProduct, LocalExperts, swiglu
@@ -111,6 +113,13 @@ def test_products_with_swiglu_take_no_memory_beside_their_weights(npu: Any) -> N
 
     assert fused.weight.shape == product.weight.shape
     assert fused.weight.untyped_storage().nbytes() == product.weight.nbytes
+
+
+def test_a_weight_that_stays_in_nd_is_an_error(npu: Any) -> None:
+    vector = torch.zeros(64, dtype=torch.int8).to(npu.device)  # only matrices have the format
+
+    with pytest.raises(DeviceError, match="leave expert_swiglu_quant and nz_weights out"):
+        to_fractal_nz(vector)
 
 
 WIDE = {"intermediate_size": 192}  # a width that the operator after SwiGLU accepts

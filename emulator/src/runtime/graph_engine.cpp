@@ -75,9 +75,12 @@ static aclError run_identity(const aclTensorDesc &from, const aclDataBuffer &inp
   const bool reads_nz = from.format == ACL_FORMAT_FRACTAL_NZ;
   const bool writes_nz = to.format == ACL_FORMAT_FRACTAL_NZ;
   const int64_t element = bytes_of(from.dtype), plain = num_bytes(from);
-  if (!element || from.dtype != to.dtype || from.sizes != to.sizes || from.sizes.size() < 2)
+  if (!element || from.dtype != to.dtype || from.sizes != to.sizes)
     return not_emulated("Identity");
-  const FractalNz layout(from.sizes, element);
+  if ((reads_nz || writes_nz) && from.sizes.size() < 2)
+    return not_emulated("Identity");
+  // Without a matrix, the layout is not used.
+  const FractalNz layout(from.sizes.size() < 2 ? std::vector<int64_t>{0, 0} : from.sizes, element);
   const int64_t read = reads_nz ? layout.bytes() : plain;
   const int64_t written = writes_nz ? layout.bytes() : plain;
   if (static_cast<int64_t>(input.bytes) < read || static_cast<int64_t>(output.bytes) < written)
