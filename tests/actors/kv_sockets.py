@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import zmq
 
+from dist_aclgraph.actors.wire.context import make_context
+
 LOOPBACK = "127.0.0.1"
 WAIT_MS = 60_000
 NUMBER_BYTES = 8
@@ -35,7 +37,7 @@ class Reader:
     """Reads one publisher's messages, and requests lost ones."""
 
     def __init__(self, port: int, replay_port: int | None = None) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = make_context()
         self._messages = self._context.socket(zmq.SUB)
         self._messages.setsockopt(zmq.RCVHWM, 1)  # messages wait at the publisher
         self._messages.connect(f"tcp://{LOOPBACK}:{port}")

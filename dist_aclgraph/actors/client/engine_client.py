@@ -32,6 +32,7 @@ from dist_aclgraph.actors.client.request_table import STOPPING, RequestTable
 from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest, TransferRole
 from dist_aclgraph.actors.host.liveness import beat_s
 from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.context import make_context
 from dist_aclgraph.actors.wire.engine_link import (
     LOSS_KINDS,
     EngineLink,
@@ -97,7 +98,7 @@ class EngineClient:
         self._queries = OpenQueries()
         self._commands: queue.SimpleQueue[tuple[KnownEngine, ToEngine]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = make_context()
         self._hello = Hello(token, secrets.token_hex(8), protocol())
         self._node_id = node_id
         self._link_s = link_s

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from dist_aclgraph.actors.wire.context import Context
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES
 from dist_aclgraph.errors import PlacementError
 
@@ -130,7 +131,7 @@ class Listener:
     Owns the thread that checks the keys of connecting peers.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], place: Place) -> None:
+    def __init__(self, context: Context, place: Place) -> None:
         self._place = place
         self._server_public, self._server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()

@@ -23,6 +23,7 @@ import zmq
 
 from dist_aclgraph.actors.wire.addresses import Endpoint
 from dist_aclgraph.actors.wire.block_server import WINDOW, BlockSource, FileKind, ReadFile, tiers_of
+from dist_aclgraph.actors.wire.context import Context, make_context
 from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, read_frame
 from dist_aclgraph.config import Config
@@ -206,7 +207,7 @@ class BlockFetches:
     # ---- the threads
 
     def _serve(self, index: int) -> None:
-        with zmq.Context() as context:
+        with make_context() as context:
             while (fetch := self._fetches.get()) is not None:
                 self._running[index] = fetch
                 try:
@@ -216,7 +217,7 @@ class BlockFetches:
                 self._running[index] = None
                 fetch.done.set()
 
-    def _run(self, context: zmq.Context[zmq.Socket[bytes]], fetch: _Fetch) -> None:
+    def _run(self, context: Context, fetch: _Fetch) -> None:
         url = fetch.endpoint.url
         if self._clock() < self._paused.get(url, 0.0) or not self._goes_on(fetch):
             return
@@ -295,14 +296,11 @@ class BlockFetches:
 class _Link:
     """A connection to a source, for one fetch."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, token: str
-    ) -> None:
+    def __init__(self, context: Context, endpoint: Endpoint, token: str) -> None:
         self._token = token
         self._next = 0  # number of the next request
         self._last = -1  # number of the last answer
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         endpoint.connect(self._socket)
 

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from dist_aclgraph.actors.wire.addresses import Address, Listener, Place
+from dist_aclgraph.actors.wire.context import make_context
 from dist_aclgraph.actors.wire.sockets import (
     MAX_MESSAGE_BYTES,
     Wakeup,
@@ -110,7 +111,7 @@ class BlockServer:
     def __init__(self, at: Place, token: str, files: Mapping[FileKind, Sequence[KVTiers]]) -> None:
         self._token = token.encode()
         self._files = files
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = make_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, at)

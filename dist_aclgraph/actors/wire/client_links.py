@@ -18,6 +18,7 @@ import zmq
 
 from dist_aclgraph.actors.host.liveness import Silence, beat_s
 from dist_aclgraph.actors.wire.addresses import Listener, Place
+from dist_aclgraph.actors.wire.context import make_context
 from dist_aclgraph.actors.wire.messages import (
     MAX_UNREAD_BYTES,
     Abort,
@@ -127,7 +128,7 @@ class ClientLinks:
         self._link_s = link_s
         self._beat_s = beat_s(link_s)
         self._max_unread_bytes = max_unread_bytes
-        self._context = zmq.Context(io_threads=1)
+        self._context = make_context()
         self._socket = self._context.socket(zmq.ROUTER)
         # With this option, a frame that cannot be sent raises an error; by default, ZeroMQ drops
         # such a frame silently.

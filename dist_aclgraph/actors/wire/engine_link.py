@@ -10,6 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.wire.addresses import Endpoint
+from dist_aclgraph.actors.wire.context import Context
 from dist_aclgraph.actors.wire.messages import (
     Answer,
     Beat,
@@ -57,7 +58,7 @@ class EngineLink:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         endpoint: Endpoint,
         hello: Hello,
         link_s: float,

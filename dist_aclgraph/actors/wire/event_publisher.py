@@ -23,6 +23,7 @@ from dist_aclgraph.actors.wire.addresses import (
     bind_to_one,
     url_host,
 )
+from dist_aclgraph.actors.wire.context import Context, make_context
 from dist_aclgraph.actors.wire.sockets import Wakeup, has_message
 
 NUMBER_BYTES = 8
@@ -67,7 +68,7 @@ class EventPublisher:
         PlacementError: no port is free.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], place: PublisherPlace) -> None:
+    def __init__(self, context: Context, place: PublisherPlace) -> None:
         self._topic = place.topic
         self._buffer: deque[tuple[int, bytes]] = deque()
         self._guard = threading.Lock()  # guards the buffer
@@ -95,9 +96,7 @@ class EventPublisher:
         self.index = place.ports.index(int(url.rpartition(":")[2]))
 
     @staticmethod
-    def _socket(
-        context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, max_unsent: int
-    ) -> zmq.Socket[bytes]:
+    def _socket(context: Context, kind: int, host: str, max_unsent: int) -> zmq.Socket[bytes]:
         owned = context.socket(kind)
         owned.setsockopt(zmq.SNDHWM, max_unsent)
         owned.setsockopt(zmq.BACKLOG, MAX_WAITING_CONNECTIONS)
@@ -154,7 +153,7 @@ class EventPublishers:
     """
 
     def __init__(self, place: PublisherPlace, count: int) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = make_context()
         try:
             self._publishers = [EventPublisher(self._context, place) for _ in range(count)]
         except BaseException:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import zmq
 
 from dist_aclgraph.actors.wire.addresses import Endpoint, Listener, Place
+from dist_aclgraph.actors.wire.context import make_context
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message
 from dist_aclgraph.errors import EngineDeadError
 
@@ -47,14 +48,12 @@ class RemotePeers:
 
     def __init__(self, place: Place) -> None:
         self.num_workers = 0
-        self._context = zmq.Context(io_threads=1)
+        self._context = make_context()
         self._plans = self._context.socket(zmq.XPUB)
         # Several workers subscribe to the same topic. Without the option XPUB_VERBOSER, the socket
         # would report only the first subscription and the last unsubscription.
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
-        self._plans.setsockopt(zmq.LINGER, 0)
-        self._results.setsockopt(zmq.LINGER, 0)
         self._listener = Listener(self._context, place)
         self._plans_at = self._listener.bind(self._plans, "plans")
         self._results_at = self._listener.bind(self._results, "results")
@@ -103,7 +102,7 @@ class RemoteEngine:
 
     def __init__(self, address: Endpoints) -> None:
         self._is_over = threading.Event()
-        self._context = zmq.Context(io_threads=1)
+        self._context = make_context()
         self._plans = self._context.socket(zmq.SUB)
         self._results = self._context.socket(zmq.PUSH)
         for socket in (self._plans, self._results):

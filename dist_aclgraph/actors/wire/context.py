@@ -1,0 +1,20 @@
+"""Contexts of ZeroMQ that never wait for ever."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import zmq
+
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+
+
+def make_context() -> Context:
+    """Return a context whose sockets drop unsent messages when they are closed.
+
+    A socket whose last messages should arrive is closed with a time limit (``linger``). By default,
+    a context that is collected as garbage would wait for its peers without a limit.
+    """
+    context: Context = zmq.Context()
+    context.setsockopt(zmq.LINGER, 0)
+    return context

@@ -1,0 +1,30 @@
+"""A context of ZeroMQ that nobody has closed does not keep its process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.ports import free_port
+
+# The peer is absent, so the message is never sent.
+DROP = """
+import sys
+import zmq
+from dist_aclgraph.actors.wire.context import make_context
+
+socket = make_context().socket(zmq.DEALER)
+socket.connect(f"tcp://127.0.0.1:{sys.argv[1]}")
+socket.send(b"a message for an absent peer")
+del socket
+print("dropped")
+"""
+
+
+def test_a_dropped_context_waits_for_no_peer() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", DROP, str(free_port())],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+
+    assert ended.stdout == "dropped\n"
