@@ -18,6 +18,7 @@ from dist_aclgraph.serve.anthropic.turns import continues, read_messages
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.conversation import Conversation
 from dist_aclgraph.serve.openai.counted import decode_strings
+from dist_aclgraph.serve.openai.errors import ThreadError
 from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
 from dist_aclgraph.serve.openai.schemas import IGNORED
 from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
@@ -80,12 +81,14 @@ class CountTokensRequest(Body, kw_only=True):
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
     output_config: Annotated[Raw, schemas.OUTPUT_CONFIG] = ABSENT
     output_format: Annotated[Raw, schemas.FORMAT] = ABSENT  # older name of output_config.format
-    # The service refuses a value in this field.
+    # The service refuses a value in these fields.
     mcp_servers: Annotated[Raw, IGNORED] = ABSENT
+    thread: Annotated[Raw, IGNORED] = ABSENT
     # The service ignores these fields.
     betas: Annotated[Raw, IGNORED] = ABSENT
     cache_control: Annotated[Raw, IGNORED] = ABSENT
     context_management: Annotated[Raw, IGNORED] = ABSENT
+    compaction: Annotated[Raw, IGNORED] = ABSENT  # MessagesRequest refuses a value
     diagnostics: Annotated[Raw, IGNORED] = ABSENT
     speed: str | None = None
 
@@ -93,6 +96,10 @@ class CountTokensRequest(Body, kw_only=True):
         if bytes(self.mcp_servers) not in _NOTHING:
             raise InvalidParameterError(
                 "mcp_servers: this service calls no tools; let the client call them", "mcp_servers"
+            )
+        if bytes(self.thread) not in _NOTHING:
+            raise ThreadError(
+                "thread: no conversation is stored; send all messages of the conversation", "thread"
             )
 
     def counted(self, tools: ToolUse | None, context_len: int) -> Conversation:
@@ -200,6 +207,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     service_tier: str | None = None
     container: Annotated[Raw, IGNORED] = ABSENT
     inference_geo: str | None = None
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if bytes(self.compaction) not in _NOTHING:
+            raise InvalidParameterError(
+                "compaction is not offered; ask for a summary in a message", "compaction"
+            )
 
     def conversation(
         self, tools: ToolUse | None, defaults: Mapping[str, Any], context_len: int

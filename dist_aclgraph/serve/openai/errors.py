@@ -74,6 +74,15 @@ class ForbiddenError(RequestError):
     code = "forbidden"
 
 
+class ThreadError(RequestError):
+    """The client asks the service to keep the conversation.
+
+    Anthropic's clients look for this code. They then send the whole conversation in each request.
+    """
+
+    code = "thread_unsupported_request"
+
+
 class NotJsonError(RequestError):
     """The request body is not JSON."""
 
@@ -182,6 +191,8 @@ def error_response(error: BaseException, path: str = "") -> Response:
     body = error_body(error)
     if ANTHROPIC_PATH in path:  # a route prefix can precede it
         body = anthropic_error_body(status, public_message(error))
+        if isinstance(error, ThreadError):
+            body["error"]["details"] = {"error_code": error.code}
     return json_response(body, status, _headers_of(error))
 
 
