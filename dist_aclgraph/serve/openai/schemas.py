@@ -96,6 +96,7 @@ RESPONSE_FORMAT = _or_null(
         "properties": {
             "type": {"enum": ["text", "json_object"]},
             "schema": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            "value": {"anyOf": [{"type": "object"}, {"type": "null"}]},
         }
     },
     _KIND

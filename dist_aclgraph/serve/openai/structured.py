@@ -39,7 +39,8 @@ class _JsonSchema(Body, kw_only=True):
 class ResponseFormat(Body, kw_only=True):
     """The output format, in the fields of OpenAI's API.
 
-    ``schema`` of a json_object is a field of other servers.
+    ``schema`` and ``value`` of a json_object are fields of other servers; ``huggingface_hub`` sends
+    every JSON schema as ``value``.
     """
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}
@@ -47,6 +48,7 @@ class ResponseFormat(Body, kw_only=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: _JsonSchema | None = None
     schema: Raw = Raw()
+    value: Raw = Raw()
 
 
 class TextFormat(Body, kw_only=True):
@@ -184,10 +186,12 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
             "response_format",
         )
     if found.type == "json_object":
-        if bytes(found.schema) in _NOTHING:
-            return StructuredOutputs(json_object=True, whitespace_pattern=whitespace)
-        text = _schema(found.schema, "response_format.schema")
-        return StructuredOutputs(json=text, whitespace_pattern=whitespace)
+        for field in ("schema", "value"):
+            raw = getattr(found, field)
+            if bytes(raw) not in _NOTHING:
+                text = _schema(raw, f"response_format.{field}")
+                return StructuredOutputs(json=text, whitespace_pattern=whitespace)
+        return StructuredOutputs(json_object=True, whitespace_pattern=whitespace)
     if found.json_schema is None:
         raise InvalidParameterError(
             "response_format.json_schema is missing", "response_format.json_schema"
