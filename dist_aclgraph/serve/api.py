@@ -32,13 +32,14 @@ from dist_aclgraph.serve.pooling.scores import (
     score,
     score_as_vllm,
 )
-from dist_aclgraph.serve.responses.responses import responses
+from dist_aclgraph.serve.responses.responses import input_tokens, responses
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
 POSTS: dict[str, Endpoint] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
     "/v1/responses": responses,
+    "/v1/responses/input_tokens": input_tokens,
     "/v1/messages": messages,
     "/v1/messages/count_tokens": count_tokens,
     "/v1/embeddings": embeddings,

@@ -30,6 +30,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
@@ -95,6 +96,9 @@ REPLIES: dict[str, Json] = {
         status={"enum": ["completed", "incomplete"]},
         output=_list({"type": "object"}),
         usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
+    ),
+    "/v1/responses/input_tokens": _object(
+        object={"const": "response.input_tokens"}, input_tokens=_INTEGER
     ),
     "/v1/messages": _object(
         id=_STRING,

@@ -426,3 +426,15 @@ def test_a_strict_service_refuses_tools_that_a_provider_runs():
         error = assert_error(service.http.post("/v1/responses", json=body), 400)
 
     assert error["param"] == "tools.0.type"
+
+
+def test_counted_tokens_are_those_of_the_prompt(tooled):
+    tooled.answer("x")
+    options = {"input": "Hi", "instructions": "Be brief.", "tools": [WEATHER]}
+
+    counted = tooled.openai.responses.input_tokens.count(model=MODEL, **options)
+
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == ask(tooled, **options).usage.input_tokens > 20
+    counted = tooled.openai.responses.input_tokens.count(model=MODEL, input="hello " * 5000)
+    assert counted.input_tokens > tooled.state.context_len

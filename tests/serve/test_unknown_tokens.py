@@ -56,6 +56,7 @@ TEXT = "1 + <|pad|>"
         ("/v1/chat/completions", {"messages": CHAT}, "generate"),
         ("/v1/completions", {"prompt": "1", "bad_words": [TEXT]}, "generate"),
         ("/v1/responses", {"input": TEXT}, "generate"),
+        ("/v1/responses/input_tokens", {"input": TEXT}, "generate"),
         ("/v1/messages", {"messages": CHAT, "max_tokens": 1}, "generate"),
         ("/v1/messages/count_tokens", {"messages": CHAT}, "generate"),
         ("/v1/embeddings", {"input": TEXT}, "embed"),

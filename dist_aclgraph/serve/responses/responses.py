@@ -1,8 +1,9 @@
-"""POST /v1/responses; no response is stored."""
+"""POST /v1/responses and POST /v1/responses/input_tokens; no response is stored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,12 +14,13 @@ from starlette.responses import Response
 from dist_aclgraph.formats.events import Content, Event
 from dist_aclgraph.serve.openai import sse
 from dist_aclgraph.serve.openai.body import note_ignored, read_body
-from dist_aclgraph.serve.openai.conversation import Conversation, open_conversation
-from dist_aclgraph.serve.openai.errors import public_message
+from dist_aclgraph.serve.openai.conversation import Conversation, encode, open_conversation
+from dist_aclgraph.serve.openai.errors import json_response, public_message
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs
 from dist_aclgraph.serve.openai.reply import Shape, reply
 from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import MAX_PROMPT
 from dist_aclgraph.serve.responses.input import Namespaces
 from dist_aclgraph.serve.responses.output_items import OutputItems
 from dist_aclgraph.serve.responses.types import ResponsesRequest
@@ -46,6 +48,21 @@ async def responses(state: ApiState, request: Request) -> Response:
     items = OutputItems(found.chance.name, namespaces)
     shape = _ResponseReply(state, body, asked, found.chance, items)
     return await reply(request, found.generation, shape, stream=bool(body.stream))
+
+
+async def input_tokens(state: ApiState, request: Request) -> Response:
+    """The number of tokens of the prompt that is made from the items of a conversation."""
+
+    def convert(body: ResponsesRequest) -> Conversation:
+        state.admit(body.model)
+        tools, _, left_out = body.read_tools()
+        note_ignored(request.scope, left_out)
+        asked = body.asked(tools, state.sampling_defaults, state.context_len)
+        return replace(asked, most_prompt_tokens=max(state.context_len, MAX_PROMPT))
+
+    asked = await read_body(request, ResponsesRequest, convert, state.config.serve)
+    num_tokens = len(await encode(state, asked))
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 class _ResponseReply(Shape):
