@@ -99,6 +99,24 @@ def test_a_format_without_a_schema_is_any_json(service, schema):
     assert '"json_schema":{"x-guidance"' in structure_of(service).grammar
 
 
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        # guidance 0.3 sends the names of older and of newer releases of vLLM.
+        ({"guided_grammar": 'start: "x"', "structured_outputs": {"grammar": 'start: "x"'}}, '"x"'),
+        ({"guided_choice": ["yes"], "structured_outputs": {"choice": ["yes"]}}, '"yes"'),
+        ({"guided_regex": "a+", "regex": "a+"}, "a+"),
+        ({"guided_json": SCHEMA, "response_format": FORMAT}, '"integer"'),
+    ],
+)
+def test_the_same_form_may_have_several_names(service, fields, part):
+    service.answer("x")
+
+    ask(service, extra_body=fields)
+
+    assert part in structure_of(service).grammar.replace('": ', '":')
+
+
 def test_completions_take_forms_too(service):
     service.openai.completions.create(
         model=MODEL,
@@ -122,6 +140,7 @@ def test_completions_take_forms_too(service):
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": FORMAT, "guided_regex": "a"}, "both ask"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "both ask"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "exactly one"),
         ({"structured_outputs": {}, "guided_json": "[1]"}, "must be a JSON schema"),
         ({"guided_regex": "(["}, "regex"),

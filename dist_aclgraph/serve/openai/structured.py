@@ -91,7 +91,7 @@ def read_structured(
         whitespace: the pattern of white space in JSON.
 
     Raises:
-        InvalidParameterError: several fields demand an output format, or one of them is wrong.
+        InvalidParameterError: several fields demand different formats, or one of them is wrong.
     """
     forms: dict[str, StructuredOutputs] = {}
     for name, raw in objects.items():
@@ -108,12 +108,14 @@ def read_structured(
             forms[name] = StructuredOutputs(
                 regex=text if is_regex else None, grammar=None if is_regex else text
             )
-    if len(forms) > 1:
-        first, second = sorted(forms)[:2]
-        raise InvalidParameterError(
-            f"{first} and {second} both ask for a form of the answer; give one of them", second
-        )
-    return next(iter(forms.values()), None)
+    # A client may send one form under the names of several servers.
+    first, *others = sorted(forms) or [""]
+    for other in others:
+        if forms[other] != forms[first]:
+            raise InvalidParameterError(
+                f"{first} and {other} both ask for a form of the answer; give one of them", other
+            )
+    return forms.get(first)
 
 
 def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
