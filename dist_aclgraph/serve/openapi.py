@@ -113,9 +113,7 @@ REPLIES: dict[str, Json] = {
     "/v1/messages/count_tokens": _object(input_tokens=_INTEGER),
     "/tokenize": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
     "/detokenize": _object(prompt=_STRING),
-    "/v1/embeddings": _object(
-        object=_STRING, data=_list(_EMBEDDING), model=_STRING, usage=_PROMPT_USAGE
-    ),
+    "/v1/embeddings": _object(**_HEAD, data=_list(_EMBEDDING), usage=_PROMPT_USAGE),
     "/v1/score": _SCORED,
     "/score": _SCORED,
     "/v1/rerank": _RERANKED,

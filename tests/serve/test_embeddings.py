@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 
 import numpy as np
 import pytest
@@ -56,6 +57,14 @@ def test_every_form_of_input_has_its_embedding_in_order(embedder, given, count, 
     num_tokens = sum(map(len, prompts))
     assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (num_tokens, num_tokens)
     assert (reply.object, reply.model) == ("list", MODEL)
+
+
+def test_answers_have_an_id_and_a_time_as_those_of_vllm(embedder):
+    found = [embedder.http.post(URL, json={"model": MODEL, "input": "x"}).json() for _ in range(2)]
+
+    assert len({each["id"] for each in found}) == 2  # Mistral's client demands an id
+    assert all(each["id"].startswith("embd-") for each in found)
+    assert found[0]["created"] <= found[1]["created"] <= time.time()
 
 
 def test_floats_and_base64_are_equal_bit_by_bit(embedder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -66,12 +67,14 @@ def _reply(
     values = [row.astype("<f4").tobytes() for row in found] if is_base64 else found.tolist()
     return json_response(
         {
+            "id": state.new_id("embd"),
             "object": "list",
+            "created": int(time.time()),
+            "model": state.config.name,
             "data": [
                 {"object": "embedding", "index": index, "embedding": value}
                 for index, value in enumerate(values)
             ],
-            "model": state.config.name,
             "usage": usage_of(prompts),
         }
     )
