@@ -400,6 +400,14 @@ def test_template_variables_of_a_request_reach_the_template(own_service):
     assert prompt_of(**more) == "False,3,d,low" + chat + "|go"
     assert prompt_of(add_generation_prompt=False) == "False,3,," + chat
     assert prompt_of(continue_final_message=True) == "False,3,," + chat.removesuffix(":")
+    last = {**messages[-1], "prefix": True}  # as in the APIs of DeepSeek and Mistral
+    continued = "False,3,," + chat.removesuffix(":")
+    assert prompt_of(messages=[*messages[:-1], last]) == continued
+    count = {"model": MODEL, "messages": [*messages[:-1], last], **own}
+    counted = own_service.http.post("/tokenize", json=count).json()["tokens"]
+    assert own_service.state.tokenizer.decode(counted) == continued
+    earlier = [{**message, "prefix": True} for message in messages[:-1]]
+    assert prompt_of(messages=[*earlier, messages[-1]], **more) == "False,3,d,low" + chat + "|go"
     for wrong, word in [
         ({"chat_template_kwargs": {"tools": []}}, "tools"),
         ({"chat_template": "rag"}, "which has: default"),

@@ -31,6 +31,7 @@ class ChatMessage(Body):
     annotations: Annotated[Raw, schemas.ANNOTATIONS] = ABSENT
     tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
     tool_call_id: str | None = None
+    prefix: bool | None = None  # of DeepSeek and Mistral: the answer continues the last message
 
     def for_template(self, param: str) -> dict[str, Any]:
         """Return the fields for chat templates: a role, a content, and optional fields.
@@ -81,11 +82,15 @@ class ChatMessage(Body):
         return [{"type": "text", "text": text} for text in texts] or ""
 
 
-def messages_for_template(body: Body, raw: Raw) -> list[dict[str, Any]]:
-    """Return the messages of a body in the form that chat templates need."""
+def messages_for_template(body: Body, raw: Raw) -> tuple[list[dict[str, Any]], bool]:
+    """Return the messages of a body in the form that chat templates need, and whether the answer
+    continues the last message.
+    """
     messages = decode(raw, list[body.kind_of_part(ChatMessage)], "messages")  # type: ignore[misc]
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(
             f"messages has {len(messages)} items; it must have 1 to {MAX_MESSAGES}", "messages"
         )
-    return [message.for_template(f"messages.{i}") for i, message in enumerate(messages)]
+    found = [message.for_template(f"messages.{i}") for i, message in enumerate(messages)]
+    last = messages[-1]
+    return found, last.role == "assistant" and bool(last.prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -17,9 +17,11 @@ from dist_aclgraph.serve.openai.errors import json_response, prompt_in
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.shapes.model_task import TASKS
+from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.version import VERSION
 
 MAX_TOKENS = 1 << 16  # maximum number of tokens that one request may tokenize, or turn into text
+_Chat: TypeAlias = tuple[list[dict[str, Any]], ChatOptions]
 
 
 async def list_models(state: ApiState, request: Request) -> Response:
@@ -97,14 +99,12 @@ async def status_numbers(state: ApiState, request: Request) -> Response:
 async def tokenize(state: ApiState, request: Request) -> Response:
     """The token ids of a prompt, or of messages after the chat template was applied."""
 
-    def convert(
-        body: TokenizeRequest,
-    ) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
+    def convert(body: TokenizeRequest) -> tuple[TokenizeRequest, _Chat | None]:
         state.admit(body.model, TASKS)
-        return body, body.for_template()
+        return body, body.chat()
 
-    body, messages = await read_body(request, TokenizeRequest, convert, state.config.serve)
-    return json_response(await asyncio.to_thread(_tokenize, state, body, messages))
+    body, chat = await read_body(request, TokenizeRequest, convert, state.config.serve)
+    return json_response(await asyncio.to_thread(_tokenize, state, body, chat))
 
 
 async def detokenize(state: ApiState, request: Request) -> Response:
@@ -119,14 +119,12 @@ async def detokenize(state: ApiState, request: Request) -> Response:
     return json_response({"prompt": text})
 
 
-def _tokenize(
-    state: ApiState, body: TokenizeRequest, messages: list[dict[str, Any]] | None
-) -> dict[str, Any]:
+def _tokenize(state: ApiState, body: TokenizeRequest, chat: _Chat | None) -> dict[str, Any]:
     tokenizer = state.tokenizer
     most = max(MAX_TOKENS, state.context_len)
-    if messages is not None:
+    if chat is not None:
         with prompt_in("messages"):
-            ids = tokenizer.encode_chat(messages, body.chat_options(), max_tokens=most)
+            ids = tokenizer.encode_chat(*chat, max_tokens=most)
     else:
         ids = tokenizer.encode(
             body.prompt or "", add_special_tokens=body.add_special_tokens, max_tokens=most

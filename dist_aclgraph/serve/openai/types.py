@@ -307,10 +307,6 @@ class ChatRequest(GenerateRequest, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
 
-    def for_template(self) -> list[dict[str, Any]]:
-        """Return the messages in the form that chat templates need."""
-        return messages_for_template(self, self.messages)
-
     def conversation(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
         """Return the conversation that the request asks to continue.
 
@@ -319,10 +315,11 @@ class ChatRequest(GenerateRequest, kw_only=True):
         """
         tools = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        messages, continues = messages_for_template(self, self.messages)
         return Conversation(
-            messages=self.for_template(),
+            messages=messages,
             params=self._sampling(self.asked_max_tokens, logprobs, defaults),
-            options=self.chat_options(),
+            options=self.chat_options(continues=continues),
             tools=None if tools is None or tools.mode == "none" else tools,
             num_choices=self.num_choices,
             cache_salt=self.cache_salt or "",
@@ -335,9 +332,13 @@ class ChatRequest(GenerateRequest, kw_only=True):
             role=self.role(),
         )
 
-    def chat_options(self) -> ChatOptions:
-        """Return the options with which the messages become a prompt, without tools."""
-        return _chat_options(self)
+    def chat_options(self, *, continues: bool = False) -> ChatOptions:
+        """Return the options with which the messages become a prompt, without tools.
+
+        Args:
+            continues: whether the last message asks for its own continuation.
+        """
+        return _chat_options(self, continues=continues)
 
     @property
     def _name_of_max_tokens(self) -> str:
@@ -417,16 +418,20 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == is_empty(self.messages, b"[]"):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
-    def for_template(self) -> list[dict[str, Any]] | None:
-        """Return the messages in the form that chat templates need; None if there is a prompt."""
+    def chat(self) -> tuple[list[dict[str, Any]], ChatOptions] | None:
+        """Return the messages in the form that chat templates need, and the options with which
+        they become a prompt; None if the request has a prompt.
+        """
         if is_empty(self.messages, b"[]"):
             return None
-        return messages_for_template(self, self.messages)
+        messages, continues = messages_for_template(self, self.messages)
+        return messages, self.chat_options(continues=continues)
 
-    def chat_options(self) -> ChatOptions:
-        """Return the options with which the messages become a prompt."""
+    def chat_options(self, *, continues: bool = False) -> ChatOptions:
+        """Return the options with which the messages become a prompt, as for a chat."""
         tools = read_tools(self.tools, Raw(), None)
-        return replace(_chat_options(self), tools=None if tools is None else tools.definitions)
+        options = _chat_options(self, continues=continues)
+        return replace(options, tools=None if tools is None else tools.definitions)
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -438,15 +443,15 @@ class DetokenizeRequest(Body, kw_only=True):
             raise InvalidParameterError("tokens must be an array of token ids", "tokens")
 
 
-def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
+def _chat_options(body: ChatRequest | TokenizeRequest, *, continues: bool) -> ChatOptions:
     is_on = _asked_thinking(body) if body.enable_thinking is None else body.enable_thinking
     own = {} if is_on is None else thinking_variables(is_on=is_on)
-    begins = body.add_generation_prompt
+    begins, continues = body.add_generation_prompt, bool(body.continue_final_message) or continues
     return ChatOptions(
         documents=_documents(body.documents),
         # By default, a new message begins, unless the client asks to continue the last message.
-        add_generation_prompt=not body.continue_final_message if begins is None else begins,
-        continue_final_message=bool(body.continue_final_message),
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
         template=body.chat_template,
         variables=reasoning_variables(body.reasoning_effort)
         | own
