@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import dropwhile
@@ -20,6 +21,7 @@ REASONING_TYPES = ("reasoning_text", "summary_text", "text")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant")
+ENCODED = "text:"  # the beginning of our values of ``encrypted_content``
 _NOTHING = (b"", b"null", b"[]")
 # The keys are the names by which the model knows the functions. The values are the namespace and
 # the name of the function.
@@ -33,6 +35,7 @@ class _Item(Body, kw_only=True):
     role: str | None = None
     content: Raw = Raw()
     summary: Raw = Raw()
+    encrypted_content: str | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -43,7 +46,9 @@ class _Item(Body, kw_only=True):
         # Raise the error during decoding, which stops at the first wrong item. So a large array of
         # wrong items is never built in memory.
         if self.type == "item_reference":
-            raise ValueError("no response is stored; send the item itself")
+            raise ValueError(
+                "no response is stored; send the item itself, as clients do with store set to false"
+            )
         if self.type is None and self.role is None:
             raise ValueError("the item has neither a type nor a role")
         if self.type not in (None, *ITEM_TYPES):
@@ -147,10 +152,32 @@ class _Conversation:
 
 
 def _read_reasoning(item: _Item, param: str) -> str:
+    own = decode_reasoning(item.encrypted_content or "")
+    if own and bytes(item.content) in _NOTHING:
+        return own
     for name, raw in (("content", item.content), ("summary", item.summary)):
         if bytes(raw) not in _NOTHING:
             return "\n".join(read_texts(raw, f"{param}.{name}", REASONING_TYPES))
     return ""
+
+
+def encode_reasoning(text: str) -> str:
+    """Return the value of ``encrypted_content`` for the text of a reasoning.
+
+    The value is not encrypted, because the client gets the text, too. Clients such as Codex return
+    only this value with the next request, and not the text.
+    """
+    return ENCODED + base64.b64encode(text.encode()).decode()
+
+
+def decode_reasoning(value: str) -> str:
+    """Return the text in a value of ``encode_reasoning``; "" for any other value."""
+    if not value.startswith(ENCODED):
+        return ""
+    try:
+        return base64.b64decode(value.removeprefix(ENCODED), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def _read_texts(raw: Raw, param: str) -> list[str]:

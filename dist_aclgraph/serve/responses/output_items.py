@@ -14,7 +14,7 @@ from dist_aclgraph.formats.events import (
     Reasoning,
 )
 from dist_aclgraph.serve.openai.chat_deltas import id_of_call
-from dist_aclgraph.serve.responses.input import Namespaces
+from dist_aclgraph.serve.responses.input import Namespaces, encode_reasoning
 
 Json = dict[str, Any]
 
@@ -30,10 +30,14 @@ class OutputItems:
     Args:
         name: the name of the answer, from which ids are made.
         namespaces: namespaces and names of functions, by the model's names of the functions.
+        encodes_reasoning: whether items of reasoning have their text in ``encrypted_content``, too.
     """
 
-    def __init__(self, name: str, namespaces: Namespaces) -> None:
+    def __init__(
+        self, name: str, namespaces: Namespaces, *, encodes_reasoning: bool = False
+    ) -> None:
         self._namespaces = namespaces
+        self._encodes_reasoning = encodes_reasoning
         self.items: list[Json] = []
         self._name = name
         self._open: Json | None = None  # the item that the model writes now
@@ -82,6 +86,8 @@ class OutputItems:
             kind = _text_type(item)
             part = _part(kind, text, self._logprobs)
             item = {**item, "content": [part], "status": status}
+            if item["type"] == "reasoning" and self._encodes_reasoning:
+                item["encrypted_content"] = encode_reasoning(text)
             more: Json = {"logprobs": self._logprobs} if kind == "output_text" else {}
             yield self._event(f"response.{kind}.done", text=text, **more)
             yield self._event("response.content_part.done", part=part)

@@ -45,7 +45,9 @@ async def responses(state: ApiState, request: Request) -> Response:
         request, ResponsesRequest, convert, state.config.serve
     )
     found = await open_conversation(state, request.scope, asked)
-    items = OutputItems(found.chance.name, namespaces)
+    items = OutputItems(
+        found.chance.name, namespaces, encodes_reasoning=body.wants_encoded_reasoning
+    )
     shape = _ResponseReply(state, body, asked, found.chance, items)
     return await reply(request, found.generation, shape, stream=bool(body.stream))
 

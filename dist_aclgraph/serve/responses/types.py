@@ -41,8 +41,9 @@ from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, r
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
-# The entry of ``include`` that asks for log-probabilities.
+# Entries of ``include``: log-probabilities, and the reasoning in a form that clients return.
 LOGPROBS = "message.output_text.logprobs"
+ENCODED_REASONING = "reasoning.encrypted_content"
 MAX_INCLUDED = 64
 MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response contains the metadata
 _NOTHING = (b"", b"null")
@@ -199,6 +200,10 @@ class ResponsesRequest(Body, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    @property
+    def wants_encoded_reasoning(self) -> bool:
+        return ENCODED_REASONING in (self.include or ())
 
     @property
     def text_format(self) -> Raw:
