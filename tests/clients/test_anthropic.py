@@ -44,6 +44,32 @@ print(json.dumps(dict(
     texts=[each.content[-1].text for each in (last, thinking)],
 )))
 """
+RUNNER = """
+import json, os, anthropic
+client = anthropic.Anthropic(base_url=os.environ["URL"], api_key="none", max_retries=0)
+calls, replies = [], []
+@anthropic.beta_tool
+def get_weather(city: str) -> str:
+    "The weather in a city"
+    calls.append(city)
+    return "sunny, 21 degrees"
+runner = client.beta.messages.tool_runner(
+    model="tiny-agent", max_tokens=200, tools=[get_weather], extra_body=dict(temperature=0),
+    messages=[dict(role="user", content="What is the weather in Tokyo?")])
+for reply in runner:
+    replies.append(reply)
+sizes = [each.usage.input_tokens + each.usage.cache_read_input_tokens for each in replies]
+print(json.dumps(dict(calls=calls, text=replies[-1].content[-1].text, sizes=sizes)))
+"""
+
+
+def test_a_tool_runner_sends_the_conversation_with_each_request(agent):
+    found = run_python("anthropic", RUNNER, URL=agent.url)
+
+    assert found["calls"] == ["Tokyo"]
+    assert found["text"].startswith("It is sunny in Tokyo")
+    first, second = found["sizes"]
+    assert second > first
 
 
 def test_tools_and_their_results(agent):

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
-from huggingface_hub import InferenceClient
 
 from dist_aclgraph.formats.choice import AnswerFormat
 from dist_aclgraph.sampling import StructuredOutputs
@@ -73,17 +72,6 @@ def test_every_name_of_a_form_reaches_the_engine_as_a_grammar(service, fields, p
     found = structure_of(service)
     assert part in found.grammar.replace('": ', '":').replace(', "', ',"')
     assert found.end_ids == service.state.tokenizer.eos_ids
-
-
-def test_the_client_of_the_hub_gets_the_schema_it_demands(service):
-    demanded = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
-    service.answer("x")
-
-    InferenceClient(base_url=f"{service.url}/v1", api_key="none").chat_completion(
-        [{"role": "user", "content": "Hi"}], model="tiny-qwen3", response_format=demanded
-    )
-
-    assert '"integer"' in structure_of(service).grammar.replace('": ', '":')
 
 
 def test_text_has_no_grammar(service):
