@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from dist_aclgraph.formats.one_of import parts_of
@@ -25,10 +26,16 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
+# Some programs write a title or a name into these keywords. If the value is no URI reference
+# (RFC 3986), no ``$ref`` can refer to it.
+IDS = ("$id", "$schema")
+_URI = re.compile(r"(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 
 
 def leave_out_no_effect(schema: dict[str, Any]) -> None:
-    """Remove keywords that allow every value, and formats that JSON Schema does not define."""
+    """Remove keywords that allow every value, formats that JSON Schema does not define, and ids
+    that are no URIs.
+    """
     for part in parts_of(schema):
         for key, values in NOTHING.items():
             if part.get(key) in values:
@@ -36,3 +43,7 @@ def leave_out_no_effect(schema: dict[str, Any]) -> None:
         found = part.get("format")
         if isinstance(found, str) and found not in FORMATS:
             del part["format"]
+        for key in IDS:
+            name = part.get(key)
+            if isinstance(name, str) and not _URI.fullmatch(name):
+                del part[key]

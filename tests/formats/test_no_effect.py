@@ -20,6 +20,9 @@ from tests.formats.walk import Walk
         {"propertyNames": {}},
         {"unevaluatedProperties": True},
         {"dependentRequired": {}},
+        {"$id": "Output Format"},  # griptape's; no schema can refer to it
+        {"$id": "größe"},
+        {"$schema": "draft 7"},
     ],
 )
 def test_keywords_that_allow_every_value_are_left_out(keyword):
@@ -48,7 +51,9 @@ def test_data_and_keywords_with_an_effect_stay():
         "not": {"type": "string"},
         "uniqueItems": True,
         "format": "regex",
-        "properties": {"uniqueItems": False},
+        "properties": {"uniqueItems": False, "$id": {"const": "a b"}},
+        "$id": "https://example.org/a%20b?c=[1]#d",
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
     }
     before = json.dumps(schema)
 
