@@ -266,12 +266,14 @@ def test_token_ids_are_returned_if_requested(service, stream):
 
 
 def test_other_names_of_fields_have_their_effect(service):
-    body = {"model": MODEL, "prompt": "x", "n_predict": 3, "repeat_penalty": 1.5, "priority": 0}
+    body = {"model": MODEL, "prompt": "x", "n_predict": 3, "repeat_penalty": 1.5}
+    body |= {"priority": 0, "random_seed": 11}
 
     service.http.post("/v1/completions", json=body)
 
     (submitted,) = service.engine.submitted
     assert (submitted.max_tokens, submitted.sampling.repetition_penalty) == (3, 1.5)
+    assert submitted.sampling.seed == 11
 
 
 def test_preferred_and_forbidden_tokens_reach_the_engine(service):

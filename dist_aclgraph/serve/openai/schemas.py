@@ -174,7 +174,7 @@ TOOLS = _or_null(
     }
 )
 TOOL_CHOICE = _or_null(
-    {"enum": ["none", "auto", "required"]},
+    {"enum": ["none", "auto", "required", "any"]},
     {
         "type": "object",
         "required": ["type", "function"],

@@ -269,6 +269,8 @@ def _read_choice(choice: Raw) -> ToolChoice:
     data = bytes(choice)
     if data in (b"", b"null"):
         return ToolChoice()
+    if data == b'"any"':  # Mistral's name
+        return ToolChoice("required")
     if data.startswith(b'"'):
         return ToolChoice(decode(data, Mode, "tool_choice"))
     found: _Choice = decode(data, _Choice, "tool_choice")

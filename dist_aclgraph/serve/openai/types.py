@@ -81,7 +81,8 @@ class ThinkingSwitch(Body):
 class GenerateRequest(Body, kw_only=True):
     """The fields that chat and text completions share.
 
-    ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are the names in other servers' APIs.
+    ``max_new_tokens``, ``n_predict``, ``repeat_penalty`` and ``random_seed`` are the names in other
+    servers' APIs.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
@@ -120,6 +121,7 @@ class GenerateRequest(Body, kw_only=True):
     max_new_tokens: int | None = None
     n_predict: int | None = None
     repeat_penalty: float | None = None
+    random_seed: int | None = None
     allowed_token_ids: Annotated[Raw, schemas.ALLOWED_IDS] = ABSENT
     bad_words: Annotated[Raw, schemas.BAD_WORDS] = ABSENT
     response_format: Annotated[Raw, schemas.RESPONSE_FORMAT] = ABSENT
@@ -236,7 +238,7 @@ class GenerateRequest(Body, kw_only=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": getattr(self, repetition),
-            "seed": self.seed,
+            "seed": getattr(self, first_given(self, "seed", "random_seed")),
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "include_stop_str_in_output": self.include_stop_str_in_output,
