@@ -43,7 +43,7 @@ def call(*arguments: str):
         (("simulate", CONFIG, "--poisson", "9", "--requests", "5", "--plot", "no/x.png"), "plot"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
         (("serve", CONFIG, "--pipeline-parallel-size=2"), "use --tensor-parallel-size"),
-        (("serve", CONFIG, "--trust-remote-code"), "no code of a checkpoint is ever run"),
+        (("serve", CONFIG, "--enable-lora"), "LoRA is not offered"),
         (("serve", CONFIG, "--ssl-keyfile", "x"), "put a proxy with TLS"),
         (("serve", CONFIG, "--save", "/no/such/x.yaml"), "cannot be saved"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
