@@ -34,11 +34,20 @@ def fits(template: str) -> bool:
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
-    yield from copy_tagged_calls(scanner, tools, scanner.coded(BEGIN), scanner.coded(END))
+    markers = scanner.coded(BEGIN), scanner.coded(END)
+    yield from copy_tagged_calls(scanner, tools, markers, trims=True)
 
 
-def copy_tagged_calls(scanner: Scanner, tools: Tools, begin: str, end: str) -> Scan[None]:
-    """Read content in which each call is between ``begin`` and ``end``."""
+def copy_tagged_calls(
+    scanner: Scanner, tools: Tools, markers: tuple[str, str], *, trims: bool
+) -> Scan[None]:
+    """Read content in which each call is between two markers.
+
+    Args:
+        trims: whether a line break after the tag that begins a value, and one before the tag that
+            ends it, are no part of the value.
+    """
+    begin, _ = markers
     marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
     while marker is not None:
         scanner.keep()
@@ -47,7 +56,7 @@ def copy_tagged_calls(scanner: Scanner, tools: Tools, begin: str, end: str) -> S
         is_call = marker == FUNCTION or (yield from scanner.match(FUNCTION)) is not None
         name, closing = "", None
         if is_call:
-            name, closing = yield from scanner.read_head([">", "\n", begin, end, FUNCTION])
+            name, closing = yield from scanner.read_head([">", "\n", *markers, FUNCTION])
         name = name.strip()
         if closing in (begin, FUNCTION):  # the text is no call, and another marker begins
             scanner.content(marker + scanner.give_back(closing))
@@ -60,11 +69,13 @@ def copy_tagged_calls(scanner: Scanner, tools: Tools, begin: str, end: str) -> S
             marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
             continue
         scanner.let_go()
-        yield from _copy_call(scanner, name, tools, (begin, end))
+        yield from _copy_call(scanner, name, tools, markers, trims=trims)
         marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
 
 
-def _copy_call(scanner: Scanner, name: str, tools: Tools, outer: tuple[str, str]) -> Scan[None]:
+def _copy_call(
+    scanner: Scanner, name: str, tools: Tools, outer: tuple[str, str], *, trims: bool
+) -> Scan[None]:
     scanner.begin_call(name)
     arguments = Arguments(scanner, tools.get(name, {}))
     marker = None
@@ -77,7 +88,7 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, outer: tuple[str, str]
         key, closing = yield from scanner.read_until([">", "\n"])
         if closing is None:
             return  # the end of the answer
-        end = yield from arguments.copy_value(key.strip(), ENDS, trims=True)
+        end = yield from arguments.copy_value(key.strip(), ENDS, trims=trims)
         if end is None:
             return
         marker = None if end == END_PARAMETER else end.strip()

@@ -34,7 +34,8 @@ def fits(template: str) -> bool:
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
-    yield from copy_tagged_calls(scanner, tools, scanner.coded(BEGIN), scanner.coded(END))
+    markers = scanner.coded(BEGIN), scanner.coded(END)
+    yield from copy_tagged_calls(scanner, tools, markers, trims=False)
 
 
 def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
