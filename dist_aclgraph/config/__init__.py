@@ -13,6 +13,7 @@ from dist_aclgraph.config.device import (
     FusionName,
     HcclExpansion,
 )
+from dist_aclgraph.config.graph import DECODE_MODES, BudgetModelName, GraphConfig, GraphMode
 from dist_aclgraph.config.kv import KVConfig
 from dist_aclgraph.config.kv_events import KVEventsConfig
 from dist_aclgraph.config.loading import (
@@ -25,18 +26,10 @@ from dist_aclgraph.config.loading import (
 )
 from dist_aclgraph.config.logs import LoggingConfig
 from dist_aclgraph.config.parallel import ExchangeSetting, Mc2Algorithm, ParallelConfig
+from dist_aclgraph.config.scheduler import SchedulerConfig
 from dist_aclgraph.config.section import Section
 from dist_aclgraph.config.serve import AutoscaleConfig, ServeConfig
-from dist_aclgraph.config.tree import (
-    DECODE_MODES,
-    BudgetModelName,
-    Config,
-    GraphConfig,
-    GraphMode,
-    SchedulerConfig,
-    SpeculativeConfig,
-    TimeoutConfig,
-)
+from dist_aclgraph.config.tree import Config, SpeculativeConfig, TimeoutConfig
 
 __all__ = [
     "DECODE_MODES",
