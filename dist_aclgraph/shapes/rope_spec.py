@@ -14,6 +14,9 @@ from dist_aclgraph.shapes.model_config import MAX_CONTEXT, ROPE_ORIGINAL, ModelC
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Types whose frequencies depend on the length of the longest possible request.
 BY_LENGTH = ("dynamic", "longrope")
+# Ministral 3 multiplies a query by a factor that grows with its position. The factor is 1 within
+# the context before the scaling.
+QUERY_GROWTH = "llama_4_scaling_beta"
 UNROTATED = "none"  # kind of an embedding that rotates nothing
 
 
@@ -136,6 +139,9 @@ def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> in
 def read_context_lengths(config: ModelConfig) -> ContextLengths:
     """Read the lengths of requests that a model of any architecture allows.
 
+    With factors of queries, which are not implemented, the longest request is the longest one
+    without such factors.
+
     Raises:
         ModelError: a key is missing, or has an impossible value.
     """
@@ -153,6 +159,8 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
                 f"{config.path}: {start} tokens and the factor of rope scaling give a context of "
                 f"{length} tokens; at most {MAX_CONTEXT}"
             )
+    if scaling.has(QUERY_GROWTH):
+        length = min(length, _original_len(config, scaling))
     return ContextLengths(length, length)
 
 

@@ -26,6 +26,10 @@ SHAPE = {
     "max_position_embeddings": 32768,
 }
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+GROWING = {
+    "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 
 def write(directory: Path, **keys: Any) -> Path:
@@ -82,6 +86,8 @@ def read(**keys: Any) -> ModelConfig:
         ({"rope_scaling": {**LONG, "original_max_position_embeddings": 4096}}, 32768, 4096),
         ({"rope_scaling": LONG}, 32768, 32768),
         ({"rope_scaling": {"type": "of another architecture", "factor": 4}}, 32768, 32768),
+        ({"rope_parameters": GROWING}, 4096, 4096),
+        ({"rope_parameters": GROWING | {"llama_4_scaling_beta": 0}}, 32768, 32768),
     ],
     ids=lambda value: repr(value)[:60],
 )
