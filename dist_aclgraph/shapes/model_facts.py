@@ -172,6 +172,15 @@ def check_model(config: Config, facts: ModelFacts) -> None:
             f"parallel.ep is {config.parallel.ep}; {facts.architecture} has no experts to spread: "
             "set parallel.ep=1"
         )
+    check_drafts(config, facts)
+
+
+def check_drafts(config: Config, facts: ModelFacts) -> None:
+    """Check that a model has the next-token modules that a deployment needs.
+
+    Raises:
+        ConfigError: the model has no such modules.
+    """
     if config.speculative.num_tokens and not facts.num_draft_layers:
         raise ConfigError(
             f"speculative.num_tokens is {config.speculative.num_tokens}; {facts.architecture} has "

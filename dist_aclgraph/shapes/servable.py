@@ -6,6 +6,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.int4_shares import check_int4_shares
+from dist_aclgraph.shapes.model_facts import check_drafts
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
@@ -19,6 +20,8 @@ def read_servable_spec(config: Config) -> ModelSpec:
         ModelError: as ``read_model_spec``.
     """
     spec, parallel = read_model_spec(config.model, config.model_overrides), config.parallel
+    # config.json can name modules that its family does not load.
+    check_drafts(config, spec)
     if spec.has_sinks and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(
             f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of heads "

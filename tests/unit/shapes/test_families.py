@@ -276,3 +276,20 @@ def test_gpt_oss_is_refused_where_it_cannot_be_served(keys: dict[str, Any], sent
     assert read_servable_spec(make_config({"model": model})).has_sinks
     with pytest.raises(ConfigError, match=sentence):
         read_servable_spec(make_config({"model": model, **keys}))
+
+
+@pytest.mark.parametrize("architecture", ["HYV3ForCausalLM", "Ernie4_5_MoeForCausalLM"])
+def test_next_token_modules_that_are_not_loaded_propose_no_drafts(
+    tmp_path: Path, architecture: str
+) -> None:
+    shape = {
+        "architectures": [architecture], "num_nextn_predict_layers": 1, "num_hidden_layers": 2,
+        "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64,
+        "max_position_embeddings": 512, "num_experts": 4, "moe_num_experts": 4, "moe_k": 2,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = make_config({"model": str(tmp_path), "speculative": {"num_tokens": 1}})
+
+    with pytest.raises(ConfigError, match=f"{architecture} has no next-token modules"):
+        read_servable_spec(config)
