@@ -34,8 +34,11 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(config: Config) -> Vocabulary:
-    """Return the vocabulary of the configured model."""
-    return vocabulary_of(Tokenizer.of(config))
+    """Return the vocabulary of the configured model.
+
+    Engines on other nodes need no file of ``chat_template``.
+    """
+    return vocabulary_of(Tokenizer(config.model, config.model_overrides))
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import InvalidParameterError, ModelError
 from dist_aclgraph.text.chat_template import (
     ChatOptions,
@@ -19,6 +20,7 @@ from dist_aclgraph.text.chat_template import (
     RenderLimits,
     read_chat_template,
 )
+from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.text.templates import make_template
 
@@ -223,6 +225,13 @@ def test_a_file_replaces_the_templates_of_the_checkpoint(tmp_path):
 
     assert template is not None
     assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi"
+
+
+def test_engines_need_no_file_of_a_template():
+    own = make_config({"model": str(MODEL)})
+    absent = make_config({"model": str(MODEL), "chat_template": "/absent/on/this/node.jinja"})
+
+    assert read_vocabulary(absent) == read_vocabulary(own)
 
 
 def test_text_that_is_not_unicode_comes_back():
