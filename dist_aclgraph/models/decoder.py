@@ -122,8 +122,14 @@ def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
     # A decoder without a stored head only computes embeddings: its logits are not used.
-    if spec.tie_word_embeddings or not slices.checkpoint.has_head:
-        return VocabularyHead(embedding.weight.t(), spec.vocab_size, slices.group)
+    tied = VocabularyHead(embedding.weight.t(), spec.vocab_size, slices.group)
+    is_tied, name = spec.tie_word_embeddings, "lm_head.weight"
+    if not slices.checkpoint.has_head or (is_tied and not slices.has(name)):
+        return tied
     part = vocabulary_part(spec.vocab_size, slices.group)
-    weight = slices.columns("lm_head.weight", spec.vocab_size, spec.hidden_size, *part)
+    weight = slices.columns(name, spec.vocab_size, spec.hidden_size, *part)
+    # As in transformers, a stored head that differs from the embedding is used, also if config.json
+    # says that they are tied.
+    if is_tied and torch.equal(weight, embedding.weight.t()):
+        return tied
     return VocabularyHead(slices.place(weight), spec.vocab_size, slices.group)

@@ -28,7 +28,7 @@ MAX_EXPERTS = 1 << 16
 MAX_SIZE = 1 << 24  # limit of the vocabulary size, and of any width
 MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
-EOS = "eos_token_id"
+EOS, TIED = "eos_token_id", "tie_word_embeddings"
 # the keys for the number of next-token modules; each family uses one of them
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # names of the objects that describe the rotary embedding, and of the values that config.json has in
@@ -342,12 +342,14 @@ def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return all keys of an object.
 
     Keys of its text part replace keys beside this part, but the stop tokens of both objects are
-    used.
+    used. As in transformers, the whole model has the architecture, and decides about a head that is
+    tied to the embedding.
     """
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return {**raw}
-    joined = {**raw, **{key: value for key, value in text.items() if key != "architectures"}}
+    of_whole = {"architectures"} | {key for key in (TIED,) if raw.get(key) is not None}
+    joined = {**raw, **{key: value for key, value in text.items() if key not in of_whole}}
     if ends := [*_listed(text.get(EOS)), *_listed(raw.get(EOS))]:
         joined[EOS] = ends
     return joined

@@ -293,3 +293,23 @@ def test_next_token_modules_that_are_not_loaded_propose_no_drafts(
 
     with pytest.raises(ConfigError, match=f"{architecture} has no next-token modules"):
         read_servable_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "is_tied"),
+    [(False, True, False), (True, False, True), (None, True, True), (None, None, False)],
+)
+def test_the_whole_model_decides_about_a_tied_head(
+    tmp_path: Path, whole: bool | None, text: bool | None, is_tied: bool
+) -> None:
+    inner = {
+        "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 4,
+        "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 512,
+    }  # fmt: skip
+    shape = {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": whole,
+        "text_config": inner | {"tie_word_embeddings": text},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+
+    assert read_model_spec(tmp_path).tie_word_embeddings is is_tied
