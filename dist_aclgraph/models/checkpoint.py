@@ -9,7 +9,7 @@ weights of four bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,8 @@ class Checkpoint:
             self._slice(name + end, (count, num_out, num_groups, *rest))
             for end, rest in ((mxfp4.BLOCKS, (mxfp4.GROUP // 2,)), (mxfp4.SCALES, ()))
         )
+        for source in (values, powers):
+            self._check_type(name, source, mxfp4.STORED)
         if dim == 1:
             rows, groups, first = slice(start, stop), slice(None), 0
         else:
@@ -307,10 +309,13 @@ class Checkpoint:
 
     def _check_floats(self, name: str, source: Any) -> None:
         """Refuse values that are not usable without scales."""
-        if (found := source.get_dtype()) not in FLOATS:
+        self._check_type(name, source, FLOATS)
+
+    def _check_type(self, name: str, source: Any, known: Sequence[str]) -> None:
+        if (found := source.get_dtype()) not in known:
             raise UnsupportedModelError(
                 f"tensor {name} in {self._directory} has the type {found}, which is not supported "
-                f"here; supported are {', '.join(FLOATS)}: use a checkpoint with this tensor in "
+                f"here; supported are {', '.join(known)}: use a checkpoint with this tensor in "
                 "bfloat16"
             )
 
@@ -433,7 +438,7 @@ class _Rows:
     def get_shape(self) -> list[int]:
         """Return the shape of the rows, or that of the stored tensor if it has other rows."""
         stored = list(self._source.get_shape())
-        return [self._rows.count, *stored[1:]] if stored[0] == self._rows.total else stored
+        return [self._rows.count, *stored[1:]] if stored[:1] == [self._rows.total] else stored
 
     def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
         rows, *rest = where if isinstance(where, tuple) else (where,)

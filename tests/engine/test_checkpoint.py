@@ -13,6 +13,7 @@ from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError, Un
 from dist_aclgraph.layers.vocabulary import vocabulary_part
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import share_heads
+from dist_aclgraph.shapes.families.phi3 import join
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 from tests.engine.test_fp8_weights import quantise as to_fp8
@@ -251,3 +252,15 @@ def test_every_query_head_finds_its_kv_head_on_its_rank(
 def test_heads_that_do_not_line_up_are_refused(heads: int, kv_heads: int, size: int) -> None:
     with pytest.raises(ConfigError, match=rf"parallel\.tp is {size}"):
         share_heads(make_spec(heads, kv_heads), CommGroup(tuple(range(size)), 0))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4), (4,)])
+def test_rows_of_a_tensor_with_another_shape_are_refused(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    names = join(WeightNames(), ".qkv.", (".q.", ".k."), (2, 2))
+    save_file({"a.qkv.weight": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32, names=names)
+
+    with pytest.raises(MissingTensorError, match=r"tensor a\.k\.weight in .* has shape"):
+        checkpoint.read("a.k.weight", (2, 4))

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dist_aclgraph.errors import UnsupportedModelError
 from dist_aclgraph.models import mxfp4
+from dist_aclgraph.models.checkpoint import Checkpoint
 from tests.checkpoints import greedy, make_prompts, make_reference
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import lockstep
@@ -42,6 +44,24 @@ def test_tokens_are_those_of_the_dequantised_model(npu: Any, tmp_path: Path, tp:
         answers = group.generate(prompts, greedy_params(9))
 
     assert [answer.tokens for answer in answers] == greedy(model, prompts, 9)
+
+
+@pytest.mark.parametrize(
+    ("end", "dtype", "found"),
+    [("_blocks", torch.int8, "I8"), ("_scales", torch.float8_e8m0fnu, "F8_E8M0")],
+)
+def test_values_and_powers_of_another_type_are_refused(
+    tmp_path: Path, end: str, dtype: torch.dtype, found: str
+) -> None:
+    stored = {
+        "w_blocks": torch.zeros(1, 4, 1, BYTES, dtype=torch.uint8),
+        "w_scales": torch.full((1, 4, 1), 127, dtype=torch.uint8),
+    }
+    save_file({**stored, f"w{end}": stored[f"w{end}"].view(dtype)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.bfloat16)
+
+    with pytest.raises(UnsupportedModelError, match=f"has the type {found}, .* supported are U8"):
+        checkpoint.read_member("w", (1, GROUP, 4), 0, 0, 0, GROUP)
 
 
 def publish(directory: Path) -> Any:
