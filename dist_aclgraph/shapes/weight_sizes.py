@@ -11,6 +11,7 @@ from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.matrices import (
     ATTENTION,
+    DENSE,
     EACH_EXPERT,
     EXPERTS,
     INDEXERS,
@@ -83,7 +84,8 @@ def weight_parts(
     sizes = _Sizes(element_bytes, matrix_bytes or element_bytes, spec.int4)
     matrices = matrices_of(spec, tp=tp, ep=ep, redundant_experts=redundant_experts)
     others = {
-        ATTENTION: _of_latent(spec, spec.latent, tp) if spec.latent else _of_attention(spec, tp)
+        ATTENTION: _of_latent(spec, spec.latent, tp) if spec.latent else _of_attention(spec, tp),
+        DENSE: _of_mlp(spec, tp),
     }
     if spec.linear is not None:
         others[LINEAR] = _of_linear(spec.linear, tp)
@@ -160,6 +162,11 @@ def _of_attention(spec: ModelSpec, tp: int) -> _Others:
     if spec.has_sinks:
         usual += spec.num_heads // tp
     return _Others(usual)
+
+
+def _of_mlp(spec: ModelSpec, tp: int) -> _Others:
+    width = -(-spec.intermediate_size // tp)
+    return _Others((2 * width + spec.hidden_size) * spec.has_mlp_bias)
 
 
 def _of_latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Others:

@@ -168,3 +168,16 @@ def test_a_rank_holds_its_share_of_experts_and_copies() -> None:
         for ep, copies in ((256, 0), (320, 64), (288, 32), (72, 32))
     ]
     assert experts == [one, one, one, 4 * one]
+
+
+def test_biases_of_dense_layers_are_counted(tmp_path: Path) -> None:
+    shape = {**PUBLISHED["Seed-OSS-36B"][1], "mlp_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    spec = read_model_spec(tmp_path)
+
+    found, without = (
+        total(weight_parts(each, tp=4, ep=1, element_bytes=1))
+        for each in (spec, replace(spec, has_mlp_bias=False))
+    )
+
+    assert found - without == 64 * (2 * 27648 // 4 + 5120)
