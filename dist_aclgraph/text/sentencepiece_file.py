@@ -37,12 +37,14 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
 
     Args:
         described: the content of the checkpoint's tokenizer_config.json; it tells which tokens are
-            added to a text.
+            added to a text. A key that is null counts as absent.
 
     Raises:
         ModelError: the file cannot be read.
-        UnsupportedModelError: the kind of the model is neither BPE nor unigram.
+        UnsupportedModelError: the kind of the model is neither BPE nor unigram, or it has unused
+            pieces.
     """
+    described = {key: value for key, value in described.items() if value is not None}
     model = proto.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
@@ -50,6 +52,8 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
         raise ModelError(f"{path} is not a model of SentencePiece ({e}); {REMEDY}") from None
     if not model.pieces:
         raise ModelError(f"{path} is not a model of SentencePiece (it has no pieces); {REMEDY}")
+    if any(piece.type == Piece.UNUSED for piece in model.pieces):  # they are divided into others
+        raise UnsupportedModelError(f"{path} has unused pieces, which are not supported: {REMEDY}")
     tokenizer = Tokenizer(_read_model(path, model))
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)

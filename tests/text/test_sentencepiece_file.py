@@ -11,6 +11,7 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -150,3 +151,31 @@ def test_other_files_are_refused(
 
     with pytest.raises(error, match=says):
         write(tmp_path, content)
+
+
+@pytest.mark.parametrize("kind", ["llama", "no prefix"])
+def test_a_key_that_is_null_counts_as_absent(
+    models: dict[str, bytes], tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "null").mkdir()
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    absent = write(tmp_path / "absent", models[kind], **ends)
+    null = write(
+        tmp_path / "null", models[kind], add_prefix_space=None, legacy=None,
+        add_bos_token=None, add_eos_token=None, **ends,
+    )  # fmt: skip
+
+    for text in ("the server", "<s>the server"):
+        ids = null.encode(text)
+        assert ids == absent.encode(text)
+        assert null.decode(ids) == absent.decode(ids)
+
+
+def test_unused_pieces_are_refused(models: dict[str, bytes], tmp_path: Path) -> None:
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(models["llama"])
+    model.pieces[300].type = model.SentencePiece.UNUSED
+
+    with pytest.raises(UnsupportedModelError, match="has unused pieces"):
+        write(tmp_path, model.SerializeToString())
