@@ -99,7 +99,12 @@ def test_tokens_have_the_text_of_sentencepiece(
     ids = data.draw(st.lists(st.sampled_from(whole[1:]), max_size=12))
     ids += [i for i in theirs.encode(data.draw(TEXTS)) if not theirs.is_unknown(i)]
 
-    assert ours.decode(ids) == theirs.decode(ids)
+    found, expected = ours.decode(ids), theirs.decode(ids)
+    if KINDS[kind].get("remove_extra_whitespaces", True):
+        # SentencePiece then removes all spaces at the beginning of a text. We remove one space:
+        # otherwise, the text of a stream would depend on the part of it that is decoded again.
+        found, expected = found.lstrip(" "), expected.lstrip(" ")
+    assert found == expected
 
 
 @pytest.mark.parametrize("legacy", [True, False])
