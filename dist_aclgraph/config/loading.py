@@ -269,10 +269,13 @@ def _find_template(given: str, base: Path) -> str:
     Raises:
         ConfigError: there is no such file.
     """
-    path = Path(given).expanduser()
-    for candidate in (Path.cwd() / path, base / path):
-        if candidate.is_file():
-            return str(candidate.resolve())
+    try:
+        path = Path(given).expanduser()
+        for candidate in (Path.cwd() / path, base / path):
+            if candidate.is_file():
+                return str(candidate.resolve())
+    except (OSError, RuntimeError):  # a long text is no path, and some users have no folder
+        pass
     raise ConfigError(
         f"chat_template is {given!r:.200}: there is no such file; give the path of a file with a "
         "Jinja template"

@@ -72,6 +72,15 @@ def test_a_template_is_found_beside_the_folder_of_the_file(tmp_path: Path) -> No
         load_config(path, {"chat_template": "absent.jinja"})
 
 
+@pytest.mark.parametrize("given", ["{% for m in messages %}" + 400 * "-", "~no-such-user/a.jinja"])
+def test_a_template_in_place_of_its_file_is_refused(tmp_path: Path, given: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model: m\n")
+
+    with pytest.raises(ConfigError, match=r"chat_template is .*: there is no such file; give"):
+        load_config(path, {"chat_template": given})
+
+
 def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "model: no/such\nserved_model_name: demo"))
 
