@@ -176,7 +176,9 @@ def _rotated_part(config: ModelConfig, usual: float) -> float:
 
 def _kind(scaling: ModelConfig) -> str:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    return "longrope" if kind == "su" else kind  # the first name of longrope, in early Phi-3 files
+    # early Phi-3 files name longrope "su" or "yarn"
+    is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
+    return "longrope" if is_longrope else kind
 
 
 def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:

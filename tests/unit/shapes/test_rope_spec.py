@@ -82,6 +82,11 @@ def read(**keys: Any) -> ModelConfig:
             32768,
             4096,
         ),
+        (
+            {"rope_scaling": LONG | {"type": "yarn"}, "original_max_position_embeddings": 4096},
+            32768,
+            4096,
+        ),
         ({"rope_scaling": LONG, "original_max_position_embeddings": 4096}, 32768, 4096),
         ({"rope_scaling": {**LONG, "original_max_position_embeddings": 4096}}, 32768, 4096),
         ({"rope_scaling": LONG}, 32768, 32768),
