@@ -28,7 +28,8 @@ def read_qwen2_moe(config: ModelConfig) -> ModelSpec:
 
 
 def read_qwen3(config: ModelConfig) -> ModelSpec:
-    return _with_norms(config, read_decoder(config))
+    """Read a dense decoder. It may have next-token modules, though no published checkpoint has."""
+    return _with_norms(config, read_decoder(config, num_draft_layers=config.num_draft_layers))
 
 
 def read_qwen3_moe(config: ModelConfig) -> ModelSpec:
