@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.checkpoints import ARCHITECTURES
@@ -14,5 +16,5 @@ from tests.parity.recorded import PARTS, generate, recorded_tokens
 @pytest.mark.rare  # The tokens change only with the version of transformers.
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("part", PARTS)
-def test_recorded_tokens_are_those_of_transformers(part: str, architecture: str) -> None:
+def test_recorded_tokens_are_those_of_transformers(npu: Any, part: str, architecture: str) -> None:
     assert generate(part, architecture) == recorded_tokens(part, architecture)
