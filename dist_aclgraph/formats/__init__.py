@@ -1,1 +1,1 @@
-"""How model families write reasoning and calls of tools: one file for each family."""
+"""How models write reasoning and calls of tools, and the grammars of such answers."""

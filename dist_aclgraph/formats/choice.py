@@ -9,7 +9,7 @@ from functools import partial
 from types import ModuleType
 
 from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
-from dist_aclgraph.formats import (
+from dist_aclgraph.formats.families import (
     deepseek_v3,
     deepseek_v31,
     deepseek_v32,

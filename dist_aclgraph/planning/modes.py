@@ -93,7 +93,7 @@ def with_possible_mode(
 
 
 def _split_sizes(config: Config) -> dict[str, object]:
-    """Return sizes and traffic for both kinds of batches, from those of full graphs of all batches.
+    """Return the keys for two kinds of batches, in place of the keys of graphs for all batches.
 
     Without drafts, a decode batch has one token for each request.
     """

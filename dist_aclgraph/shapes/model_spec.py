@@ -105,7 +105,7 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of a stored tensor that are a tensor of its own for all loaders.
+    """Rows of a stored tensor. For loaders, these rows are a separate tensor.
 
     Attributes:
         part: a part of the usual name of the tensor.

@@ -139,8 +139,8 @@ def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> in
 def read_context_lengths(config: ModelConfig) -> ContextLengths:
     """Read the lengths of requests that a model of any architecture allows.
 
-    With factors of queries, which are not implemented, the longest request is the longest one
-    without such factors.
+    Factors of queries (``QUERY_GROWTH``) are not implemented, so the longest request ends where
+    these factors are still 1.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.

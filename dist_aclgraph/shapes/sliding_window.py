@@ -1,6 +1,6 @@
 """The layers in which a query sees only the latest keys.
 
-Each architecture has its own rule. Keys, their precedence and defaults are those of transformers.
+Each architecture has a rule. Keys, their precedence and their defaults are as in transformers.
 """
 
 from __future__ import annotations

@@ -202,6 +202,11 @@ class Load:
         self._process.stdin.flush()
         return dict(json.loads(self._process.stdout.readline()))
 
+    def wait_for_more(self, count: int) -> None:
+        """Wait until ``count`` more streams have ended."""
+        seen = self.so_far()["ok"]
+        wait_until(lambda: self.so_far()["ok"] >= seen + count, "no stream ends")
+
     def end(self) -> dict[str, Any]:
         self._process.stdin.close()
         found: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -251,14 +256,13 @@ def test_a_link_that_is_down_for_a_minute_costs_time_and_no_request(
     cut = hosts.others[1]
     with serving(hosts, tmp_path, model=model) as status:
         load = Load(hosts, 32, 200, model=model)
-        wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
+        load.wait_for_more(32)
         cut.set_link(False)
         time.sleep(60)  # the duration of the outage
         cut.set_link(True)
         wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
         wait_until(lambda: status() == "200", "the service does not come back")
-        seen = load.so_far()["ok"]
-        wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
+        load.wait_for_more(32)
         found = load.end()
 
     print("link down:", model, found)
@@ -272,7 +276,7 @@ def test_a_host_that_fails_and_comes_back_ends_no_request(
     failed = hosts.others[1]
     with serving(hosts, tmp_path, model=model) as status:
         load = Load(hosts, 32, 200, model=model)
-        wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
+        load.wait_for_more(32)
         hosts.fail(failed)
         wait_until(lambda: hosts.num_alive() == 2, "the loss of the host is not noticed")
         hosts.come_back(failed)
@@ -280,8 +284,7 @@ def test_a_host_that_fails_and_comes_back_ends_no_request(
         back_s = time.monotonic()
         wait_until(lambda: status() == "200", "the service does not come back")
         print(f"serving {time.monotonic() - back_s:.0f} s after the host is back")
-        seen = load.so_far()["ok"]
-        wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
+        load.wait_for_more(32)
         found = load.end()
 
     print("host failed:", model, found)
@@ -291,14 +294,13 @@ def test_a_host_that_fails_and_comes_back_ends_no_request(
 def test_a_control_store_that_dies_ends_no_request(hosts: Hosts, tmp_path: Path) -> None:
     with serving(hosts, tmp_path) as status:
         load = Load(hosts, 8, 200)
-        wait_until(lambda: load.so_far()["ok"] >= 8, "no stream ends")
+        load.wait_for_more(8)
 
         hosts.kill(hosts.head, "gcs_server")
 
         wait_until(lambda: hosts.num_alive() == 3, "the head does not come back")
         wait_until(lambda: status() == "200", "the service does not come back")
-        seen = load.so_far()["ok"]
-        wait_until(lambda: load.so_far()["ok"] >= seen + 8, "no stream ends")
+        load.wait_for_more(8)
         found = load.end()
 
     print("control store killed:", found)
@@ -309,7 +311,7 @@ def test_a_node_manager_that_hangs_is_found(hosts: Hosts, tmp_path: Path) -> Non
     struck = hosts.others[0]
     with serving(hosts, tmp_path) as status:
         load = Load(hosts, 8, 200)
-        wait_until(lambda: load.so_far()["ok"] >= 8, "no stream ends")
+        load.wait_for_more(8)
 
         hosts.kill(struck, "raylet/raylet", signal.SIGSTOP)
 
@@ -317,8 +319,7 @@ def test_a_node_manager_that_hangs_is_found(hosts: Hosts, tmp_path: Path) -> Non
         hosts.kill(struck, "raylet/raylet", signal.SIGCONT)
         wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
         wait_until(lambda: status() == "200", "the service does not come back")
-        seen = load.so_far()["ok"]
-        wait_until(lambda: load.so_far()["ok"] >= seen + 8, "no stream ends")
+        load.wait_for_more(8)
         found = load.end()
 
     print("node manager stopped:", found)
@@ -331,7 +332,7 @@ def test_a_host_that_is_drained_ends_no_request(hosts: Hosts, tmp_path: Path, po
     drained = hosts.others[0]
     with serving(hosts, tmp_path, port=port) as status:
         load = Load(hosts, 32, 200, port=port)
-        wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
+        load.wait_for_more(32)
 
         hook = hosts.popen(
             ["bash", str(ROOT / "cluster" / "drain.sh")], drained, env={"DRAIN_S": "60"}
@@ -341,8 +342,7 @@ def test_a_host_that_is_drained_ends_no_request(hosts: Hosts, tmp_path: Path, po
 
         wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
         wait_until(lambda: status() == "200", "the service does not come back")
-        seen = load.so_far()["ok"]
-        wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
+        load.wait_for_more(32)
         found = load.end()
 
     print("host drained:", port, found)
@@ -353,9 +353,6 @@ def test_scaling_and_rolling_end_no_request(hosts: Hosts, tmp_path: Path) -> Non
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
     other = [*settings, "graph.sizes=[4,16,32]", "scheduler.max_num_batched_tokens=256"]
 
-    def has_ended(count: int) -> bool:
-        return bool(load.so_far()["ok"] >= count)
-
     with serving(hosts, tmp_path) as status:
         load = Load(hosts, 16, 200)
         for command in (
@@ -363,12 +360,12 @@ def test_scaling_and_rolling_end_no_request(hosts: Hosts, tmp_path: Path) -> Non
             ["scale", "2"],
             ["roll", "configs/tiny-qwen3.yaml", *other],
         ):
-            seen, begun_s = load.so_far()["ok"], time.monotonic()
+            begun_s = time.monotonic()
             done = hosts.popen([PROGRAM, *command], stdout=subprocess.PIPE)
             said, _ = done.communicate(timeout=WAIT_S)
             print(f"{' '.join(command[:2])}: {time.monotonic() - begun_s:.0f} s, {said.strip()}")
             assert done.returncode == 0 and status() == "200"
-            wait_until(partial(has_ended, seen + 16), "no stream ends")
+            load.wait_for_more(16)
         found = load.end()
 
     print("scaled and rolled:", found)

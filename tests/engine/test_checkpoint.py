@@ -13,7 +13,7 @@ from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError, Un
 from dist_aclgraph.layers.vocabulary import vocabulary_part
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import share_heads
-from dist_aclgraph.shapes.families.phi3 import join
+from dist_aclgraph.shapes.families.joined_weights import join
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 from tests.engine.test_fp8_weights import quantise as to_fp8

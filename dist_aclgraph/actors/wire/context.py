@@ -1,4 +1,4 @@
-"""Contexts of ZeroMQ that never wait for ever."""
+"""Contexts of ZeroMQ whose end does not wait for peers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
 from dist_aclgraph.shapes.families.experts import read_deepseek_experts
-from dist_aclgraph.shapes.families.phi3 import join_gate_up
+from dist_aclgraph.shapes.families.joined_weights import join_gate_up
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
+from dist_aclgraph.shapes.families.joined_weights import join, join_gate_up
 from dist_aclgraph.shapes.model_config import ModelConfig
-from dist_aclgraph.shapes.model_spec import ModelSpec, RowRange, WeightNames
+from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 
 QKV = (".q_proj.", ".k_proj.", ".v_proj.")
-GATE_UP = (".gate_proj.", ".up_proj.")
 
 
 def read_phi3(config: ModelConfig) -> ModelSpec:
@@ -17,28 +17,3 @@ def read_phi3(config: ModelConfig) -> ModelSpec:
     num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     names = join(WeightNames(), ".qkv_proj.", QKV, (num_q, num_kv, num_kv))
     return replace(spec, names=join_gate_up(names, spec.intermediate_size))
-
-
-def join_gate_up(names: WeightNames, width: int) -> WeightNames:
-    return join(names, ".gate_up_proj.", GATE_UP, (width, width))
-
-
-def join(
-    names: WeightNames, stored: str, parts: tuple[str, ...], counts: tuple[int, ...]
-) -> WeightNames:
-    """Return names for a checkpoint that stores several tensors as one.
-
-    Args:
-        stored: a part of the name of the stored tensor.
-        parts: parts of the usual names, in the order of their rows.
-        counts: numbers of rows.
-    """
-    ranges = (
-        RowRange(part, sum(counts[:index]), count, sum(counts))
-        for index, (part, count) in enumerate(zip(parts, counts, strict=True))
-    )
-    return replace(
-        names,
-        changes=(*names.changes, *((part, stored) for part in parts)),
-        ranges=(*names.ranges, *ranges),
-    )

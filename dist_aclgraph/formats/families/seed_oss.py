@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, in_lines
-from dist_aclgraph.formats.qwen3_coder import (
+from dist_aclgraph.formats.families.qwen3_coder import (
     END_FUNCTION,
     END_PARAMETER,
     ENDS,
@@ -21,6 +20,7 @@ from dist_aclgraph.formats.qwen3_coder import (
     PARAMETER,
     copy_tagged_calls,
 )
+from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
