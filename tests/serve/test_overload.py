@@ -67,7 +67,7 @@ def test_more_choices_than_slots_are_refused(own_service):
     until(lambda: service.state.slots.taken == total - 2)  # slots are released after the answer
 
 
-@pytest.mark.slow  # the test compares times; one of three tries must succeed
+@pytest.mark.bench  # the test compares times
 def test_a_thousand_clients_are_refused_faster_than_anybody_can_be_answered(full):
     """A refusal is made before the request is read, so it is faster than the fastest answer."""
     port = full.http.base_url.port
@@ -77,7 +77,7 @@ def test_a_thousand_clients_are_refused_faster_than_anybody_can_be_answered(full
         answered = ask_all(port, NUM_CLIENTS, 200, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         return percentile(refused, 0.99) / percentile(answered, 0.99)
 
-    assert any(ratio() < 0.7 for _ in range(3))
+    assert ratio() < 0.7
 
 
 def test_a_refused_client_may_ask_again_on_its_connection(full):
