@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from os.path import exists
 from pathlib import Path
 
 from dist_aclgraph.config import Config
@@ -39,7 +40,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
         ModelError: the model is no checkpoint; or it cannot be loaded and is not in the cache.
     """
     name = config.model
-    if Path(name).exists() or not HUB_NAME.fullmatch(name):
+    if exists(name) or not HUB_NAME.fullmatch(name):
         return config
     if config.hub == "modelscope":
         require("modelscope", "modelscope", "hub=modelscope")

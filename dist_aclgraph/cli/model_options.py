@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,7 +216,7 @@ def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | N
     from dist_aclgraph.config import to_yaml
 
     text = to_yaml(config)
-    if is_changed or not source.is_file():
+    if is_changed or not isfile(source):
         sys.stderr.write(f"The configuration:\n\n{text}\n")
     if save is not None:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping
+from os.path import exists, expanduser, isdir, isfile  # unlike Path, they accept any text
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,11 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
         UnsupportedModelError: the source is a file of weights in an unsupported format.
     """
     path = _find_config(Path(source))
-    if path.name == MODEL_FILE and path.exists():
+    if path.name == MODEL_FILE and exists(path):
         raise ConfigError(f"{path} describes a model: give its directory, {path.parent}")
-    if path.suffix == ".safetensors" and path.exists():
+    if path.suffix == ".safetensors" and exists(path):
         raise ConfigError(f"{path} is a part of a model: give its directory, {path.parent}")
-    if path.suffix in OTHER_WEIGHTS and path.exists():
+    if path.suffix in OTHER_WEIGHTS and exists(path):
         raise UnsupportedModelError(f"{path} is a {OTHER_WEIGHTS[path.suffix]}; {ONLY_SAFETENSORS}")
     if _is_model(path):
         raw, base = {"model": str(source)}, shipped("")
@@ -171,7 +172,7 @@ def _is_model(path: Path) -> bool:
     """Return whether a path is a model. A missing file with a configuration's suffix is not a
     model.
     """
-    return path.is_dir() or not (path.exists() or path.suffix in CONFIG_SUFFIXES)
+    return isdir(path) or not (exists(path) or path.suffix in CONFIG_SUFFIXES)
 
 
 def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
@@ -258,7 +259,7 @@ def _check_same(name: str, value: Any, ours: str | None) -> None:
 
 
 def _find_config(given: Path) -> Path:
-    if given.exists() or given.is_absolute() or not shipped(str(given)).is_file():
+    if exists(given) or given.is_absolute() or not isfile(shipped(str(given))):
         return given
     return shipped(str(given))
 
@@ -269,13 +270,10 @@ def _find_template(given: str, base: Path) -> str:
     Raises:
         ConfigError: there is no such file.
     """
-    try:
-        path = Path(given).expanduser()
-        for candidate in (Path.cwd() / path, base / path):
-            if candidate.is_file():
-                return str(candidate.resolve())
-    except (OSError, RuntimeError):  # a long text is no path, and some users have no folder
-        pass
+    path = Path(expanduser(given))
+    for candidate in (Path.cwd() / path, base / path):
+        if isfile(candidate):
+            return str(candidate.resolve())
     raise ConfigError(
         f"chat_template is {given!r:.200}: there is no such file; give the path of a file with a "
         "Jinja template"
@@ -286,9 +284,9 @@ def _find_model(model: str, base: Path) -> str:
     """Return the path of the model's directory, in the working directory or in ``base``; if there
     is no such directory, return the name.
     """
-    given = Path(model).expanduser()
+    given = Path(expanduser(model))
     candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:
-        if candidate.is_dir():
+        if isdir(candidate):
             return str(candidate.resolve())
     return str(given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -323,10 +324,10 @@ def read_model_config(
     """
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
-    files = [directory] if directory.is_file() else directory.glob("*.gguf")
-    if not path.exists() and (gguf := [file for file in files if file.suffix == ".gguf"]):
+    files = directory.glob("*.gguf") if isdir(directory) else filter(isfile, [directory])
+    if not exists(path) and (gguf := [file for file in files if file.suffix == ".gguf"]):
         raise UnsupportedModelError(f"{gguf[0]} is a {OTHER_WEIGHTS['.gguf']}; {ONLY_SAFETENSORS}")
-    if not directory.is_dir():
+    if not isdir(directory):
         raise ConfigError(
             f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
             "checkpoint (a folder with config.json)"

@@ -14,6 +14,7 @@ from dist_aclgraph.config import load_config
 from dist_aclgraph.config.loading import MAX_YAML_CHARS
 from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
+from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -194,6 +195,12 @@ def test_a_missing_directory_is_the_configurations_fault():
     for read in READERS:
         with pytest.raises(ConfigError, match="no such directory"):
             read("nowhere")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 5000, "~nobody-has-this-name/x", "a\0b"])
+def test_any_text_may_be_given_as_a_model(name):
+    with pytest.raises(ConfigError, match="no such directory"):
+        read_model_config(load_config(name).model)
 
 
 def safetensors(header: Any, data: bytes = b"") -> bytes:
