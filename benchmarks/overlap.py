@@ -26,7 +26,14 @@ from benchmarks.turns import ray_for, show_start
 from dist_aclgraph.shipped import shipped
 
 PROMPT_LEN, WARM_UP = 128, 24
-MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
+NO_UPDATES = "FULL_DECODE_ONLY without updates"
+# The settings of graphs for each way to decode.
+MODES = {
+    "FULL_DECODE_ONLY": {"mode": "FULL_DECODE_ONLY"},
+    NO_UPDATES: {"mode": "FULL_DECODE_ONLY", "updates": "none"},
+    "PIECEWISE": {"mode": "PIECEWISE"},
+    "NONE": {"mode": "NONE"},
+}
 MAX_LEN = 40960
 MEMORY_MB = 1 << 16  # memory of a device, which is counted but never used on this machine
 # Limit of the device's waits in a step: the larger of a fraction of the step's time, and of a
@@ -138,7 +145,7 @@ def measure(
         )
         for name in names
         for mode in modes
-        if mode == MODES[0] or not (MODELS[name].num_drafts or MODELS[name].gap_us)
+        if mode == "FULL_DECODE_ONLY" or not (MODELS[name].num_drafts or MODELS[name].gap_us)
         for in_flight in (1, 2)
     }
     with ray_for(list(engines.values())):
@@ -190,7 +197,7 @@ def modelled_engine(
         weights="dummy",
         dtype="bfloat16",
         parallel={"tp": model.tp},
-        graph={"mode": mode},
+        graph=MODES[mode],
         speculative={"num_tokens": model.num_drafts},
         device={"emulator": emulated},
         kv={"num_blocks": 1 + max_batch * 8},

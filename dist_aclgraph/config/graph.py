@@ -71,6 +71,14 @@ class GraphConfig(Section):
     reserve_streams: int = Field(
         0, ge=0, le=2048, description="number of streams of each rank that graphs must not use"
     )
+    updates: Literal["sent", "none"] = Field(
+        "sent",
+        description="how a decode graph gets the lengths of a step. sent: the host updates the "
+        "attention of each layer. none: each capture size has one graph for each of "
+        "several KV lengths (256, 512, ... tokens), and a mask made on the device hides "
+        "the keys that a request does not have; the host sends nothing, and attention "
+        "reads padding",
+    )
     send_ahead: bool = Field(
         True,
         description="send the attention lengths of the next step during times in which the "

@@ -75,16 +75,22 @@ class AttentionSteps:
         *,
         iteration: int = 0,
         written: Tensor | None = None,
+        kv_len: int = 0,
     ) -> AttentionMetadata:
         """Return the metadata of a full graph, from its static inputs.
 
         Args:
+            lens: lengths for which the operators are captured or run.
             tasks: records the operators of the captured graph; None runs them eagerly.
             iteration: iteration of drafting; each iteration makes all requests one token longer.
             written: [num_tokens] int32, slots of the cache write; None means the inputs' slots.
+            kv_len: number of keys, in whole blocks, that each request reads in a graph whose
+                lengths are never updated; 0 in other graphs.
         """
         block_table, query_len = inputs.block_table, graph.query_len
         written = inputs.slots if written is None else written
+        if kv_len:
+            return self._of_padded(graph, inputs, kv_len)
         by_token = block_table
         if self._place.is_sharded and query_len > 1:
             by_token = block_table.repeat_interleave(query_len, 0)
@@ -104,6 +110,25 @@ class AttentionSteps:
             on_device=on_device,
             on_shards=self._shard_rows(by_token),
             tasks=tasks,
+        )
+
+    def _of_padded(
+        self, graph: BatchDescriptor, inputs: DeviceStep, kv_len: int
+    ) -> AttentionMetadata:
+        n = graph.num_tokens
+        index = torch.arange(kv_len, dtype=torch.int32, device=self._npu.device)
+        hidden = index > inputs.positions.view(n, 1)
+        num_blocks = kv_len // self._place.shards.tokens_per_block
+        return AttentionMetadata(
+            num_tokens=n,
+            written=self._slots(inputs.slots),
+            # The mask must be as wide as all blocks of the table.
+            block_table=inputs.block_table[:, :num_blocks].contiguous(),
+            query_ends=list(range(1, n + 1)),
+            kv_lens=[kv_len] * n,
+            causal_mask=self._causal_mask,
+            is_causal=False,
+            hidden_keys=hidden.view(n, 1, 1, kv_len),
         )
 
     def of_step(self, inputs: HostStep, step: DeviceStep) -> AttentionMetadata:

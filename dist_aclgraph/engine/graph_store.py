@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ WholeStep = tuple[CapturedGraph, ...]
 
 Captured = WholeStep | CapturedPieces
 
+ANY_LENGTH = 0
+Bucket = dict[int, Captured]
+"""The graphs of one bucket by the longest KV length that they accept, ascending. The only key is
+``ANY_LENGTH`` if the graphs accept all lengths."""
+
 
 class GraphStore:
     """Owns the graphs, their pool and the stream on which they are recorded."""
@@ -31,48 +36,62 @@ class GraphStore:
         self._npu = npu
         self._pool = GraphPool()
         self._recording = Recording(npu, self._pool)
-        self._graphs: dict[BatchDescriptor, Captured] = {}
+        self._graphs: dict[BatchDescriptor, Bucket] = {}
         # Steps must not replay these graphs yet.
-        self._uncommitted: dict[BatchDescriptor, Captured] = {}
+        self._uncommitted: dict[BatchDescriptor, Bucket] = {}
 
     @property
     def is_empty(self) -> bool:
         return not self._graphs and not self._uncommitted
 
-    def find(self, graph: BatchDescriptor) -> Captured:
-        """Return the captured graph of a descriptor.
+    def find(self, graph: BatchDescriptor, kv_len: int) -> Captured:
+        """Return the captured graphs of a descriptor for requests of at most ``kv_len`` tokens.
 
         Raises:
             ReplayMismatchError: there is no graph that steps may replay.
         """
-        captured = self._graphs.get(graph)
-        if captured is None:
+        bucket = self._graphs.get(graph)
+        if bucket is None:
             raise ReplayMismatchError(
                 f"the plan asks for {graph}; captured here are "
                 f"{', '.join(map(str, self._graphs)) or 'none'}"
             )
-        return captured
+        if ANY_LENGTH in bucket:
+            return bucket[ANY_LENGTH]
+        for size, captured in bucket.items():
+            if kv_len <= size:
+                return captured
+        raise ReplayMismatchError(
+            f"a request of {graph} has {kv_len} tokens; graphs are captured for {max(bucket)}"
+        )
 
     def capture_whole(
-        self, graph: BatchDescriptor, forwards: Sequence[Forward], addresses: tuple[int, ...]
+        self,
+        graph: BatchDescriptor,
+        forwards: Mapping[int, Sequence[Forward]],
+        addresses: tuple[int, ...],
     ) -> CaptureCost:
         """Capture each of ``forwards`` as a full graph; see ``_capture``.
 
         Args:
+            forwards: functions by KV length, see ``Bucket``.
             addresses: addresses of the buffers that the graphs read and write.
         """
 
-        def record() -> WholeStep:
-            made: list[CapturedGraph] = []
+        def record() -> Bucket:
+            made: dict[int, list[CapturedGraph]] = {}
             try:
-                for forward in forwards:
-                    made.append(
-                        capture(graph, forward, recording=self._recording, addresses=addresses)
-                    )
+                for kv_len, functions in forwards.items():
+                    made[kv_len] = []
+                    for forward in functions:
+                        made[kv_len].append(
+                            capture(graph, forward, recording=self._recording, addresses=addresses)
+                        )
             except BaseException:
-                _release(tuple(made))
+                for whole in made.values():
+                    _release(tuple(whole))
                 raise
-            return tuple(made)
+            return {kv_len: tuple(whole) for kv_len, whole in made.items()}
 
         return self._capture(graph, record)
 
@@ -81,14 +100,14 @@ class GraphStore:
     ) -> CaptureCost:
         """Capture the segments that ``run`` passes to the pieces; see ``_capture``."""
 
-        def record() -> CapturedPieces:
+        def record() -> Bucket:
             pieces = CapturedPieces(graph, self._recording)
             try:
                 run(pieces)
             except BaseException:
                 pieces.release()
                 raise
-            return pieces
+            return {ANY_LENGTH: pieces}
 
         return self._capture(graph, record)
 
@@ -98,10 +117,11 @@ class GraphStore:
 
     def release(self, graph: BatchDescriptor) -> None:
         """Release the graphs of one bucket if it was captured, committed or not."""
-        captured = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
-        if captured is not None:
+        bucket = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
+        if bucket is not None:
             self._npu.synchronize()
-            _release(captured)
+            for captured in bucket.values():
+                _release(captured)
 
     def release_all(self) -> None:
         for graph in [*self._uncommitted, *self._graphs]:
@@ -109,9 +129,10 @@ class GraphStore:
 
     def forget(self, main_stream: Any) -> None:
         """Reset all full graphs after an abort of the device; see ``TaskUpdates.forget``."""
-        for captured in (*self._graphs.values(), *self._uncommitted.values()):
-            for graph in () if isinstance(captured, CapturedPieces) else captured:
-                graph.updates.forget(main_stream)
+        for bucket in (*self._graphs.values(), *self._uncommitted.values()):
+            for captured in bucket.values():
+                for graph in () if isinstance(captured, CapturedPieces) else captured:
+                    graph.updates.forget(main_stream)
 
     @property
     def free_streams(self) -> int | None:
@@ -123,7 +144,7 @@ class GraphStore:
         """Memory that all captures use together."""
         return self._pool.memory()
 
-    def _capture(self, graph: BatchDescriptor, record: Callable[[], Captured]) -> CaptureCost:
+    def _capture(self, graph: BatchDescriptor, record: Callable[[], Bucket]) -> CaptureCost:
         """Capture one bucket and return its cost.
 
         Raises:
@@ -137,21 +158,25 @@ class GraphStore:
         self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
-            captured = self._uncommitted[graph] = record()
+            bucket = self._uncommitted[graph] = record()
         left = self.free_streams
         return CaptureCost(
             streams=0 if streams is None or left is None else streams - left,
             bytes=self._pool.memory().total_bytes - pool.total_bytes,
             seconds=time.perf_counter() - started_s,
             digest=digest.hexdigest(),
-            ai_cpu=_ai_cpu_operators(captured),
+            ai_cpu=_ai_cpu_operators(bucket.values()),
         )
 
 
-def _ai_cpu_operators(captured: Captured) -> dict[str, int] | None:
-    graphs = (
-        captured.graphs if isinstance(captured, CapturedPieces) else [g.graph for g in captured]
-    )
+def _ai_cpu_operators(bucket: Iterable[Captured]) -> dict[str, int] | None:
+    graphs = [
+        graph
+        for captured in bucket
+        for graph in (
+            captured.graphs if isinstance(captured, CapturedPieces) else [g.graph for g in captured]
+        )
+    ]
     try:
         return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
     except RuntimeError:

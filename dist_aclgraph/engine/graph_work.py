@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
+from dist_aclgraph.engine.graph_store import ANY_LENGTH
 from dist_aclgraph.engine.state_steps import StateSteps
 from dist_aclgraph.graphs.captured_graph import Forward
 from dist_aclgraph.graphs.step_buffers import StepBuffers
@@ -39,6 +40,8 @@ class GraphWork:
         choose_exchange: returns the exchange that sends a graph's tokens to their experts.
         states: None if the model has no recurrent state.
         follows: whether a step may be queued before the host has read the previous step's tokens.
+        kv_sizes: KV lengths for which decode graphs are captured, ascending; empty if lengths are
+            sent to captured attention.
     """
 
     model: Decoder
@@ -51,6 +54,7 @@ class GraphWork:
     choose_exchange: ChooseExchange
     states: StateSteps | None
     follows: bool
+    kv_sizes: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> TokenTable:
@@ -59,24 +63,29 @@ class GraphWork:
         assert tokens is not None
         return tokens
 
-    def forwards(self, graph: BatchDescriptor) -> list[Forward]:
-        """Return the functions that are recorded as the full graphs of a bucket.
+    def forwards(self, graph: BatchDescriptor) -> dict[int, list[Forward]]:
+        """Return the functions that are recorded as the full graphs of a bucket, by the KV length
+        for which they are recorded; the only key is ``ANY_LENGTH`` if lengths are sent.
 
         With drafts, a graph of mixed batches ends with the hidden states of all tokens. Its places
         are sampled, and drafts are proposed, outside of graphs.
         """
-        forwards: list[Forward] = [partial(self._run_whole, graph)]
+        if self.kv_sizes and graph.query_len:
+            return {size: [partial(self._run_whole, graph, size)] for size in self.kv_sizes}
+        forwards: list[Forward] = [partial(self._run_whole, graph, ANY_LENGTH)]
         if self.drafts is not None and graph.query_len:
             assert graph.query_len == self.drafts.num_places
             forwards.append(partial(self._draft_whole, graph))
-        return forwards
+        return {ANY_LENGTH: forwards}
 
-    def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
+    def _run_whole(self, graph: BatchDescriptor, kv_len: int, tasks: TaskRecorder | None) -> None:
         """Run the step of a full graph on padding, from the static inputs to the static outputs."""
         inputs, buffers = self.buffers.inputs(graph), self.buffers
         if self.drafts is not None and self.follows and graph.query_len:
             self.drafts.move(inputs)
-        metadata = self.attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
+        metadata = self.attention.of_graph(
+            graph, inputs, self._lens_of_padding(graph), tasks, kv_len=kv_len
+        )
         if self.states is not None:
             metadata = replace(metadata, states=self.states.of_graph(graph, inputs))
         token_ids = inputs.token_ids

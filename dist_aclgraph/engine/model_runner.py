@@ -6,6 +6,7 @@ decisions: the plan contains them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,7 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.copy_slots import NUM_STATE_SLOTS
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.kv_sizes import kv_sizes
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.copies import CopyJob
@@ -175,6 +177,9 @@ class ModelRunner:
             choose_exchange=choose_exchange,
             states=self._states,
             follows=in_flight > 1,
+            kv_sizes=(
+                kv_sizes(max_len, config.kv.block_size) if config.graph.updates == "none" else ()
+            ),
         )
         num_latest = self._work.tokens.num_latest
         self._batch = InputBatch(max_rows, max_len, place, num_latest, k)
@@ -261,7 +266,7 @@ class ModelRunner:
             self._context.meet(self._npu.device)
             self._buffers.write_padding(graph)
             if graph.mode == "FULL":
-                for forward in self._work.forwards(graph):
+                for forward in itertools.chain(*self._work.forwards(graph).values()):
                     forward(None)
             else:
                 metadata = self._work.metadata_of_padding(graph)
@@ -437,7 +442,7 @@ class ModelRunner:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
             return self._run_mixed(plan, rank, inputs, None, land, partial(answer, "forward"))
-        captured = self._graphs.find(plan.graph)
+        captured = self._graphs.find(plan.graph, plan.largest.kv_len)
         if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
             raise ReplayMismatchError(
                 f"the plan asks for {plan.graph} with exchange {plan.exchange}; it was captured "

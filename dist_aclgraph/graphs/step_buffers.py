@@ -118,6 +118,7 @@ class StepBuffers:
         # the block table of the last step; None if ``_table`` differs from it
         self._latest_table: IntArray | None = None
         self._written_rows = 0  # number of rows of the last step
+        self._written_width = 0  # number of columns of the last step; later columns are zero
         self._is_forgotten = False  # Whether the next step must send all rows.
         self._stream = runtime().current_stream()
 
@@ -167,7 +168,7 @@ class StepBuffers:
         self.mark_read(self.num_written)
         self._table[:] = 0
         self._latest_table = None
-        self._written_rows = 0
+        self._written_rows = self._written_width = 0
         self._is_forgotten = True
 
     def write_padding(self, graph: BatchDescriptor) -> None:
@@ -258,15 +259,18 @@ class StepBuffers:
         """Update the host's copy of the block table; return the rows to send, or None.
 
         A row is as wide as the longest possible request, so unchanged rows before the first and
-        after the last change are not sent.
+        after the last change are not sent. The blocks after a step's last column become the dummy
+        block: if lengths are never updated, attention reads them, and a mask does not hide NaN.
         """
         if block_table is self._latest_table:
             return None
         self._latest_table = block_table
         n, width = block_table.shape
-        live = self._table[:n, :width]
-        changed = np.flatnonzero((live != block_table).any(1))
+        live, later = self._table[:n, :width], self._table[:n, width : self._written_width]
+        changed = np.flatnonzero((live != block_table).any(1) | later.any(1))
         live[changed] = block_table[changed]
+        later[changed] = 0
+        self._written_width = width
         first, end = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (n, 0)
         if self._written_rows > n:
             # Rows that were live before and are padding now must contain the dummy block again.

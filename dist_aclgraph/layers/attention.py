@@ -2,7 +2,8 @@
 of a graph; the lengths of a task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
-``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists.
+``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists. In graphs
+whose lengths are never updated, it attends in layout BSND, and a mask hides keys.
 """
 
 from __future__ import annotations
@@ -140,6 +141,9 @@ class AttentionMetadata:
             is still 1); None if the cache is not sharded.
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
+        hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. If it
+            is given, every request has one query, and all ``kv_lens`` are kv_len, whose tail is
+            padding. None if ``kv_lens`` are the lengths of the requests.
         on_device: lengths and slots for kinds of attention that read lengths on the device; None
             for other kinds.
         on_shards: the tokens of such a kind that attend to each shard on its rank; None if the
@@ -156,6 +160,7 @@ class AttentionMetadata:
     kv_lens: list[int]
     causal_mask: Tensor
     is_causal: bool
+    hidden_keys: Tensor | None = None
     num_exchanged: int = 0
     written_rope: tuple[Tensor, Tensor] | None = None
     is_empty: Tensor | None = None
@@ -252,7 +257,10 @@ class PagedAttention:
         if metadata.is_idle:
             return
         self._write(k, v, cache, metadata)
-        if n := metadata.num_direct:
+        n = metadata.num_direct
+        if metadata.hidden_keys is not None:
+            self._attend_padded(q[:n], out[:n], cache, metadata)
+        elif n:
             self._attend_directly(q[:n], out[:n], cache, metadata)
         if metadata.parts:
             self._attend_parts(q, out, cache, metadata)
@@ -267,6 +275,22 @@ class PagedAttention:
             k, v, cache.keys, cache.values, metadata.written, cache_mode="Norm"
         )
 
+    def _attend_padded(
+        self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> None:
+        """Attend with one query for each request, to keys of which a mask hides the padding."""
+        assert self.window is None and self.sinks is None
+        arguments: Arguments = {
+            "query": q.unsqueeze(1),  # [num_reqs, 1, num_heads, head_dim]
+            "atten_mask": metadata.hidden_keys,
+            "sparse_mode": SPARSE_MODE_NONE,
+            FUSED_ATTENTION.kv_lens: metadata.kv_lens,
+            **self._pages(cache, metadata),
+            **self._heads(q.shape[1]),
+            "input_layout": "BSND",
+        }
+        run_now(FUSED_ATTENTION, arguments, out.unsqueeze(1), None)
+
     def _attend_directly(
         self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> None:
@@ -278,10 +302,7 @@ class PagedAttention:
             sums = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
         arguments: Arguments = {
             "query": q,
-            "key": cache.keys.flatten(2),  # [num_blocks, block_size, num_kv_heads * head_dim]
-            "value": cache.values.flatten(2),
-            "block_table": metadata.block_table,
-            "block_size": cache.block_size,
+            **self._pages(cache, metadata),
             **self._heads(q.shape[1]),
             **metadata.mask_arguments(is_causal=metadata.is_causal, window=self.window),
         }
@@ -313,6 +334,14 @@ class PagedAttention:
 
         caches = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
         attend_parts(metadata.parts, caches, self.context, attend, out)
+
+    def _pages(self, cache: KVCache, metadata: AttentionMetadata) -> Arguments:
+        return {
+            "key": cache.keys.flatten(2),  # [num_blocks, block_size, num_kv_heads * head_dim]
+            "value": cache.values.flatten(2),
+            "block_table": metadata.block_table,
+            "block_size": cache.block_size,
+        }
 
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dist_aclgraph.config import Config, GraphMode
+from dist_aclgraph.config.graph import DECODE_MODES
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
@@ -88,8 +89,28 @@ def with_possible_mode(
         and not config.has_decode_graphs
     ):
         changes |= _split_sizes(config)
+    if config.graph.updates == "none" and (why := _why_lengths_are_sent(config, facts, mode)):
+        changes["updates"] = "sent"
+        reasons += (f"graph.updates is sent instead of none: {why}",)
     graph = config.graph.model_copy(update=changes)
     return config.model_copy(update={"graph": graph}), reasons
+
+
+def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) -> str | None:
+    """Return why graphs cannot have a mask in place of updates; None if they can."""
+    if facts.indexer is not None:
+        return "sparse attention reads lengths on the device, so it needs no updates"
+    if facts.mla:
+        return "the operator of latent attention accepts no mask of its own"
+    if facts.window_within(facts.max_model_len(config)) is not None:
+        return "layers with a sliding window need the lengths of requests"
+    if config.parallel.dcp * config.parallel.pcp > 1:
+        return "with parallel.dcp or parallel.pcp above 1, a rank sees a part of each request"
+    if config.speculative.num_tokens:
+        return "with drafts, a request has several queries"
+    if mode not in DECODE_MODES:
+        return f"graph.mode {mode} has no graphs for decode batches only"
+    return None
 
 
 def _split_sizes(config: Config) -> dict[str, object]:

@@ -399,3 +399,8 @@ def largest_of(steps: Sequence[RankStep]) -> StepShape:
     num_tokens, num_reqs, query_lens, num_samples = zip(*shapes, strict=True)
     query_len = query_lens[0] if len(set(query_lens)) == 1 else 0
     return StepShape(max(num_tokens), max(num_reqs), query_len, max(num_samples))
+
+
+def longest_of(steps: Sequence[RankStep]) -> int:
+    """Return the number of tokens of the longest request after steps that only decode."""
+    return max(int(step.records[:, 1:3].sum(1).max()) for step in steps)

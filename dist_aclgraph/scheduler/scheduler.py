@@ -42,6 +42,7 @@ from dist_aclgraph.scheduler.rank_step import (
     StepBuilder,
     StepKind,
     largest_of,
+    longest_of,
 )
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.waiting_requests import WaitingRequests
@@ -434,6 +435,7 @@ class Scheduler:
         graph, _ = self.dispatcher.dispatch(
             num_tokens, num_reqs, query_len, partial(self._may_replay, steps)
         )
+        kv_len = longest_of(busy) if graph is not None and graph.query_len else 0
         self.step += 1
         plan = StepPlan(
             self.epoch,
@@ -442,7 +444,7 @@ class Scheduler:
             graph,
             batches,
             self._choose_exchange(num_tokens if graph is None else graph.num_tokens),
-            StepSize(num_tokens, num_samples),
+            StepSize(num_tokens, num_samples, kv_len),
         )
         self._in_flight.append(_Decided(plan, steps))
         return plan

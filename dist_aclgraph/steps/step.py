@@ -105,11 +105,13 @@ class StepSize(msgspec.Struct, frozen=True):
     """The size of a step on one rank: its tokens, and its sampled requests.
 
     If prompts are split between ranks, ``num_tokens`` is the number of tokens of the rank with the
-    most tokens.
+    most tokens. In a step that replays a decode graph, ``kv_len`` is the number of tokens of the
+    longest request after the step.
     """
 
     num_tokens: int = 0
     num_samples: int = 0
+    kv_len: int = 0
 
 
 class RankPlan(msgspec.Struct, frozen=True, tag="step"):
@@ -134,8 +136,9 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
     eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread. ``largest``
-    has the largest number of tokens and the largest number of samples of all ranks: outside full
-    graphs, ranks that share experts pad their steps to this size.
+    has the largest of each number of all ranks: outside full graphs, ranks that share experts pad
+    their steps to this size, and all ranks replay the same one of a bucket's graphs for several KV
+    lengths.
     """
 
     epoch: int

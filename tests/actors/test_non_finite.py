@@ -30,8 +30,9 @@ def damaged(request: Any, checkpoint: Path, tmp_path: Path) -> tuple[Path, int]:
     return directory, request.param
 
 
+@pytest.mark.parametrize("updates", ["sent", slow("none")])  # with drafts, both are "sent"
 def test_nan_ends_its_own_request_and_leaves_no_trace_in_blocks_or_prefix_cache(
-    damaged: tuple[Path, int], tmp_path: Path
+    damaged: tuple[Path, int], updates: str, tmp_path: Path
 ) -> None:
     directory, num_drafts = damaged
     prompts = [[token % BAD for token in prompt] for prompt in make_prompts(LENGTHS)]
@@ -43,6 +44,7 @@ def test_nan_ends_its_own_request_and_leaves_no_trace_in_blocks_or_prefix_cache(
         # few blocks, so that requests soon get blocks of failed requests.
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 32},
         kv={"num_blocks": 14, "block_size": 32},
+        graph={"updates": updates},
         speculative={"num_tokens": num_drafts},
     )
 

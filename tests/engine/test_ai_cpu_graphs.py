@@ -27,7 +27,7 @@ def capture(npu: Npu, dtype: torch.dtype, graph: BatchDescriptor) -> CaptureCost
         return (x.cumsum(0), (x + 1).cumsum(0))
 
     if graph.mode == "FULL":
-        return store.capture_whole(graph, [sums], ())
+        return store.capture_whole(graph, {0: [sums]}, ())
     return store.capture_pieces(graph, lambda made: made.capture(sums))
 
 

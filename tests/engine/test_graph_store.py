@@ -23,12 +23,12 @@ def test_of_a_step_whose_second_graph_fails_the_first_is_given_back(npu: Npu) ->
     def fails(*_: Any) -> torch.Tensor:
         raise CaptureError("a rule of ours")
 
-    store.capture_whole(decode_graph(1), [works], ())
+    store.capture_whole(decode_graph(1), {0: [works]}, ())
     store.release(decode_graph(1))
     before = npu.available_streams()
 
     with pytest.raises(CaptureError, match="a rule of ours") as caught:
-        store.capture_whole(decode_graph(1), [works, fails], ())
+        store.capture_whole(decode_graph(1), {0: [works, fails]}, ())
 
     # ``caught`` keeps the frames of the failed capture alive.
     assert npu.available_streams() == before, caught

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph import planning
 from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.device import emulator
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.kv.block_pool import BlockPool
@@ -33,6 +35,7 @@ PLANS = {
     "FULL": make_plan(4, 16, 48, mode="FULL", max_num_seqs=MAX_SEQS),
     "FULL_AND_PIECEWISE": make_plan(2, 5, mixed=(8, 48), max_num_seqs=MAX_SEQS),
 }
+NO_UPDATES = make_plan(1, 2, 4, 6, max_num_seqs=MAX_SEQS)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,15 @@ def make_runners(
 @pytest.fixture(scope="module")
 def runners(npu: Any, checkpoint: Path) -> dict[str, ModelRunner]:
     return make_runners(npu, checkpoint, PLANS)
+
+
+@pytest.fixture(scope="module")
+def padded_runners(npu: Any, checkpoint: Path) -> Iterator[dict[str, ModelRunner]]:
+    """Runners with graphs for 32, 64 and 128 tokens, whose lengths are never updated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning.kv_sizes, "SMALLEST", 32)
+        graph = {"updates": "none"}
+        yield make_runners(npu, checkpoint, {"NO_UPDATES": NO_UPDATES}, graph=graph)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +159,20 @@ def test_every_mode_gives_the_tokens_of_eager_steps(
         assert tokens == expected, mode
         if mode == "FULL":
             assert not scheduler.dispatcher.misses
+
+
+@examples(25)
+@given(arrivals, st.integers(12, 40))
+def test_graphs_without_updates_give_the_tokens_of_eager_steps(
+    padded_runners: dict[str, ModelRunner], arrivals: list[Arrival], num_blocks: int
+) -> None:
+    expected, _ = run(padded_runners["NONE"], EAGER, arrivals, num_blocks)
+    before = emulator.counters()["task_updates"]
+
+    tokens, _ = run(padded_runners["NO_UPDATES"], NO_UPDATES, arrivals, num_blocks)
+
+    assert tokens == expected
+    assert emulator.counters()["task_updates"] == before
 
 
 @examples(25)

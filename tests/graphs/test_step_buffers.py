@@ -51,6 +51,7 @@ def assert_has(inputs: DeviceStep, step: HostStep, bucket: int) -> None:
     live, width = step.block_table.shape
     table = inputs.block_table.cpu().numpy()
     assert table[:live, :width].tolist() == step.block_table.tolist()
+    assert not table[:live, width:].any(), "a mask hides these blocks, but not NaN in them"
     assert not table[live:].any()
 
 

@@ -36,6 +36,9 @@ SHARED = 5  # entries on the shared experts' lane: wait, two products, activatio
 # The cache write and attention need one entry each; the wait for attention's parameters and the
 # reset of its event need four entries each.
 ATTENTION = 10
+# If lengths are never updated, a layer has the cache write and attention. The mask needs indices, a
+# comparison, and a copy of the block table; each graph makes it once.
+PADDED_ATTENTION, MASK = 2, 3
 # Upper limit of the additional operators if the cache is sharded: queries are joined; results are
 # converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
 # sixteen additional operators.
@@ -128,14 +131,17 @@ def _model_shapes(
     layer = before + after
     beside = SHARED if workload.moe and workload.multistream_shared else 0
     if family.run_mode == "FULL":
-        attention = ATTENTION
+        is_padded = workload.num_kv_sizes > 0 and family.query_len > 0
+        attention = PADDED_ATTENTION if is_padded else ATTENTION
         if workload.int8_latents:
             attention += INT8_LATENTS
         if workload.dcp > 1:
             attention += SHARDED + (REMAPPED if workload.has_indexers else 0)
-        main = embedding + layers * (layer + attention) + head
+        main = embedding + layers * (layer + attention) + head + (MASK if is_padded else 0)
+        copies = workload.num_kv_sizes if is_padded else 1
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
-        return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)
+        beside *= steps * layers
+        return (Shape(f"{prefix}graph", copies, steps * main, _touched(count), beside),)
     # Collectives of context parallelism belong to attention; piecewise graphs contain none.
     norms = {d: _before_attention(d, workload) for d in workload.domains}
     first = {d: int("tp" in d.kinds) + norms[d] for d in workload.domains}

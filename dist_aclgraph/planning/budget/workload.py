@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dist_aclgraph.config import Config, ExchangeSetting, GraphMode, HcclExpansion
+from dist_aclgraph.planning.kv_sizes import kv_sizes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import GroupKind, ParallelLayout
 
@@ -36,6 +37,8 @@ class Workload:
         sums_norms: whether ranks add the squares of their heads before attention.
         has_indexers: whether layers choose the keys to which they attend.
         int8_latents: whether latents are quantised when they are written to the cache.
+        num_kv_sizes: number of KV lengths for which each decode bucket has a graph; 0 if lengths
+            are sent to captured attention.
     """
 
     num_layers: int
@@ -55,6 +58,7 @@ class Workload:
     sums_norms: bool = False
     has_indexers: bool = False
     int8_latents: bool = False
+    num_kv_sizes: int = 0
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> Workload:
@@ -76,6 +80,7 @@ class Workload:
             sums_norms=facts.qk_norm_spans_heads and parallel.tp > 1,
             has_indexers=facts.indexer is not None,
             int8_latents=config.kv.dtype == "int8",
+            num_kv_sizes=len(_kv_sizes(config, facts)),
         )
 
     @cached_property
@@ -89,3 +94,9 @@ class Workload:
             )
             for ranks in layout.domains_of(0)
         )
+
+
+def _kv_sizes(config: Config, facts: ModelFacts) -> tuple[int, ...]:
+    if config.graph.updates == "sent":
+        return ()
+    return kv_sizes(facts.max_model_len(config), config.kv.block_size)

@@ -55,6 +55,14 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
     assert lanes(PIECES, pair) == [(20, 4), (16, 8), (16, 8), (16, 8), (10, 8)]
 
 
+def test_without_updates_a_bucket_has_a_shorter_graph_for_each_kv_length() -> None:
+    """``make perf-gate`` counts 66 launches in the graph of one length."""
+    padded = Workload(num_layers=4, mode="FULL_AND_PIECEWISE", num_kv_sizes=3)
+
+    assert lanes(DECODE, padded) == 3 * [(66,)]
+    assert lanes(PIECES, padded) == lanes(PIECES, replace(padded, num_kv_sizes=0))
+
+
 def test_norms_over_the_heads_of_several_ranks_add_entries_before_attention() -> None:
     pair, norms = (Workload(num_layers=4, tp=2, sums_norms=sums) for sums in (False, True))
     # In each layer, the main lane gets ten operators, a record and a wait, and HCCL's lane gets

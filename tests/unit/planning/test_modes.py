@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -95,6 +95,29 @@ def test_sizes_of_full_graphs_become_those_of_both_kinds() -> None:
     assert (config.graph.sizes, config.graph.mixed_sizes) == ((4, 64), (4, 64, 256))
     assert config.graph.mixed_traffic == config.graph.traffic == {2: 1.0, 200: 0.5}
     assert (large.graph.sizes, large.graph.mixed_sizes) == (None, (256,))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "reason"),
+    [
+        ("deepseek-v3", {}, "latent attention accepts no mask"),
+        ("deepseek-v3.2", {}, "reads lengths on the device"),
+        ("gpt-oss-120b", {}, "sliding window"),
+        ("qwen3-235b-a22b", {"parallel": {"tp": 8, "dcp": 2}}, "parallel.dcp"),
+        ("qwen3-235b-a22b", {"graph": {"mode": "FULL", "updates": "none"}}, "graph.mode FULL"),
+        ("qwen3-235b-a22b", {}, None),
+    ],
+)
+def test_lengths_are_sent_where_a_mask_cannot_replace_them(
+    model: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    directory = Path(__file__).parents[3] / "configs" / "shapes" / model
+    raw = {"model": str(directory), "graph": {"updates": "none"}, **changes}
+
+    config, reasons = with_possible_mode(make_config(raw), read_model_facts(directory))
+
+    assert config.graph.updates == ("sent" if reason else "none")
+    assert len(reasons) == bool(reason) and all(reason in each for each in reasons if reason)
 
 
 def test_sparse_attention_takes_mixed_batches_whole() -> None:

@@ -333,13 +333,15 @@ class World:
         shape_is_exact = self.shape.exact
         assert 0 < most <= self.shape.max_tokens
         num_samples = [int((records[:, 3] > 0).sum()) for records in batches]
-        assert plan.largest == StepSize(most, max(num_samples))
+        kv_len = 0
         if plan.graph is not None:
+            kv_len = max(int(records[:, 1:3].sum(1).max(initial=0)) for records in batches)
             assert plan.graph.num_tokens >= most
             assert plan.graph.num_reqs >= max(map(len, batches))
             for records in batches:
                 sampled = records[:, 2 : 3 if shape_is_exact else 4]
                 assert (sampled == decode_len).all(), "a graph for decoding runs a prompt"
+        assert plan.largest == StepSize(most, max(num_samples), kv_len)
         if shape_is_exact:
             self.check_exact_plan(plan)
         num_padded = plan.graph.num_tokens if plan.graph else most

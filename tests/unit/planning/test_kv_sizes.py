@@ -1,0 +1,20 @@
+"""Laws for the KV lengths of graphs whose lengths are never updated."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.planning.kv_sizes import SMALLEST, kv_sizes
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([16, 48, 128, 512]))
+def test_each_request_finds_a_length_of_less_than_twice_its_own(max_len, block_size):
+    sizes = kv_sizes(max_len, block_size)
+
+    assert list(sizes) == sorted(set(sizes))
+    assert all(size % block_size == 0 for size in sizes)
+    assert max_len <= sizes[-1] < max_len + block_size
+    for length in {1, max_len, (max_len + 1) // 2, *(s + 1 for s in sizes[:-1])}:
+        fitting = next(size for size in sizes if length <= size)
+        assert fitting < max(2 * length, SMALLEST) + block_size
