@@ -37,6 +37,7 @@ pieces = [event.data.choices[0].delta.content or "" for event in client.chat.str
     messages=[ask], **common)]
 begun = [ask, {"role": "assistant", "content": os.environ["BEGUN"], "prefix": True}]
 print(json.dumps({
+    "models": [[model.id, model.capabilities.completion_chat] for model in client.models.list().data],
     "call": [call.function.name, json.loads(call.function.arguments)],
     "text": last.message.content,
     "texts": [whole, "".join(pieces)],
@@ -59,6 +60,7 @@ def test_mistral_chats_calls_a_tool_and_gets_objects(agent):
     begun = '{"name": "Ida'
     found = run_python("mistralai.client", CHAT, URL=agent.url, BEGUN=begun)
 
+    assert found["models"] == [["tiny-agent", True]]
     assert found["call"] == ["get_weather", {"city": "Tokyo"}]
     assert found["text"] == "It is sunny in Tokyo, 21 degrees."
     whole, streamed = found["texts"]

@@ -260,6 +260,7 @@ def test_models_have_the_fields_that_benchmarks_read():
     assert models[1] == one
     assert one["root"].endswith(MODEL)
     assert one["max_model_len"] == service.state.context_len
+    assert (one["type"], one["capabilities"]["completion_chat"]) == ("base", True)
     assert reply.choices[0].message.content == "a"
 
 

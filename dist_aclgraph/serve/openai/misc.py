@@ -14,7 +14,7 @@ from dist_aclgraph.serve.observe.status import page_response
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.counted import decode_ids
 from dist_aclgraph.serve.openai.errors import json_response, prompt_in
-from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.state import WRITING, ApiState
 from dist_aclgraph.serve.openai.types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.shapes.model_task import TASKS
 from dist_aclgraph.text.chat_template import ChatOptions
@@ -140,6 +140,7 @@ def _tokenize(state: ApiState, body: TokenizeRequest, chat: _Chat | None) -> dic
 
 
 def _model(state: ApiState, name: str) -> dict[str, Any]:
+    writes = state.task.name in WRITING
     return {
         "id": name,
         "object": "model",
@@ -148,4 +149,7 @@ def _model(state: ApiState, name: str) -> dict[str, Any]:
         "root": state.config.model,
         "parent": None,
         "max_model_len": state.context_len,
+        # Mistral's client refuses models without these two fields.
+        "type": "base",
+        "capabilities": {"completion_chat": writes, "function_calling": writes},
     }
