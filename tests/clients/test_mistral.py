@@ -37,7 +37,7 @@ pieces = [event.data.choices[0].delta.content or "" for event in client.chat.str
     messages=[ask], **common)]
 begun = [ask, {"role": "assistant", "content": os.environ["BEGUN"], "prefix": True}]
 print(json.dumps({
-    "models": [[model.id, model.capabilities.completion_chat] for model in client.models.list().data],
+    "models": [[each.id, each.capabilities.completion_chat] for each in client.models.list().data],
     "call": [call.function.name, json.loads(call.function.arguments)],
     "text": last.message.content,
     "texts": [whole, "".join(pieces)],

@@ -24,6 +24,7 @@ from dist_aclgraph.serve.openai.types import CompletionRequest
 from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import token_texts
+from dist_aclgraph.text.infill import infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -38,6 +39,10 @@ async def completions(state: ApiState, request: Request) -> Response:
     body, given = await read_body(request, CompletionRequest, convert, state.config.serve)
     # Encode on a thread, because a long text must not delay the streams of other requests.
     is_text = isinstance(given[0], str)
+    if body.suffix:
+        if not is_text:
+            raise InvalidParameterError("with suffix, prompt must be a text", "prompt")
+        given = [infill_prompt(state.tokenizer, text, body.suffix) for text in given]
     most = body.most_prompt_tokens(state.context_len)
     prompts = (
         await asyncio.to_thread(encode_prompts, state, given, most)

@@ -358,8 +358,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if self.suffix:
-            raise InvalidParameterError("suffix is not offered", "suffix")
+        if self.suffix and self.echo:
+            raise InvalidParameterError("suffix cannot be combined with echo", "suffix")
         if self.best_of not in (None, 1, self.num_choices):
             raise InvalidParameterError(
                 f"best_of is {self.best_of}; only the value of n is offered", "best_of"

@@ -1,0 +1,68 @@
+"""A completion with a suffix is the middle of a text, if the tokenizer has markers for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.text.infill import FORMS
+from tests.serve.conftest import CONFIG, serving
+from tests.serve.test_errors import assert_error
+
+MODEL = CONFIG.parents[1] / "models" / "tiny-qwen3"
+TEXT = "/v1/completions"
+# The prompt for "ab" before the gap and "cd" after it, as the model cards give it.
+PROMPTS = (
+    "<|fim_prefix|>ab<|fim_suffix|>cd<|fim_middle|>",
+    "<fim_prefix>ab<fim_suffix>cd<fim_middle>",
+    "<｜fim▁begin｜>ab<｜fim▁hole｜>cd<｜fim▁end｜>",
+    "<[fim-suffix]>cd<[fim-prefix]>ab<[fim-middle]>",
+    "[SUFFIX]cd[PREFIX]ab",
+)
+
+
+def write_model(folder: Path, markers: list[str]) -> None:
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    known = tokenizer["added_tokens"][0]
+    for marker in markers:
+        tokenizer["added_tokens"].append(known | {"id": config["vocab_size"], "content": marker})
+        config["vocab_size"] += 1
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("form", "prompt"), list(zip(FORMS, PROMPTS, strict=True)))
+def test_the_model_gets_both_texts_between_its_markers(tmp_path, form, prompt):
+    markers = [part for part in form if isinstance(part, str)]
+    write_model(tmp_path / "model", markers)
+
+    with serving(model=str(tmp_path / "model")) as service:
+        service.answer("x")
+        client = service.openai.completions
+        reply = client.create(model="model", prompt="ab", suffix="cd", max_tokens=1)
+        ids = unpack_ints(service.engine.submitted[0].prompt).tolist()
+        tokenizer = service.state.tokenizer
+
+    assert reply.choices[0].text == "x"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == prompt
+    assert {tokenizer.added_token(marker) for marker in markers} < set(ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "its tokenizer has markers such as <|fim_prefix|>"),
+        ({"prompt": [1, 2]}, "prompt must be a text"),
+        ({"echo": True}, "cannot be combined with echo"),
+    ],
+)
+def test_other_requests_with_a_suffix_are_refused_in_one_sentence(service, changes, words):
+    asked = {"model": "tiny-qwen3", "prompt": "ab", "suffix": "cd", **changes}
+
+    assert words in assert_error(service.http.post(TEXT, json=asked))["message"]
