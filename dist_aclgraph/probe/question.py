@@ -55,6 +55,13 @@ class Bench:
         largest = (found - right).abs().max().item()
         return Answer(DIFFERENT, f"largest difference {largest:.3g}, allowed {tolerance:g}")
 
+    def to_fractal_nz(self, weights: Any) -> Any:
+        """Return a device tensor of weights in the storage format FRACTAL_NZ."""
+        # The next import loads torch; only a child process may do this.
+        from dist_aclgraph.device.storage_formats import to_fractal_nz
+
+        return to_fractal_nz(weights)
+
     def synchronize(self) -> None:
         """Wait for the device. This call raises errors of work that was launched before."""
         self.torch.npu.synchronize()

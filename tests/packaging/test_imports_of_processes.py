@@ -19,6 +19,7 @@ WITHOUT_TORCH = (
     "actors.deployment.deployment",
     "serve.app",
     "cli.serve",
+    "cli.probe",
 )
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.device.storage_formats import to_fractal_nz
 from dist_aclgraph.probe.question import (
     DIFFERENT,
     EQUAL,
@@ -179,16 +178,16 @@ def _grouped_matmul(bench: Bench) -> Answer:
 
 def _fractal_nz(bench: Bench) -> Answer:
     weight = _int8(bench, 4, 256, 128)
-    return bench.compare(to_fractal_nz(weight.npu()), weight)
+    return bench.compare(bench.to_fractal_nz(weight.npu()), weight)
 
 
 def _grouped_swiglu(bench: Bench) -> Answer:
     torch, sizes = bench.torch, [3, 0, 9, 4]
     x, weight = _int8(bench, 16, 256), _int8(bench, 4, 256, 512)
     scales, rows = torch.rand(4, 512) * 1e-3, torch.rand(16) * 1e-3
-    weights, counts = ([to_fractal_nz(weight.npu())], [scales.npu()]), torch.tensor(sizes).npu()
+    stored, counts = [bench.to_fractal_nz(weight.npu())], torch.tensor(sizes).npu()
     got, scale = bench.ops.npu_grouped_matmul_swiglu_quant_v2(
-        x.npu(), *weights, rows.npu(), counts, group_list_type=1
+        x.npu(), stored, [scales.npu()], rows.npu(), counts, group_list_type=1
     )
     parts = zip(x.float().split(sizes), weight.float(), scales, strict=True)
     sums = torch.cat([part @ w * s for part, w, s in parts]) * rows[:, None]
