@@ -28,15 +28,19 @@ def _call(
     blocks: int = 4,
     rope: bool = False,
     lse: bool = False,
+    table_rows: int = 2,
+    rows_behind: int = 0,
+    sinks: bool = False,
 ) -> str:
     """Call the operator for two requests. All tensors contain zeros.
 
     Args:
         padded: number of keys of the second request; None means ``length``.
+        rows_behind: number of query rows behind the last request.
     """
     torch = bench.torch
     half = getattr(torch, dtype)
-    query = torch.zeros(2 * rows, heads, dim, dtype=half)
+    query = torch.zeros(2 * rows + rows_behind, heads, dim, dtype=half)
     keys, values = (
         torch.zeros(blocks, block, kv_heads * d, dtype=half) for d in (dim, value_dim or dim)
     )
@@ -44,6 +48,8 @@ def _call(
     if rope:
         extra["query_rope"] = torch.zeros(*query.shape[:2], 64, dtype=half).npu()
         extra["key_rope"] = torch.zeros(blocks, block, kv_heads * 64, dtype=half).npu()
+    if sinks:
+        extra["learnable_sink"] = torch.zeros(heads, dtype=half).npu()
     if sparse:
         extra["atten_mask"] = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
     arguments = {
@@ -52,7 +58,7 @@ def _call(
         "value": values.npu(),
         "actual_seq_lengths": [rows, 2 * rows],
         "actual_seq_lengths_kv": [length, length if padded is None else padded],
-        "block_table": torch.zeros(2, -(-length // block) or 1, dtype=torch.int32).npu(),
+        "block_table": torch.zeros(table_rows, -(-length // block) or 1, dtype=torch.int32).npu(),
         "num_heads": heads,
         "num_key_value_heads": kv_heads,
         "scale": 0.1,
@@ -62,8 +68,8 @@ def _call(
         "softmax_lse_flag": lse,
         **extra,
     }
-    # Latent attention uses version 2 of the operator, as in layers/latent_attention.py.
-    if rope:
+    # Latent attention and attention with sinks use version 2 of the operator, as in layers/.
+    if rope or sinks:
         bench.ops.npu_fused_infer_attention_score_v2(**in_version_2(arguments))
     else:
         bench.ops.npu_fused_infer_attention_score(**arguments)
@@ -102,11 +108,18 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("sparse_2", {"sparse": 2}, REFUSED, "sparse_mode must be 0, 3 or 4"),
     ("no_keys", {"length": 0}, _SINCE_9, "must not be all zero"),
     ("shared_block", {"blocks": 1}, _SINCE_9, "blocks, the cache has"),
+    # A padded step would need no lengths for padding, if the device accepted these two calls.
+    ("longer_table", {"table_rows": 3}, REFUSED, "needs an entry for each row"),
+    ("rows_behind_last", {"rows_behind": 1}, REFUSED, "but T (rows of query)"),
+    ("group_of_72", {"heads": 72, "kv_heads": 1}, REFUSED, "num_key_value_heads is 72"),
+    ("sinks_float16", {"dtype": "float16", "sinks": True}, REFUSED, "learnable_sink must be"),
     ("latent", _LATENT, ACCEPTED, None),
     ("latent_float16", _LATENT | {"dtype": "float16"}, ACCEPTED, None),
     ("latent_block_32", _LATENT | {"block": 32}, _SINCE_9, "block_size 32 must be"),
     ("latent_block_640", _LATENT | {"block": 640}, REFUSED, "block_size 640 must be"),
     ("latent_lse", _LATENT | {"lse": True}, _SINCE_8_5_1, "softmax_lse is not given"),
+    ("latent_heads_96", _LATENT | {"heads": 96}, REFUSED, "64 or 128, got 96"),
+    ("latent_rows_17", _LATENT | {"rows": 17, "sparse": 3}, REFUSED, "16 query rows"),
     ("latent_sparse_4", _LATENT | {"sparse": 4}, _SINCE_9, "sparse_mode must be 0 or 3"),
 )
 

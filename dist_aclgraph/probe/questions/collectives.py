@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dist_aclgraph.config.chips import generation_of
 from dist_aclgraph.probe.question import (
+    ACCEPTED,
     DIFFERENT,
     EQUAL,
     REFUSED,
@@ -105,11 +107,20 @@ def _captured(bench: Bench) -> Answer:
 
 
 def mc2(
-    bench: Bench, num_tokens: int = 6, hidden: int = 1024, num_experts: int = 8, top_k: int = 3
+    bench: Bench,
+    num_tokens: int = 6,
+    hidden: int = 1024,
+    num_experts: int = 8,
+    top_k: int = 3,
+    group: Any = None,
 ) -> Answer:
-    """Send tokens to identity experts on all ranks, and add up the returned tokens."""
+    """Send tokens to identity experts on all ranks, and add up the returned tokens.
+
+    Args:
+        group: the communicator of both operators; None means a new one.
+    """
     torch = bench.torch
-    own = _dist(bench).new_group(list(range(bench.ranks)))
+    own = _dist(bench).new_group(list(range(bench.ranks))) if group is None else group
     name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
     domain = (name, bench.ranks, bench.rank, num_experts)
     is_a2 = generation_of(bench.npu.name) == "A2"  # an A2 sends the experts' weights, too
@@ -136,6 +147,14 @@ def mc2(
     return bench.compare(got, x.float() * weights.sum(-1, keepdim=True), TOLERANCE)
 
 
+def _mc2_on_a_used_group(bench: Bench) -> Answer:
+    """Send tokens by MC2 over a communicator that has run a collective."""
+    own = _dist(bench).new_group(list(range(bench.ranks)))
+    _dist(bench).all_reduce(bench.torch.ones(64, device="npu"), group=own)
+    bench.synchronize()
+    return mc2(bench, group=own)
+
+
 def _streams_of_a_domain(bench: Bench) -> float:
     x = bench.torch.ones(64, device="npu")
     bench.torch.npu.synchronize()
@@ -143,6 +162,11 @@ def _streams_of_a_domain(bench: Bench) -> float:
     _dist(bench).all_reduce(x)
     bench.torch.npu.synchronize()
     return float(before - bench.npu.available_streams())
+
+
+def _accepts(bench: Bench, call: Callable[[Bench], Answer]) -> str:
+    call(bench)
+    return ACCEPTED
 
 
 def _equal(
@@ -178,6 +202,33 @@ PROBES = (
         mc2,
         ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),
         ranks=4,
+    ),
+    *(
+        Probe(
+            f"rules.mc2_{name}",
+            f"Does MC2 accept {what}?",
+            partial(_accepts, call=call),
+            REFUSED,
+            ranks=2,
+            rule=rule,
+        )
+        for name, what, call, rule in (
+            ("hidden_8224", "rows of 8224 elements", partial(mc2, hidden=8224), "H 8224 "),
+            (
+                "top_k_17",
+                "17 experts for each token",
+                partial(mc2, num_experts=32, top_k=17),
+                "K 17 ",
+            ),
+            ("rows_513", "513 tokens", partial(mc2, num_tokens=513), "BS 513 "),
+            ("experts_1026", "1026 experts", partial(mc2, num_experts=1026), "moe_expert_num 1026"),
+            (
+                "used_group",
+                "a communicator that has run a collective",
+                _mc2_on_a_used_group,
+                None,
+            ),
+        )
     ),
     Probe(
         "collectives.streams",

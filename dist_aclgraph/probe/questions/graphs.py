@@ -112,6 +112,12 @@ def _inside_capture(bench: Bench, call: Callable[[Bench, Any], Any]) -> Answer:
     return Answer(f"{found}, graph {'valid' if is_valid else 'wrong'}", "".join(refusal))
 
 
+def _query_event(bench: Bench, x: Any) -> None:
+    event = bench.torch.npu.Event()
+    event.record()
+    event.query()
+
+
 def _accounting(bench: Bench) -> str:
     bench.torch.ones(4, device="npu")
     return "pinned" if bench.npu.counts_graphs(bench.torch.npu.Stream()) else "software_sq"
@@ -437,6 +443,7 @@ PROBES = (
     _refused_inside(
         "query", "a query of the stream", lambda bench, x: bench.torch.npu.current_stream().query()
     ),
+    _refused_inside("event_query", "a query of a captured event", _query_event),
     Probe(
         "graphs.unjoined_stream",
         "Is a capture refused whose stream was not joined?",
