@@ -1,0 +1,263 @@
+"""The refusals of the emulator, and the questions of a probe about them.
+
+``refusals_of`` reads the texts of all refusals from the emulator's sources. ``known_refusals`` has
+an entry for each text: the questions with which ``dist-aclgraph probe`` asks a device about the
+refusal, or the reason why there is no question. ``python -m tools.refusals`` writes the page
+``docs/develop/refusals.md``; it fails if a text has no entry, or an entry has no text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "emulator"
+DATA = ROOT / "tools" / "known_refusals"
+PAGE = ROOT / "docs" / "develop" / "refusals.md"
+
+# The reasons why the probe does not ask a device about a refusal.
+REASONS = {
+    "undefined": "The arguments do not fit together, or the operator's interface does not have "
+    "them. No result is defined.",
+    "unused": "A document excludes the call. The runtime does not make such a call, and gains "
+    "nothing from a device that accepts it.",
+    "gap": "The emulator does not have this case, and the runtime does not use it. The questions "
+    "that compare operators with the host ask about the runtime's calls.",
+    "wheel": "torch_npu converts the arguments, or refuses the call, before CANN gets it.",
+    "harmful": "The call reads or writes outside of a tensor. On a device it may damage other "
+    "data.",
+    "ranks": "A question would need more NPUs than the four that the probe uses.",
+    "unknown_release": "The rule is known from one release of CANN only "
+    "(docs/operate/hardware.md).",
+    "misuse": "The calls are in an impossible order, or name something that does not exist. Only a "
+    "defect of a program makes such calls.",
+    "report": "The text reports an earlier failure: a dead process, a timeout, an abort.",
+    "emulator": "The text concerns the emulator alone: its build, its settings, its faults, or the "
+    "machine on which it runs.",
+}
+
+# Functions that refuse a call if their first argument is false.
+_CONDITIONS = ("demand", "should", "must", "refuse_unless", "TORCH_CHECK")
+# Functions and errors whose text may follow an error code, or the number of a device.
+_OTHERS = (
+    *("refuse_unless_admitted", "fail", "stop_device"),
+    *("Refusal", "TaskError", "runtime_error", "invalid_argument"),
+)
+_CALL = re.compile(rf"\b({'|'.join((*_CONDITIONS, *_OTHERS))})\s*\(")
+_CODE = re.compile(r"\breturn ((?:ACL_ERROR|HCCL_E)_\w+);")
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+_COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_CONVERSION = re.compile(r"%[-#0-9.*]*(?:zu|ld|l?l?[dux]|[sdugpxc])|%%")
+_ASKED = "asked"
+_TITLE = "# Refusals of the emulator, and the questions of a probe"
+_TEXT = (
+    "`python -m tools.refusals` writes this page. The emulator refuses calls with {total} "
+    "different texts, in which `*` stands for a value. A device may have other rules. For {asked} "
+    "texts, `dist-aclgraph probe` asks the device ([probe.md](../operate/probe.md)). For each of "
+    "the other texts, `tools/known_refusals/*.toml` has one of these reasons why there is no "
+    "question:"
+)
+_WIDTH = 120  # of the page, except for tables
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known about some refusals of a source file.
+
+    Attributes:
+        file: relative to the folder of the emulator.
+        texts: as ``refusals_of`` returns them.
+        questions: names of questions of a probe; empty if there is a reason.
+        reason: a key of ``REASONS``; "" if there are questions.
+    """
+
+    file: str
+    texts: tuple[str, ...]
+    questions: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def known_refusals(folder: Path = DATA) -> list[Entry]:
+    """Return the entries of all files of data, in the order of their source files."""
+    entries = [
+        Entry(
+            file,
+            tuple(group["texts"]),
+            tuple(group.get("questions", ())),
+            group.get("reason", ""),
+        )
+        for path in sorted(folder.glob("*.toml"))
+        for file, groups in tomllib.loads(path.read_text()).items()
+        for group in groups
+    ]
+    return sorted(entries, key=lambda entry: entry.file)
+
+
+def differences(found: Mapping[str, Sequence[str]], entries: Sequence[Entry]) -> list[str]:
+    """Return a line for each text without an entry, and for each entry without a text.
+
+    Args:
+        found: the texts by file, as ``refusals_of`` returns them.
+    """
+    known = Counter((entry.file, text) for entry in entries for text in entry.texts)
+    texts = {(file, text) for file, group in found.items() for text in group}
+    return [
+        *(f"{file}: no entry for {text!r}" for file, text in sorted(texts - set(known))),
+        *(f"{file}: no refusal has the text {text!r}" for file, text in sorted(set(known) - texts)),
+        *(f"{file}: two entries for {text!r}" for (file, text), n in known.items() if n > 1),
+    ]
+
+
+def page_of(entries: Sequence[Entry]) -> str:
+    """Return the page with the counts by source file, and with the questions by text."""
+    counts: dict[str, Counter[str]] = {}
+    for entry in entries:
+        row = counts.setdefault(entry.file, Counter())
+        row[entry.reason or _ASKED] += len(entry.texts)
+    columns = (_ASKED, *REASONS)
+    total = sum(counts.values(), Counter())
+    lines = [
+        _TITLE,
+        "",
+        fill(_TEXT.format(total=total.total(), asked=total[_ASKED]), _WIDTH),
+        "",
+        *(_item(f"**{name}:** {text}") for name, text in REASONS.items()),
+        "",
+        "## Texts by source file",
+        "",
+        f"| file | {' | '.join(columns)} |",
+        f"|---|{'---|' * len(columns)}",
+        *(
+            f"| {name} | {' | '.join(str(row[column] or '') for column in columns)} |"
+            for name, row in (*counts.items(), ("all", total))
+        ),
+        "",
+        "## Texts with questions",
+        "",
+        *(
+            _item(f"`{text}` ({entry.file}): {', '.join(entry.questions)}")
+            for entry in entries
+            for text in entry.texts
+            if entry.questions
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _item(text: str) -> str:
+    return fill(
+        f"- {text}",
+        _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def refusals_of(folder: Path = SOURCES) -> dict[str, list[str]]:
+    """Return the texts of refusals by file, each text once. A value in a text is a ``*``.
+
+    The names of files are relative to ``folder``. Texts that only pass on another text are left
+    out. A refusal without a text is the name of its code.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if name.startswith("build") or path.suffix not in (".cpp", ".h", ".py"):
+            continue
+        texts = (_of_python if path.suffix == ".py" else _of_cpp)(path.read_text())
+        if unique := list(dict.fromkeys(text for text in texts if re.search("[A-Za-z]", text))):
+            found[name] = unique
+    return found
+
+
+def _of_python(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield _one_star("".join(_parts_of(node.exc.args[0])))
+
+
+def _parts_of(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        for value in node.values:
+            yield from _parts_of(value)
+    elif isinstance(node, ast.BinOp):
+        yield from _parts_of(node.left)
+        yield from _parts_of(node.right)
+    else:
+        yield "*"
+
+
+def _of_cpp(source: str) -> Iterator[str]:
+    source = _COMMENT.sub(lambda match: match[1] or " ", source)
+    for match in _CODE.finditer(source):
+        yield match[1]
+    for match in _CALL.finditer(source):
+        arguments = _split(source, match.end(), ",")
+        if match[1] in _CONDITIONS:
+            arguments = arguments[1:]
+        else:
+            while arguments and '"' not in arguments[0]:
+                del arguments[0]
+        is_format = match[1] == "fail" and arguments and "%" in arguments[0]
+        text = "".join(map(_text_of, arguments[:1] if is_format else arguments))
+        yield _one_star(_CONVERSION.sub("*", text) if is_format else text)
+
+
+def _split(source: str, begin: int, separator: str) -> list[str]:
+    """Return the parts of an expression from ``begin`` to the bracket that closes it."""
+    parts, depth, last, at = [], 0, begin, begin
+    while at < len(source):
+        if literal := _LITERAL.match(source, at):
+            at = literal.end()
+            continue
+        character = source[at]
+        if character in _CLOSE and not depth:
+            break
+        depth += (character in _OPEN) - (character in _CLOSE)
+        if character == separator and not depth:
+            parts.append(source[last:at])
+            last = at + 1
+        at += 1
+    return [part.strip() for part in (*parts, source[last:at])]
+
+
+def _text_of(argument: str) -> str:
+    """Return the text of an expression: its literals, and ``*`` for values."""
+    texts = []
+    for term in _split(argument, 0, "+"):
+        if made := re.fullmatch(r"(?:std::string|text)\s*\((.*)\)", term, re.DOTALL):
+            texts += [_text_of(part) for part in _split(made[1], 0, ",")]
+        elif not _LITERAL.sub("", term).strip() and term:
+            texts += [ast.literal_eval(literal) for literal in _LITERAL.findall(term)]
+        else:
+            texts.append("*")
+    return "".join(texts)
+
+
+def _one_star(text: str) -> str:
+    return re.sub(r"\*[*]+", "*", text).strip()
+
+
+def main() -> int:
+    """Write the page, print what the entries lack, and return the exit status."""
+    entries = known_refusals()
+    PAGE.write_text(page_of(entries))
+    lines = differences(refusals_of(), entries)
+    print("\n".join(lines) or f"{PAGE} is written.")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
