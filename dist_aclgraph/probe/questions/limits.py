@@ -259,14 +259,14 @@ _CASES: tuple[tuple[str, str, Callable[[Bench], str], str | ByCann, str], ...] =
         "npu_chunk_gated_delta_rule with heads of 64 elements",
         partial(_delta_of_prompt, dim=64),
         REFUSED,
-        "Dk must be 128",
+        " must be 128, got 64",
     ),
     (
         "delta_float16",
         "npu_chunk_gated_delta_rule of float16",
         partial(_delta_of_prompt, dtype="float16"),
         REFUSED,
-        "query must be bfloat16",
+        "must be bfloat16, got Half (other",
     ),
     (
         "delta_of_few_slots",
