@@ -61,11 +61,12 @@ def plant() -> None:
         limits = torch.iinfo(torch.int32)
         return (a.cpu().long() * b.cpu().long()).clamp(limits.min, limits.max).int().npu()
 
-    end_update = torch.npu.graph_task_update_end
+    packet = torch.ops.npu.npu_fused_infer_attention_score
+    launch = packet.out  # the call that is captured and updated; version 2 stays as fast as before
 
-    def slow_end_update(stream):
+    def slow_launch(**arguments):
         time.sleep(0.005)
-        end_update(stream)
+        launch(**arguments)
 
     gather = torch.distributed.all_gather_into_tensor
 
@@ -81,7 +82,7 @@ def plant() -> None:
     torch_npu.npu_dynamic_quant = die
     torch_npu.npu_fused_infer_attention_score = other_attention
     torch.mul = saturating
-    torch.npu.graph_task_update_end = slow_end_update
+    packet.out = slow_launch
     torch.npu.Stream.query = lambda stream: True
     torch.distributed.all_gather_into_tensor = wrong_gather
 
