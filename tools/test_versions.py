@@ -1,5 +1,5 @@
-"""``make test-versions``: with each release series of torch_npu, run the tests of the emulator and
-of graphs, and some parity tests.
+"""``make test-versions``: with each release series of torch_npu, run the tests of the emulator, of
+graphs and of a rank's work, some parity tests, and all questions of a probe to the emulator.
 
 Each series has its own virtual environment (.venv-2.12 for 2.12) and its own build of the emulator.
 """
@@ -16,11 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# A process cannot change the emulator's settings, so each set of tests has its own process.
+# The arguments of pytest for each set of tests. A process cannot change the emulator's settings, so
+# each set has its own process.
 SETS: dict[str, tuple[str, ...]] = {
     "emulator": ("tests/emulator",),
     "graphs": ("tests/graphs",),
-    "parity": ("tests/parity/test_chips.py", "tests/parity/test_spread_experts.py"),
+    "engine": ("tests/engine",),
+    "parity": (
+        "tests/parity/test_chips.py",
+        "tests/parity/test_int4.py",
+        "tests/parity/test_int8.py",
+        "tests/parity/test_sparse_latent.py",
+        "tests/parity/test_spread_experts.py",
+    ),
+    # The questions compare each operator that the runtime calls with the host.
+    "probe": (
+        "tests/probe/test_devices.py::test_the_emulator_answers_as_it_says",
+        "--hypothesis-profile=full",
+        "-m=slow",
+    ),
 }
 SETUP_S, TESTS_S = 3600, 1800
 OUTCOMES = ("passed", "failed", "skipped")
@@ -46,15 +60,18 @@ def set_up(line: str, environment: Path) -> str:
     return "" if done.returncode == 0 else lines[-1]
 
 
-def run_tests(environment: Path, paths: Sequence[str]) -> dict[str, int]:
-    """Run test files that are not slow, and return the number of tests by outcome.
+def run_tests(environment: Path, arguments: Sequence[str]) -> dict[str, int]:
+    """Run tests, and return the number of tests by outcome.
+
+    Args:
+        arguments: of pytest; unless they contain another ``-m``, slow tests are left out.
 
     Raises:
         TimeoutExpired: the tests take longer than ``TESTS_S``.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [str(environment / "bin/python"), "-m", "pytest", "-q", "-m", "not slow", *paths]
+        command = [str(environment / "bin/python"), "-m", "pytest", "-q", "-m=not slow", *arguments]
         subprocess.run(
             [*command, f"--junitxml={report}"],
             cwd=ROOT,
@@ -83,9 +100,9 @@ def main(lines: Sequence[str]) -> int:
             rows.append(f"{line:6}  not tried: {problem}")
             is_good = False
             continue
-        for name, paths in SETS.items():
+        for name, arguments in SETS.items():
             try:
-                counts = run_tests(environment, paths)
+                counts = run_tests(environment, arguments)
             except subprocess.TimeoutExpired:
                 counts = {"failed": 1}
             is_good &= not counts.get("failed")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dist_aclgraph.device.versions import DEFAULT, LINES, installed_line, installed_name
-from tools.test_versions import all_lines, count_outcomes
+from tools.test_versions import SETS, all_lines, count_outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -28,6 +28,12 @@ def test_each_line_has_an_extra_with_its_torch_and_no_other_extra_has_one() -> N
 
 def test_make_tests_each_line() -> None:
     assert all_lines() == list(LINES)
+
+
+def test_each_set_of_tests_names_files_that_exist() -> None:
+    paths = {a.partition("::")[0] for set_ in SETS.values() for a in set_ if a[0] != "-"}
+
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
 
 
 def test_make_installs_the_default_line() -> None:
