@@ -59,11 +59,10 @@ _CONVERSION = re.compile(r"%[-#0-9.*]*(?:zu|ld|l?l?[dux]|[sdugpxc])|%%")
 _ASKED = "asked"
 _TITLE = "# Refusals of the emulator, and the questions of a probe"
 _TEXT = (
-    "`python -m tools.refusals` writes this page. The emulator refuses calls with {total} "
-    "different texts, in which `*` stands for a value. A device may have other rules. For {asked} "
-    "texts, `dist-aclgraph probe` asks the device ([probe.md](../operate/probe.md)). For each of "
-    "the other texts, `tools/known_refusals/*.toml` has one of these reasons why there is no "
-    "question:"
+    "`python -m tools.refusals` writes this page. The emulator's sources refuse calls in {total} "
+    "places. A device may have other rules. For {asked} places, `dist-aclgraph probe` asks the "
+    "device ([probe.md](../operate/probe.md)). For each of the other places, "
+    "`tools/known_refusals/*.toml` has one of these reasons why there is no question:"
 )
 _WIDTH = 120  # of the page, except for tables
 _OPEN, _CLOSE = "([{", ")]}"
@@ -75,7 +74,7 @@ class Entry:
 
     Attributes:
         file: relative to the folder of the emulator.
-        texts: as ``refusals_of`` returns them.
+        texts: as ``refusals_of`` returns them; a text of two places is there twice.
         questions: names of questions of a probe; empty if there is a reason.
         reason: a key of ``REASONS``; "" if there are questions.
     """
@@ -103,17 +102,21 @@ def known_refusals(folder: Path = DATA) -> list[Entry]:
 
 
 def differences(found: Mapping[str, Sequence[str]], entries: Sequence[Entry]) -> list[str]:
-    """Return a line for each text without an entry, and for each entry without a text.
+    """Return a line for each refusal without an entry, and for each entry without a refusal.
+
+    A text that several places of a file have needs as many entries.
 
     Args:
         found: the texts by file, as ``refusals_of`` returns them.
     """
     known = Counter((entry.file, text) for entry in entries for text in entry.texts)
-    texts = {(file, text) for file, group in found.items() for text in group}
+    texts = Counter((file, text) for file, group in found.items() for text in group)
     return [
-        *(f"{file}: no entry for {text!r}" for file, text in sorted(texts - set(known))),
-        *(f"{file}: no refusal has the text {text!r}" for file, text in sorted(set(known) - texts)),
-        *(f"{file}: two entries for {text!r}" for (file, text), n in known.items() if n > 1),
+        *(f"{file}: no entry for {text!r}" for file, text in sorted((texts - known).elements())),
+        *(
+            f"{file}: no refusal for the entry {text!r}"
+            for file, text in sorted((known - texts).elements())
+        ),
     ]
 
 
@@ -132,7 +135,7 @@ def page_of(entries: Sequence[Entry]) -> str:
         "",
         *(_item(f"**{name}:** {text}") for name, text in REASONS.items()),
         "",
-        "## Texts by source file",
+        "## Refusals by source file",
         "",
         f"| file | {' | '.join(columns)} |",
         f"|---|{'---|' * len(columns)}",
@@ -143,10 +146,12 @@ def page_of(entries: Sequence[Entry]) -> str:
         "",
         "## Texts with questions",
         "",
+        "A `*` in a text stands for a value.",
+        "",
         *(
             _item(f"`{text}` ({entry.file}): {', '.join(entry.questions)}")
             for entry in entries
-            for text in entry.texts
+            for text in dict.fromkeys(entry.texts)
             if entry.questions
         ),
     ]
@@ -164,7 +169,7 @@ def _item(text: str) -> str:
 
 
 def refusals_of(folder: Path = SOURCES) -> dict[str, list[str]]:
-    """Return the texts of refusals by file, each text once. A value in a text is a ``*``.
+    """Return the texts of refusals by file, for each place of the source. A value is a ``*``.
 
     The names of files are relative to ``folder``. Texts that only pass on another text are left
     out. A refusal without a text is the name of its code.
@@ -175,8 +180,8 @@ def refusals_of(folder: Path = SOURCES) -> dict[str, list[str]]:
         if name.startswith("build") or path.suffix not in (".cpp", ".h", ".py"):
             continue
         texts = (_of_python if path.suffix == ".py" else _of_cpp)(path.read_text())
-        if unique := list(dict.fromkeys(text for text in texts if re.search("[A-Za-z]", text))):
-            found[name] = unique
+        if kept := [text for text in texts if re.search("[A-Za-z]", text)]:
+            found[name] = kept
     return found
 
 

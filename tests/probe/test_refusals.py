@@ -81,11 +81,17 @@ def test_a_text_that_another_function_made_is_left_out(tmp_path):
     assert refusals_of(tmp_path) == {}
 
 
-def test_a_new_refusal_an_old_entry_and_a_second_entry_are_named():
-    entries = [Entry("a.cpp", ("x", "y")), Entry("a.cpp", ("x",))]
+def test_a_new_refusal_and_an_old_entry_are_named():
+    entries = [Entry("a.cpp", ("x", "y")), Entry("a.cpp", ("w",))]
 
-    assert differences({"a.cpp": ["x", "z"]}, entries) == [
+    assert differences({"a.cpp": ["x", "w", "z"]}, entries) == [
         "a.cpp: no entry for 'z'",
-        "a.cpp: no refusal has the text 'y'",
-        "a.cpp: two entries for 'x'",
+        "a.cpp: no refusal for the entry 'y'",
     ]
+
+
+def test_a_second_refusal_with_the_same_text_needs_a_second_entry():
+    once, twice = [Entry("a.cpp", ("x",))], [Entry("a.cpp", ("x",)), Entry("a.cpp", ("x",))]
+
+    assert differences({"a.cpp": ["x", "x"]}, once) == ["a.cpp: no entry for 'x'"]
+    assert differences({"a.cpp": ["x", "x"]}, twice) == []
