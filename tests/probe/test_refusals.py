@@ -1,5 +1,7 @@
 """Each refusal of the emulator has questions to a device, or a reason why there is no question."""
 
+import re
+
 import pytest
 
 from dist_aclgraph.probe.question import REFUSED, STOPPED, ByCann
@@ -43,6 +45,24 @@ def test_each_question_about_a_refusal_belongs_to_a_text():
     asked = {name for entry in ENTRIES for name in entry.questions}
 
     assert {p.name for p in PROBES if p.rule or expects_a_refusal(p)} - asked == set()
+
+
+def can_begin_with(text, part):
+    """Return whether the text can begin with the part, if each ``*`` is one word or number."""
+    if not part or not text:
+        return not part
+    if text[0] == part[0] and can_begin_with(text[1:], part[1:]):
+        return True
+    ends = range(re.match(r"\w*", part).end() + 1)
+    return text[0] == "*" and any(can_begin_with(text[1:], part[end:]) for end in ends)
+
+
+@pytest.mark.parametrize("probe", [p for p in PROBES if p.rule], ids=lambda probe: probe.name)
+def test_a_rule_is_a_part_of_a_text_of_its_question(probe):
+    """Otherwise ``admit`` would have no effect for a device without the rule."""
+    texts = {text for e in ENTRIES if probe.name in e.questions for text in e.texts}
+
+    assert any(can_begin_with(t[i:], probe.rule) for t in texts for i in range(len(t))), texts
 
 
 def test_the_page_shows_the_entries():
