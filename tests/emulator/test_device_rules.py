@@ -39,7 +39,7 @@ from dist_aclgraph.probe.question import Bench
 from dist_aclgraph.probe.questions import PROBES
 bench = Bench(torch, torch_npu)
 for probe in PROBES:
-    if probe.rule:
+    if probe.rule and probe.ranks == 1:
         try:
             probe.call(bench)
             torch.npu.synchronize()
@@ -50,6 +50,7 @@ for probe in PROBES:
 
 def test_a_file_admits_each_rule_that_a_probe_asks_about(run_script, tmp_path):
     parts = [probe.rule for probe in PROBES if probe.rule]
+    parts.append("CANN 8.5 does not have this operator")  # one call breaks this rule, too
     rules = tmp_path / "rules.toml"
     rules.write_text(f"[settings]\nadmit = {json.dumps(parts)}\n")
 
