@@ -81,7 +81,7 @@ setup-clients: setup
 	  echo $(HASH) > $(CLIENTS_STAMP); fi
 
 LINES ?=
-test-versions: setup-dev ## Run tests of the emulator, graphs and parity with each torch_npu, or LINES="2.10 2.12"
+test-versions: setup-dev ## Run tests of the emulator, a rank and a probe with each torch_npu, or LINES="2.10 2.12"
 	$(BIN)/python -m tools.test_versions $(LINES)
 
 CHECKOUT ?=
