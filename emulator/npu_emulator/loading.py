@@ -30,6 +30,8 @@ _BEFORE_TORCH = (
     "ge_runner",
     "graph",
     "acl_tdt_channel",
+    "metadef",
+    "llm_datadist",
 )
 _AFTER_TORCH = ("hccl", "hcomm", "atb", "opapi", "nnopbase")
 

@@ -55,6 +55,7 @@ EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name, 
 EMU_SHARED aclError fail(aclError code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+constexpr aclError kNotEmulated = 161003;  // of calls that the emulator refuses
 
 // Device addresses are in a window that is PROT_NONE; kernels use an alias mapping of the same
 // pages. So host code that dereferences a device pointer crashes, as with a real device.

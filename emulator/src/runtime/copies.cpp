@@ -74,3 +74,46 @@ EMU_API aclError aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t b
   return launch(stream, TaskKind::Copy, "aclrtMemsetAsync",
                 [=] { memset(accessible(to), value, bytes); }, traits_of(to, nullptr, bytes));
 }
+
+// A batch copies between host and device only (the call's document), and each location is told.
+static aclError check_batch(void **to, size_t *room, void **from, size_t *bytes, size_t count,
+                            aclrtMemcpyBatchAttr *attributes, size_t *first, size_t num_attributes,
+                            size_t *failed) {
+  if (!to || !room || !from || !bytes || !count || !attributes || !first || !num_attributes ||
+      num_attributes > count || first[0])
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "batch of %zu copies with %zu attributes", count,
+                num_attributes);
+  for (size_t i = 0, a = 0; i < count; i++) {
+    if (a + 1 < num_attributes && first[a + 1] == i)
+      a++;
+    *failed = i;
+    auto is_host = [](const aclrtMemLocation &at) { return at.type == ACL_MEM_LOCATION_TYPE_HOST; };
+    const aclrtMemLocation &source = attributes[a].srcLoc, &target = attributes[a].dstLoc;
+    if (is_host(source) == is_host(target))
+      return fail(ACL_ERROR_RT_PARAM_INVALID,
+                  "copy %zu of a batch is not between host and device", i);
+    if (is_device_address(from[i]) == is_host(source) || is_device_address(to[i]) == is_host(target))
+      return fail(ACL_ERROR_RT_PARAM_INVALID, "copy %zu of a batch: the locations are wrong", i);
+    if (aclError e = check_room(room[i], bytes[i]))
+      return e;
+  }
+  *failed = SIZE_MAX;
+  return 0;
+}
+
+EMU_API aclError aclrtMemcpyBatch(void **to, size_t *room, void **from, size_t *bytes, size_t count,
+                                  aclrtMemcpyBatchAttr *attributes, size_t *first,
+                                  size_t num_attributes, size_t *failed) {
+  *failed = SIZE_MAX;
+  if (aclError e = refuse_during_capture("aclrtMemcpyBatch"))
+    return e;
+  if (aclError e =
+          check_batch(to, room, from, bytes, count, attributes, first, num_attributes, failed))
+    return e;
+  for (size_t i = 0; i < count; i++)
+    if (aclError e = aclrtMemcpy(to[i], room[i], from[i], bytes[i], ACL_MEMCPY_DEFAULT)) {
+      *failed = i;
+      return e;
+    }
+  return 0;
+}

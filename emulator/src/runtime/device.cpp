@@ -104,6 +104,11 @@ EMU_API aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t *cons
   return 0;
 }
 
+// The physical device is the one that ASCEND_RT_VISIBLE_DEVICES names.
+EMU_API aclError aclrtGetPhyDevIdByLogicDevId(const int32_t logical, int32_t *const physical) {
+  return aclrtGetLogicDevIdByUserDevId(logical, physical);
+}
+
 // A context is the device number plus one.
 EMU_API aclError aclrtGetCurrentContext(aclrtContext *context) {
   if (t_device < 0)

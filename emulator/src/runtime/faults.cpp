@@ -184,10 +184,13 @@ aclError fault_in_allocation(int device) {
 }
 
 aclError fault_in_call(const char *name, int device) {
+  std::string text = planted_fault(name, device, never);
+  return text.empty() ? 0 : fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", text.c_str());
+}
+
+std::string planted_fault(const char *name, int device, const std::function<bool()> &is_over) {
   std::optional<Due> due = fault_of({name, device, false});
-  if (due && strike(due->fault, never))
-    return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe("call", *due, name).c_str());
-  return 0;
+  return due && strike(due->fault, is_over) ? describe("call", *due, name) : "";
 }
 
 }  // namespace emu

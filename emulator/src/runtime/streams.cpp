@@ -228,6 +228,15 @@ EMU_API aclError aclrtDestroyStream(aclrtStream handle) {
   return 0;
 }
 EMU_API aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
+// The abort of a single stream, after which its events would never be recorded, is not emulated.
+EMU_API aclError aclrtStreamAbort(aclrtStream handle) {
+  if (!handle)
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "abort of no stream");
+  auto *s = static_cast<Stream *>(handle);
+  if (!s->drained())
+    return fail(kNotEmulated, "the abort of stream %d, which has tasks, is not emulated", s->id);
+  return 0;
+}
 // CANN returns the number of free hardware queues, not of ids. If each stream pins its queue, the
 // two numbers are equal.
 EMU_API aclError aclrtGetStreamAvailableNum(uint32_t *count) {

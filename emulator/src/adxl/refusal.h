@@ -1,0 +1,43 @@
+// Refused calls: the status for the caller, and a text that aclGetRecentErrMsg returns to its thread.
+#pragma once
+
+#include "adxl/adxl_engine.h"
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace emu::adxl {
+
+using namespace ::adxl;
+
+struct Refusal : std::runtime_error {
+  Status status;
+  Refusal(Status status_, const std::string &text) : std::runtime_error(text), status(status_) {}
+};
+
+// Refuses a call that no setting allows.
+template <class... Parts>
+void refuse_unless(bool condition, Status status, const Parts &...parts) {
+  if (condition)
+    return;
+  std::ostringstream text;
+  (text << ... << parts);
+  throw Refusal(status, text.str());
+}
+
+// Refuses a call that breaks a rule of the documents. With strict=false, or if the setting `admit`
+// contains a part of the text, the call is allowed.
+template <class... Parts>
+void demand(bool condition, Status status, const Parts &...parts) {
+  if (condition || !settings().strict)
+    return;
+  std::ostringstream text;
+  (text << ... << parts);
+  for (const std::string &admitted : settings().admitted)
+    if (text.str().find(admitted) != std::string::npos)
+      return;
+  throw Refusal(status, text.str());
+}
+
+}  // namespace emu::adxl
