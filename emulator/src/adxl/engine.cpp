@@ -108,7 +108,7 @@ public:
     check_context();
     refuse_unless(handle, PARAM_INVALID, "the handle is null");
     std::lock_guard<std::mutex> lock(mutex_);
-    size_t links = channels_.size() + (listener_ ? listener_->num_clients() : 0);
+    size_t links = links_.size() + (listener_ ? listener_->num_clients() : 0);
     demand(!links, FAILED, links, " links still use the memory: disconnect them first");
     memory_.remove(handle);
   }
@@ -116,29 +116,41 @@ public:
   void connect(const std::string &remote, int timeout_ms) {
     check_context();
     std::lock_guard<std::mutex> one(connect_mutex_);
-    refuse_unless(!find(remote), ALREADY_CONNECTED, remote, " is connected already");
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      refuse_unless(!links_.count(remote), ALREADY_CONNECTED, remote, " is connected already");
+    }
     std::string fault = emu::planted_fault("adxl_connect", device_, [] { return false; });
     refuse_unless(fault.empty(), FAILED, fault);
     std::vector<Range> local = memory_.ranges();
     Peer peer(parse_name(remote), self_.identity(), local, timeout_ms);
     auto channel = std::make_shared<Channel>(std::move(peer), std::move(local), device_);
     std::lock_guard<std::mutex> lock(mutex_);
-    channels_[remote] = channel;
+    links_[remote] = {channel};
   }
 
-  void disconnect(const std::string &remote, int timeout_ms) {
+  // No link to the same engine is made before the old one accesses no memory. If `only` is given, no
+  // other channel is closed.
+  void disconnect(const std::string &remote, int timeout_ms, const Channel *only = nullptr) {
     check_context();
     std::shared_ptr<Channel> channel;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto found = channels_.find(remote);
-      refuse_unless(found != channels_.end(), NOT_CONNECTED, remote, " is not connected");
-      channel = found->second;
-      channels_.erase(found);
+      auto found = links_.find(remote);
+      bool is_open = found != links_.end() && !found->second.is_closing;
+      refuse_unless(is_open && (!only || found->second.channel.get() == only), NOT_CONNECTED,
+                    remote, " is not connected");
+      channel = found->second.channel;
+      found->second.is_closing = true;
     }
     channel->close();
-    refuse_unless(channel->peer().leave(timeout_ms) == SUCCESS, TIMEOUT, remote,
-                  " did not confirm the end of the link within ", timeout_ms, " ms");
+    Status left = channel->peer().leave(timeout_ms);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      links_.erase(remote);
+    }
+    refuse_unless(left == SUCCESS, TIMEOUT, remote, " did not confirm the end of the link within ",
+                  timeout_ms, " ms");
   }
 
   void transfer(const std::string &remote, TransferOp operation,
@@ -148,7 +160,7 @@ public:
     try {
       channel->wait(channel->start(operation, spans), timeout_ms);
     } catch (const Refusal &) {
-      unlink_automatically(remote, timeout_ms);
+      unlink_automatically(remote, timeout_ms, *channel);
       throw;
     }
   }
@@ -161,7 +173,7 @@ public:
     try {
       transfer = channel->start(operation, spans);
     } catch (const Refusal &) {
-      unlink_automatically(remote, kAsyncConnectMs);
+      unlink_automatically(remote, kAsyncConnectMs, *channel);
       throw;
     }
     std::lock_guard<std::mutex> lock(mutex_);
@@ -190,7 +202,7 @@ public:
     } catch (const Refusal &refusal) {
       forget(id);
       if (refusal.status != NOT_CONNECTED)
-        unlink_automatically(request.remote, kAsyncConnectMs);
+        unlink_automatically(request.remote, kAsyncConnectMs, *request.channel);
       throw;
     }
     if (now != TransferStatus::WAITING)
@@ -199,6 +211,10 @@ public:
   }
 
 private:
+  struct Link {
+    std::shared_ptr<Channel> channel;
+    bool is_closing = false;
+  };
   struct Request {
     std::string remote;
     std::shared_ptr<Channel> channel;
@@ -214,14 +230,14 @@ private:
   std::unique_ptr<Listener> listener_;
   std::mutex connect_mutex_;  // one link is made at a time
   std::mutex mutex_;          // guards the members below
-  std::map<std::string, std::shared_ptr<Channel>> channels_;
+  std::map<std::string, Link> links_;
   std::map<uintptr_t, Request> requests_;
   uintptr_t next_ = 1;
 
   std::shared_ptr<Channel> find(const std::string &remote) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = channels_.find(remote);
-    return found == channels_.end() ? nullptr : found->second;
+    auto found = links_.find(remote);
+    return found == links_.end() || found->second.is_closing ? nullptr : found->second.channel;
   }
 
   void forget(uintptr_t id) {
@@ -244,9 +260,9 @@ private:
   }
 
   // With AutoConnect, a failed transfer ends its link.
-  void unlink_automatically(const std::string &remote, int timeout_ms) {
+  void unlink_automatically(const std::string &remote, int timeout_ms, const Channel &channel) {
     if (options_.auto_connect)
-      answered("Disconnect", [&] { disconnect(remote, timeout_ms); });
+      answered("Disconnect", [&] { disconnect(remote, timeout_ms, &channel); });
   }
 };
 
