@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ class Peer:
     """A process with Mooncake's engine and 256 registered blocks of random bytes on a device."""
 
     def __init__(self, device: int, log: Path, **settings: object):
+        environment = {name: str(settings.pop(name)) for name in list(settings) if name.isupper()}
         words = [f"--set={key}={value}" for key, value in {"devices": 2, **settings}.items()]
         command = [sys.executable, "-m", "dist_aclgraph.device.emulator", "run", *words, "--"]
         command += [sys.executable, "-u", "-c", PROGRAM, str(device), str(free_port())]
@@ -89,6 +91,7 @@ class Peer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
+                env={**os.environ, **environment},
                 text=True,
             )
 
@@ -131,7 +134,9 @@ class Peer:
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., list[Peer]]]:
-    """Start a process for each device; the settings are those of the first process."""
+    """Start a process for each device. The settings of the emulator, and the variables in capitals,
+    are those of the first process.
+    """
     peers: list[Peer] = []
 
     def started(*devices: int, **settings: object) -> list[Peer]:
@@ -153,8 +158,9 @@ def replaced(blocks: list[str], places: list[int], others: list[str], moved: lis
     return result
 
 
-def test_blocks_move_exactly_and_other_memory_is_refused(start):
-    reader, owner = start(1, 0)
+@pytest.mark.parametrize("variables", [{}, {"ASCEND_USE_ASYNC_TRANSFER": 1}])
+def test_blocks_move_exactly_and_other_memory_is_refused(start, variables):
+    reader, owner = start(1, 0, **variables)
     mine, yours = reader.digests(), owner.digests()
 
     assert reader.move("read", owner, PLACES, MOVED) == 0
