@@ -34,7 +34,7 @@ OK, INVALID, TIMEOUT, NOT_CONNECTED, ALREADY, UNSUPPORTED = (
     103903,
     103905,
 )
-FAILED = 503900
+FAILED, EXHAUSTED = 503900, 203900
 WAITING, COMPLETED, BROKEN = 0, 1, 3
 NO_POOL = "adxl.BufferPool=0:0"
 LIMIT_S = 60
@@ -390,6 +390,27 @@ def test_requests_are_queried_until_they_end(start):
         assert a.answer("status", request) == [INVALID, BROKEN]
     assert a.status("status", 0) == FAILED
     assert a.bytes_at(mine, 20) == "2*10 1*10"
+
+
+def test_a_link_takes_streams_at_both_ends(start):
+    a, b = start(streams=8).begin(), start(streams=8).begin()
+    clients = [a, start(streams=8).begin(), start(streams=8).begin()]
+    assert a.wants("streams") == b.wants("streams") == [8]
+
+    a.link(b)
+    assert (a.wants("streams"), b.wants("streams")) == ([8 - 2 - 1], [8 - 2])
+    a.unlink(b)
+    assert a.wants("streams") == b.wants("streams") == [8]
+    for client in clients:
+        client.link(b)
+    assert b.wants("streams") == [2]
+    clients[0].unlink(b)
+
+    poor = start(device=3, streams=2).begin()
+    assert poor.status("connect", b.name, LONG_MS) == EXHAUSTED
+    poor = start(device=3, streams=1).begin()
+    assert poor.status("connect", b.name, LONG_MS) == FAILED and "communication domain" in poor.text
+    assert a.status("connect", poor.name, LONG_MS) == FAILED  # the server has too few
 
 
 def test_memory_of_a_link_stays_registered(pair):

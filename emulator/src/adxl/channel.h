@@ -2,6 +2,7 @@
 #pragma once
 
 #include "adxl/peer.h"
+#include "adxl/streams.h"
 
 #include <condition_variable>
 #include <deque>
@@ -19,13 +20,14 @@ struct Transfer {
 
 class Channel {
 public:
+  // Call it with the context of the engine. Throws a Refusal if there are too few stream ids.
   Channel(Peer peer, std::vector<Range> local, int device);
   ~Channel();
 
   // Checks all spans before the first byte moves; throws a Refusal.
   std::shared_ptr<Transfer> start(TransferOp operation, const std::vector<TransferOpDesc> &spans);
-  // Waits; throws a Refusal if the transfer fails. After TIMEOUT the transfer goes on, and the channel
-  // refuses other transfers, until it is closed.
+  // Waits; throws a Refusal if the transfer fails. After TIMEOUT the transfer goes on, and the
+  // channel refuses other transfers, until it is closed.
   void wait(const std::shared_ptr<Transfer> &transfer, int timeout_ms);
   TransferStatus status(const std::shared_ptr<Transfer> &transfer);  // throws a Refusal
 
@@ -37,6 +39,8 @@ private:
   const Peer peer_;
   const std::vector<Range> local_;  // registered before the link was made
   const int device_;
+  const Domain domain_;
+  const TransferStream stream_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Transfer>> queue_;

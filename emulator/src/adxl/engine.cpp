@@ -74,6 +74,22 @@ int physical(int device) {
   return id;
 }
 
+// Lets the thread use a context, and then its own one again.
+class CurrentContext {
+public:
+  explicit CurrentContext(aclrtContext context) {
+    aclrtGetCurrentContext(&previous_);
+    aclrtSetCurrentContext(context);
+  }
+  ~CurrentContext() {
+    if (previous_)
+      aclrtSetCurrentContext(previous_);
+  }
+
+private:
+  aclrtContext previous_ = nullptr;
+};
+
 void check_timeout(int timeout_ms) {
   refuse_unless(timeout_ms > 0, PARAM_INVALID, "a timeout of ", timeout_ms, " ms is not above 0");
 }
@@ -89,7 +105,7 @@ public:
         memory_(device_) {
     aclrtGetCurrentContext(&context_);
     if (name.port)
-      listener_ = std::make_unique<Listener>(name, self_.identity(), memory_);
+      listener_ = std::make_unique<Listener>(name, self_.identity(), memory_, context_);
   }
 
   // The documents of all calls but Finalize and SendNotify.
@@ -124,13 +140,14 @@ public:
     refuse_unless(fault.empty(), FAILED, fault);
     std::vector<Range> local = memory_.ranges();
     Peer peer(parse_name(remote), self_.identity(), local, timeout_ms);
+    const CurrentContext current(context_);
     auto channel = std::make_shared<Channel>(std::move(peer), std::move(local), device_);
     std::lock_guard<std::mutex> lock(mutex_);
     links_[remote] = {channel};
   }
 
-  // No link to the same engine is made before the old one accesses no memory. If `only` is given, no
-  // other channel is closed.
+  // No link to the same engine is made before the old one accesses no memory. If `only` is given,
+  // no other channel is closed.
   void disconnect(const std::string &remote, int timeout_ms, const Channel *only = nullptr) {
     check_context();
     std::shared_ptr<Channel> channel;

@@ -1,6 +1,6 @@
 #include "adxl/peer.h"
 
-#include "runtime/services.h"
+#include "adxl/streams.h"
 
 #include <charconv>
 #include <cstdlib>
@@ -231,8 +231,9 @@ Status Peer::leave(int timeout_ms) const {
 
 // ---- a server
 
-Listener::Listener(const EngineName &name, const Identity &self, const Memory &memory)
-    : self_(self), memory_(memory) {
+Listener::Listener(const EngineName &name, const Identity &self, const Memory &memory,
+                   aclrtContext context)
+    : self_(self), memory_(memory), context_(context) {
   SocketAddress address(name);
   socket_ = address.socket();
   int yes = 1;
@@ -253,26 +254,36 @@ Listener::~Listener() {
 
 namespace {
 
-// A client's connection. It counts as a link once the server has answered.
+// A client's connection. It is a link once the server has taken stream ids for it and answers.
 struct Connection {
   File socket;
   Clock::time_point begun = Clock::now();
   Identity told{};
   size_t received = 0;
-  bool is_link = false;
+  std::unique_ptr<Domain> domain;
+  bool is_link() const { return domain != nullptr; }
+
+  bool begin_link() {
+    try {
+      domain = std::make_unique<Domain>();
+    } catch (const Refusal &refusal) {
+      fprintf(stderr, "[emulator] a link is refused: %s\n", refusal.what());
+    }
+    return is_link();
+  }
 
   // Returns false if the connection has ended, or is no client's.
   bool read() {
-    char *to = is_link ? nullptr : reinterpret_cast<char *>(&told) + received;
+    char *to = is_link() ? nullptr : reinterpret_cast<char *>(&told) + received;
     char nothing;
-    size_t room = is_link ? 1 : sizeof told - received;
-    ssize_t got = recv(socket.get(), is_link ? &nothing : to, room, 0);
+    size_t room = is_link() ? 1 : sizeof told - received;
+    ssize_t got = recv(socket.get(), is_link() ? &nothing : to, room, 0);
     if (got <= 0)
       return got < 0 && (errno == EAGAIN || errno == EINTR);
-    received += is_link ? 0 : got;
-    return !is_link && (received < sizeof told || is_greeting(told));
+    received += is_link() ? 0 : got;
+    return !is_link() && (received < sizeof told || is_greeting(told));
   }
-  bool is_late() const { return !is_link && Clock::now() > begun + kGreetingLimit; }
+  bool is_late() const { return !is_link() && Clock::now() > begun + kGreetingLimit; }
 };
 
 bool answer(const Connection &client, Identity self, const std::vector<Range> &ranges) {
@@ -287,6 +298,7 @@ bool answer(const Connection &client, Identity self, const std::vector<Range> &r
 
 void Listener::serve() {
   pthread_setname_np(pthread_self(), "npu_adxl");
+  aclrtSetCurrentContext(context_);
   std::list<Connection> clients;
   for (;;) {
     std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}, {socket_.get(), POLLIN, 0}};
@@ -300,13 +312,14 @@ void Listener::serve() {
     size_t i = 2;
     for (auto client = clients.begin(); client != clients.end(); i++) {
       bool goes_on = !polled[i].revents || client->read();
-      if (goes_on && !client->is_link && client->received == sizeof client->told) {
-        client->is_link = true;
+      if (goes_on && !client->is_link() && client->received == sizeof client->told) {
         num_clients_++;  // before the client knows that it is linked
-        goes_on = answer(*client, self_, memory_.ranges());
+        goes_on = client->begin_link() && answer(*client, self_, memory_.ranges());
+        num_clients_ -= !client->is_link();
       }
       if (!goes_on || client->is_late()) {
-        num_clients_ -= client->is_link;
+        num_clients_ -= client->is_link();
+        client->domain.reset();  // before the client knows that the link has ended
         client = clients.erase(client);
       } else {
         ++client;
@@ -315,7 +328,7 @@ void Listener::serve() {
     if (polled[1].revents)
       if (int file = accept4(socket_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
           file >= 0)
-        clients.push_back({File(file)});
+        clients.emplace_back().socket = File(file);
   }
 }
 

@@ -19,8 +19,8 @@ namespace emu::adxl {
 
 using Clock = std::chrono::steady_clock;
 
-// The name of an engine: IP:PORT or IP, where an IPv6 address has square brackets. An engine without
-// a port, or with port 0, does not listen.
+// The name of an engine: IP:PORT or IP, where an IPv6 address has square brackets. An engine
+// without a port, or with port 0, does not listen.
 struct EngineName {
   std::string text, ip;
   uint16_t port = 0;
@@ -94,13 +94,16 @@ private:
 // Answers clients at the address of an engine, in a thread.
 class Listener {
 public:
-  Listener(const EngineName &name, const Identity &self, const Memory &memory);  // throws a Refusal
+  // Throws a Refusal. `context` is that of the engine.
+  Listener(const EngineName &name, const Identity &self, const Memory &memory,
+           aclrtContext context);
   ~Listener();
   int num_clients() const { return num_clients_; }
 
 private:
   const Identity self_;
   const Memory &memory_;
+  const aclrtContext context_;
   File socket_, wake_;
   std::atomic<int> num_clients_{0};
   std::thread thread_;

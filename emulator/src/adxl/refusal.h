@@ -1,4 +1,4 @@
-// Refused calls: the status for the caller, and a text that aclGetRecentErrMsg returns to its thread.
+// Refused calls: the status for the caller, and a text for aclGetRecentErrMsg.
 #pragma once
 
 #include "adxl/adxl_engine.h"

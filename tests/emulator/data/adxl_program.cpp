@@ -102,6 +102,10 @@ int main() {
     } else if (call == "notify") {
       words >> name;
       status = engine.SendNotify(name.c_str(), {});
+    } else if (call == "streams") {
+      uint32_t available = 0;
+      status = aclrtGetStreamAvailableNum(&available);
+      values << " " << available;
     } else if (call == "finalize") {
       engine.Finalize();
     } else {
