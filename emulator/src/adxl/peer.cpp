@@ -174,9 +174,19 @@ Peer::Peer(const EngineName &name, const Identity &self, const std::vector<Range
   refuse_unless(is_greeting(identity_), FAILED, name.text, " is no emulated engine");
   ranges_.resize(identity_.num_ranges);
   check(receive_all(socket_.get(), ranges_.data(), ranges_.size() * sizeof(Range), end), "answer");
+  hccs_ = !strcmp(self.host, identity_.host) && !self.roce && !identity_.roce;
+  try {
+    check_peer(name, self, local);
+  } catch (const Refusal &) {
+    leave(ms_until(end));  // the server must not count a link that its client has refused
+    throw;
+  }
+}
+
+void Peer::check_peer(const EngineName &name, const Identity &self,
+                      const std::vector<Range> &local) const {
   refuse_unless(identity_.engine == name.text, PARAM_INVALID, "the engine at ", name.text,
                 " has the name ", identity_.engine);
-  hccs_ = !strcmp(self.host, identity_.host) && !self.roce && !identity_.roce;
   check_devices(self, local);
   refuse_unless(is_alive(), FAILED, name.text,
                 " is a process whose memory this process may not access; emulated links reach only"

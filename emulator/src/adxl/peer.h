@@ -88,6 +88,8 @@ private:
   std::vector<Range> ranges_;
   bool hccs_;
 
+  void check_peer(const EngineName &name, const Identity &self,
+                  const std::vector<Range> &local) const;
   void check_devices(const Identity &self, const std::vector<Range> &local) const;
 };
 
