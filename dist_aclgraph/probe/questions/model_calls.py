@@ -17,7 +17,9 @@ from dist_aclgraph.probe.questions.operators import (
     LATENT,
     ROTATED,
     attention,
+    attention_arguments,
     attention_on_host,
+    blocks_in_order,
 )
 
 MANY = 24  # number of requests in a decode step
@@ -40,6 +42,26 @@ def _decode_of_one_head(bench: Bench) -> Answer:
     keys, values = (_random(bench, MANY * LONG[-1] // BLOCK, BLOCK, 1, DIM) for _ in range(2))
     got = attention(bench, query.npu(), keys.npu(), values.npu(), lengths)
     return bench.compare(got, attention_on_host(bench, query, keys, values, lengths), BFLOAT16)
+
+
+def _masked_decode(bench: Bench) -> Answer:
+    """A decode step with ``graph.updates: none``: all requests read as many keys, and a mask hides
+    the keys that a request does not have.
+    """
+    torch, num_keys = bench.torch, LONG[-1]
+    query = _random(bench, len(LONG), 8, DIM)
+    shape = len(LONG) * num_keys // BLOCK, BLOCK, 1, DIM
+    keys, values = (_random(bench, *shape) for _ in range(2))
+    table = blocks_in_order(bench, keys, len(LONG))
+    lengths = [num_keys] * len(LONG)
+    arguments = attention_arguments(query.npu(), keys.npu(), values.npu(), lengths, table)
+    del arguments["actual_seq_lengths"]
+    hidden = torch.arange(num_keys) >= torch.tensor(LONG).view(-1, 1, 1, 1)
+    changes = {"query": query.npu().unsqueeze(1), "atten_mask": hidden.npu()}
+    got = bench.ops.npu_fused_infer_attention_score(
+        **arguments | changes | {"input_layout": "BSND"}
+    )[0].squeeze(1)
+    return bench.compare(got, attention_on_host(bench, query, keys, values, LONG), BFLOAT16)
 
 
 def _angles(bench: Bench, count: int) -> tuple[Any, Any]:
@@ -212,6 +234,12 @@ PROBES = (
         "model_calls.decode_of_one_head",
         f"Is a decode step of {MANY} requests with one KV head as on the host (Qwen3-235B, tp 8)?",
         _decode_of_one_head,
+        EQUAL,
+    ),
+    Probe(
+        "model_calls.masked_decode",
+        "Is a decode step with a mask in place of lengths as on the host (graph.updates: none)?",
+        _masked_decode,
         EQUAL,
     ),
     _equal(
