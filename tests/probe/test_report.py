@@ -184,6 +184,13 @@ def test_each_attention_operator_is_updated_in_a_graph():
     assert captured and captured - asked == set()
 
 
+def test_the_documents_count_the_questions():
+    page = (ROOT.parent / "docs" / "operate" / "probe.md").read_text()
+
+    assert f" all {len(PROBES)} questions;" in page
+    assert f" {len(probes_of('quick'))} questions; writes" in page
+
+
 def test_names_are_unique_and_quick_questions_few():
     assert [name for name, n in Counter(p.name for p in PROBES).items() if n > 1] == []
     assert len(probes_of("quick")) <= 15
