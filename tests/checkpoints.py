@@ -219,6 +219,98 @@ SPARSE = {
     "index_head_dim": 128,
     "index_topk": 24,
 }
+EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
+GRANITE = {
+    "attention_bias": True,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 6.0,
+}
+# Factors of queries grow from position 32 on.
+GROWING = {**YARN_ROPE, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
+# Further families; transformers computes one pass over each answer.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "sliding_window": 24,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 40,
+        "rope_parameters": {
+            "full_attention": LINEAR_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "Ministral3ForCausalLM": {"head_dim": 64, "rope_parameters": GROWING, "pad_token_id": None},
+    "SmolLM3ForCausalLM": {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "pad_token_id": None,
+    },
+    "Olmo2ForCausalLM": {"attention_bias": True},
+    "Olmo3ForCausalLM": {
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "full_attention": YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "Exaone4ForCausalLM": {"num_hidden_layers": 4, "head_dim": 64, "sliding_window": 24},
+    "CohereForCausalLM": {"logit_scale": 0.3, "attention_bias": True},
+    "Cohere2ForCausalLM": {
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "logit_scale": 0.3,
+        "tie_word_embeddings": True,
+    },
+    "GraniteForCausalLM": {**GRANITE, "mlp_bias": True},
+    "GraniteMoeForCausalLM": {**GRANITE, **EXPERTS, "intermediate_size": 96},
+    "GraniteMoeSharedForCausalLM": {
+        **GRANITE,
+        **EXPERTS,
+        "intermediate_size": 96,
+        "shared_intermediate_size": 70,
+    },
+    "GraniteMoeHybridForCausalLM": {
+        **GRANITE,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 194,
+        "position_embedding_type": "rope",
+        "layer_types": ["full_attention"] * 3,
+        "mamba_n_heads": 4,
+    },
+    "HunYuanDenseV1ForCausalLM": {
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 1.0,
+            "alpha": 50.0,
+        },
+        "attention_bias": True,
+    },
+    "HunYuanMoEV1ForCausalLM": {
+        "head_dim": 64,
+        "num_experts": 8,
+        "moe_topk": 3,
+        "intermediate_size": 96,
+    },
+    "Dots1ForCausalLM": {
+        "head_dim": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": None,
+    },
+}
+CONFIG_NAMES["Gemma3ForCausalLM"] = "Gemma3TextConfig"
 # Architectures without recorded tokens: tests let transformers compute one pass over the answer.
 UNRECORDED: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": SPARSE,
@@ -245,10 +337,10 @@ def make_reference(
     """
     import transformers
 
-    settings = {**USUAL, **{**SPECIAL, **UNRECORDED}[architecture], **overrides}
+    settings = {**USUAL, **{**SPECIAL, **FAMILIES, **UNRECORDED}[architecture], **overrides}
     name = CONFIG_NAMES.get(architecture, architecture.replace("ForCausalLM", "Config"))
     config = getattr(transformers, name)(**settings)
-    model = _seeded(getattr(transformers, architecture), config, directory)
+    model = seeded(getattr(transformers, architecture), config, directory)
     if directory is not None and architecture == "KimiLinearForCausalLM" and not as_saved:
         _publish_kimi_linear(directory)
     return model
@@ -283,63 +375,8 @@ def _publish_kimi_linear(directory: Path) -> None:
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
-def make_kimi_k25(directory: Path) -> Any:
-    """Return a seeded Kimi K2.5 of transformers with its image encoder; write it with the published
-    names.
-
-    transformers 5.23 has another name for the class, and writes "blocks" in place of "layers".
-    """
-    import transformers
-
-    text = {**USUAL, **SPECIAL["DeepseekV3ForCausalLM"], "n_group": 1, "model_type": "deepseek_v3"}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = transformers.Kimi_K25Config(
-        text_config=text,
-        vision_config={**vision, "num_attention_heads": 2},
-        projection_hidden_size=32,
-        tie_word_embeddings=False,
-    )
-    model = _seeded(transformers.Kimi_K25ForConditionalGeneration, config, directory)
-    written, published = "language_model.model.blocks.", "language_model.model.layers."
-    stored = load_file(directory / "model.safetensors")
-    renamed = {name.replace(written, published): tensor for name, tensor in stored.items()}
-    save_file(renamed, directory / "model.safetensors", {"format": "pt"})
-    path = directory / "config.json"
-    names = {"architectures": ["KimiK25ForConditionalGeneration"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | names))
-    return model
-
-
-def make_qwen3_vl(directory: Path) -> Any:
-    """Return a seeded Qwen3-VL of transformers with its image encoder; write it."""
-    import transformers
-
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
-    text = {**USUAL, "head_dim": 64, "rope_parameters": rope}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
-    config = transformers.Qwen3VLConfig(
-        text_config=text,
-        vision_config={**vision, "out_hidden_size": text["hidden_size"]},
-        tie_word_embeddings=False,
-    )
-    return _seeded(transformers.Qwen3VLForConditionalGeneration, config, directory)
-
-
-def make_mistral3(directory: Path) -> Any:
-    """Return a seeded Mistral Small 3.1 of transformers with its image encoder; write it."""
-    import transformers
-
-    text = {**USUAL, **SPECIAL["MistralForCausalLM"], "model_type": "mistral"}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = transformers.Mistral3Config(
-        text_config=text,
-        vision_config={**vision, "num_attention_heads": 2, "model_type": "pixtral"},
-        tie_word_embeddings=False,
-    )
-    return _seeded(transformers.Mistral3ForConditionalGeneration, config, directory)
-
-
-def _seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
+def seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
+    """Return a model of transformers with seeded weights; write it to ``directory`` if given."""
     torch.manual_seed(0)
     model = model_class(config).float().eval()
     with torch.no_grad():

@@ -230,6 +230,7 @@ class PagedAttention:
             With a window, ranks do not share contexts.
         sinks: [num_heads], logits that take a part of each head's attention without adding a value;
             None without sinks. With sinks, ranks do not share contexts.
+        scale: factor of the scores; None means ``head_dim ** -0.5``.
     """
 
     num_heads: int
@@ -238,6 +239,7 @@ class PagedAttention:
     context: ContextParallel = UNDIVIDED
     window: int | None = None
     sinks: Tensor | None = None
+    scale: float | None = None
 
     def __call__(
         self,
@@ -350,7 +352,7 @@ class PagedAttention:
         return {
             heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            scale: self.head_dim**-0.5,
+            scale: self.head_dim**-0.5 if self.scale is None else self.scale,
             "input_layout": "TND",
         }
 

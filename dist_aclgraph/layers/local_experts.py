@@ -113,6 +113,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return ``gelu(gate) * up``: [rows, 2 * width] -> [rows, width]; the gate comes first. CANN
+    computes gelu by its formula with tanh.
+    """
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
 @dataclass(frozen=True)
 class ClippedSwiglu:
     """The activation of ``SwigluClip``; columns of gate and up alternate."""

@@ -1,4 +1,4 @@
-"""RMS norms, alone and after the addition of the residual stream."""
+"""Norms of rows, alone and after the addition of the residual stream."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,41 @@ class RmsNorm:
         npu = torch.ops.npu
         normed, _, residual = npu.npu_add_rms_norm(x, residual, self.weight, self.eps)
         return normed, residual
+
+
+@dataclass(frozen=True)
+class CenteredNorm:
+    """Subtracts the mean of a row first, and then works like ``RmsNorm`` (a layer norm).
+
+    Attributes:
+        weight: [width].
+    """
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same shape."""
+        return layer_norm(x, self.weight.shape, self.weight, eps=self.eps)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``x + residual``, and the sum itself."""
+        residual = x + residual
+        return self(residual), residual
+
+
+@dataclass(frozen=True)
+class NoNorm:
+    """Takes the place of a norm in layers that normalise only their results."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x`` as it is."""
+        return x
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``x + residual`` twice."""
+        residual = x + residual
+        return residual, residual
+
+
+Norm = RmsNorm | CenteredNorm

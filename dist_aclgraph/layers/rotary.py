@@ -11,6 +11,7 @@ deployment use the frequencies of the longest possible request, because cached k
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -105,22 +106,92 @@ class RotaryTables:
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
-        rotary_dim: int | None = None,
     ) -> None:
-        """Build the tables.
-
-        Args:
-            rotary_dim: number of rotated elements of a head; None means ``head_dim``. The elements
-                have the order of ``pairs_across_head``.
-        """
-        cos, sin = rope_tables(rope, rotary_dim or head_dim, max_len, dtype)
-        cos, sin = pad_tables(cos, sin, head_dim)
+        """Build the tables."""
+        cos, sin = rope_tables(rope, head_dim, max_len, dtype)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def rows(self, positions: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return cos and sin of [n] int32 positions, viewed as ``shape``."""
         cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
         return cos.view(shape), sin.view(shape)
+
+
+class RotaryTableSet:
+    """Owns the tables of a decoder with several rotary embeddings, and for queries that grow.
+
+    Every table is stored once; layers name their tables by an index.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rotary_dim: int | None = None,
+    ) -> None:
+        """Begin without tables.
+
+        Args:
+            rotary_dim: number of rotated elements of a head; None means ``head_dim``. The elements
+                have the order of ``pairs_across_head``.
+        """
+        self._head_dim, self._rotary_dim = head_dim, rotary_dim or head_dim
+        self._max_len, self._dtype, self._device = max_len, dtype, device
+        self._cos: list[Tensor] = []
+        self._sin: list[Tensor] = []
+
+    def add(self, rope: RopeSpec) -> RopeRows | None:
+        """Return the indices of the tables of an embedding; None if it changes nothing."""
+        if not rope.num_tables:
+            return None
+        cos, sin = rope_tables(rope, self._rotary_dim, self._max_len, torch.float32)
+        keys = self._place(cos, sin)
+        if not rope.query_growth:
+            return RopeRows(keys, keys)
+        factors = query_factors(rope, len(cos))[:, None]
+        return RopeRows(self._place(cos, sin, factors), keys)
+
+    def _place(self, cos: Tensor, sin: Tensor, factors: Tensor | float = 1.0) -> int:
+        cos, sin = pad_tables(cos, sin, self._head_dim)
+        for tables, table in ((self._cos, cos), (self._sin, sin)):
+            tables.append((table * factors).to(self._dtype).to(self._device))
+        return len(self._cos) - 1
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[n] int32 positions -> cos and sin, [tables, n, 1, head_dim] each."""
+        cos, sin = (
+            torch.stack([table.index_select(0, positions) for table in tables]).unsqueeze(2)
+            if len(tables) > 1
+            else tables[0].index_select(0, positions)[None, :, None]
+            for tables in (self._cos, self._sin)
+        )
+        return cos, sin
+
+
+@dataclass(frozen=True)
+class RopeRows:
+    """Indices of the tables of queries and keys in the rows of a ``RotaryTableSet``."""
+
+    queries: int
+    keys: int
+
+    def rotate(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotate [1, n, heads, head_dim] each.
+
+        Args:
+            rope: cos and sin, [tables, n, 1, head_dim] each.
+        """
+        rotate = torch.ops.npu.npu_rotary_mul
+        of_q, of_k = ([table[i : i + 1] for table in rope] for i in (self.queries, self.keys))
+        return rotate(q, *of_q), rotate(k, *of_k)
+
+
+def query_factors(rope: RopeSpec, count: int) -> Tensor:
+    """Return the factors of queries at positions 0 to ``count - 1``, [count] float32."""
+    steps = torch.arange(count, dtype=torch.float32) // rope.original_len
+    return 1 + rope.query_growth * torch.log1p(steps)
 
 
 def score_factor(rope: RopeSpec) -> float:

@@ -28,16 +28,22 @@ class VocabularyEmbedding:
     Attributes:
         weight: [vocab / size, hidden].
         start: first token id of this rank.
+        scale: factor of the rows.
     """
 
     weight: Tensor
     start: int
     group: CommGroup
+    scale: float = 1.0
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[n] int32 -> [n, hidden], the sum over ranks; each rank has only the rows of its token
         ids.
         """
+        rows = self._rows(token_ids)
+        return rows if self.scale == 1 else rows * self.scale
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start
@@ -52,14 +58,20 @@ class VocabularyHead:
 
     Attributes:
         weight: [hidden, vocab / size]; with tied embeddings, a transposed view of the embedding.
+        scale: factor of the logits.
     """
 
     weight: Tensor
     vocab_size: int
     group: CommGroup
+    scale: float = 1.0
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, hidden] -> [n, vocab]. ``out``, if given, receives the result."""
+        logits = self._logits(hidden, out)
+        return logits if self.scale == 1 else logits.mul_(self.scale)
+
+    def _logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         if self.group.size == 1:
             return torch.mm(hidden, self.weight, out=out)
         parts = self.group.all_gather(torch.mm(hidden, self.weight))  # [size, n, vocab / size]

@@ -85,6 +85,14 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self._file_of
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the stored shape of a tensor.
+
+        Raises:
+            MissingTensorError: there is no such tensor.
+        """
+        return tuple(self._find(name).get_shape())
+
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in float32, for any ``dtype`` of this object.
 

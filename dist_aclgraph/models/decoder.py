@@ -115,14 +115,18 @@ def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbeddin
     start, stop = vocabulary_part(spec.vocab_size, slices.group)
     shape = (spec.vocab_size, spec.hidden_size)
     rows = slices.part("model.embed_tokens.weight", shape, 0, start, stop)
-    return VocabularyEmbedding(slices.place(rows), start, slices.group)
+    weight = slices.place(rows)
+    # As in transformers, the factor is rounded to the type of the weights.
+    scale = torch.tensor(spec.embedding_scale, dtype=weight.dtype).item()
+    return VocabularyEmbedding(weight, start, slices.group, scale)
 
 
 def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
     # A decoder without a stored head only computes embeddings: its logits are not used.
-    tied = VocabularyHead(embedding.weight.t(), spec.vocab_size, slices.group)
+    sizes = spec.vocab_size, slices.group, spec.logit_scale
+    tied = VocabularyHead(embedding.weight.t(), *sizes)
     is_tied, name = spec.tie_word_embeddings, "lm_head.weight"
     if not slices.checkpoint.has_head or (is_tied and not slices.has(name)):
         return tied
@@ -132,4 +136,4 @@ def _load_head(
     # says that they are tied.
     if is_tied and torch.equal(weight, embedding.weight.t()):
         return tied
-    return VocabularyHead(slices.place(weight), spec.vocab_size, slices.group)
+    return VocabularyHead(slices.place(weight), *sizes)

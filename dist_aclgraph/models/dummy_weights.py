@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dist_aclgraph.errors import MissingTensorError
 from dist_aclgraph.models.checkpoint import USUAL_NAMES
 from dist_aclgraph.models.int4_weights import Int4Matrix
 from dist_aclgraph.models.int8_weights import Matrix
@@ -40,6 +41,9 @@ class DummyCheckpoint:
 
     def __contains__(self, name: str) -> bool:
         return False  # no optional tensor exists
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        raise MissingTensorError(f"tensor {name} has no stored shape")
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)

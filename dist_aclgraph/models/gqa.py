@@ -14,7 +14,7 @@ from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
 from dist_aclgraph.layers.int8_rows import Rows
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.norm import RmsNorm
-from dist_aclgraph.layers.rotary import RotaryTables, pairs_across_head
+from dist_aclgraph.layers.rotary import RopeRows, RotaryTableSet, pairs_across_head
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices, part_by_part
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
@@ -62,6 +62,8 @@ class GroupedQueryAttention:
 
     Attributes:
         qkv: hidden -> q of the heads, the gates of their results if there are gates, k and v.
+        rope_rows: the rotary tables of queries and keys; None if they are not rotated.
+        norms_follow_rope: whether queries and keys are normalised after their rotation.
         has_gate: whether the results are multiplied by ``sigmoid(gate)``, element by element.
     """
 
@@ -69,6 +71,8 @@ class GroupedQueryAttention:
     norms: HeadNorms | NormsOfAllHeads | None
     paged: PagedAttention
     output_product: RowParallelLinear
+    rope_rows: RopeRows | None
+    norms_follow_rope: bool = False
     has_gate: bool = False
 
     @property
@@ -79,19 +83,23 @@ class GroupedQueryAttention:
         """Return q, k and v, [num_tokens, heads, head_dim] each, the gate [num_tokens, heads *
         head_dim] if there is one, and a tensor for the result.
 
-        q and k are rotated.
+        q and k are rotated, if the layer rotates them.
         """
-        npu, a = torch.ops.npu, self.paged
+        a = self.paged
         num_q, num_kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         widths = [num_q, *[num_q] * self.has_gate, num_kv, num_kv]
         q, *gate, k, v = torch.split(self.qkv(h), widths, dim=-1)
         n = q.shape[0]
         q = q.reshape(1, n, a.num_heads, a.head_dim)
         k = k.reshape(1, n, a.num_kv_heads, a.head_dim)
-        if self.norms is not None:
+        if self.norms is not None and not self.norms_follow_rope:
             q, k = self.norms(q, k)
-        q = npu.npu_rotary_mul(q, *rope)[0]
-        k = npu.npu_rotary_mul(k, *rope)[0]
+        if self.rope_rows is not None:
+            q, k = self.rope_rows.rotate(q, k, rope)
+        if self.norms is not None and self.norms_follow_rope:
+            q, k = self.norms(q, k)
+        # Queries and keys that are neither normalised nor rotated are parts of wider rows.
+        q, k = q[0].contiguous(), k[0].contiguous()
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
         return q, k, v, *gate, torch.empty_like(q)
@@ -141,9 +149,12 @@ class GroupedQuery:
         self._window = spec.window_within(max_len)
         self._context = ContextParallel.of(groups)
         self._device = device
-        self._rotary = RotaryTables(
-            spec.rope, spec.head_dim, max_len, dtype, device, rotary_dim=spec.rotary_dim
+        self._rotary = RotaryTableSet(
+            spec.head_dim, max_len, dtype, device, rotary_dim=spec.rotary_dim
         )
+        self._rope_rows = self._rotary.add(spec.rope)
+        other = spec.other_rope
+        self._other_rows = None if other is None else self._rotary.add(other.rope)
 
     def load(self, slices: WeightSlices, index: int) -> GroupedQueryAttention:
         prefix, window = f"model.layers.{index}.self_attn", self._window
@@ -163,6 +174,7 @@ class GroupedQuery:
                 self._context,
                 window.num_keys if window and index in window.layers else None,
                 self._load_sinks(slices, prefix) if spec.has_sinks else None,
+                spec.attention_scale,
             ),
             output_product=slices.row_parallel(
                 f"{prefix}.o_proj",
@@ -171,8 +183,14 @@ class GroupedQuery:
                 heads.q.stop * d,
                 spec.has_output_bias,
             ),
+            rope_rows=self._rows_of(index),
+            norms_follow_rope=spec.norms_follow_rope,
             has_gate=spec.has_output_gate,
         )
+
+    def _rows_of(self, index: int) -> RopeRows | None:
+        other = self._spec.other_rope
+        return self._other_rows if other and index in other.layers else self._rope_rows
 
     def _queries(self, slices: WeightSlices, name: str) -> MatrixPart:
         """Return the queries of this rank's heads, followed by their gates if there are gates.
@@ -236,8 +254,8 @@ class GroupedQuery:
         )
 
     def rope(self, positions: Tensor) -> Rope:
-        """[n] -> cos and sin, [1, n, 1, head_dim] each."""
-        return self._rotary.rows(positions, (1, -1, 1, self._spec.head_dim))
+        """[n] -> cos and sin, [tables, n, 1, head_dim] each."""
+        return self._rotary.rows(positions)
 
     def make_cache(self, room: CacheRoom) -> KVCache:
         shape = (room.num_blocks, room.block_size, self._heads.num_kv_heads, self._spec.head_dim)

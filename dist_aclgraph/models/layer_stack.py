@@ -22,13 +22,15 @@ from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
 from dist_aclgraph.layers.int8_rows import Int8Norm, Rows
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.local_experts import Activation, swiglu
-from dist_aclgraph.layers.norm import RmsNorm
+from dist_aclgraph.layers.norm import CenteredNorm, NoNorm, Norm, RmsNorm
 from dist_aclgraph.layers.segments import RunSegment, Segment, run_directly
 from dist_aclgraph.models.attention_kind import AttentionKind, Cache, LayerAttention, Rope
 from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
+# Norms before attention and before the feed-forward part.
+InputNorm = Norm | NoNorm | Int8Norm
 MakeRope = Callable[[Tensor], Rope]  # maps positions to rotary rows
 # Arguments: tensors with one row per token. Returns [num_tokens, hidden].
 Embed = Callable[..., Tensor]
@@ -71,19 +73,23 @@ class DecoderLayer:
     """One decoder layer of this rank.
 
     Attributes:
+        post_attention_norm: norm of the input of the feed-forward part; None if this input is that
+            of attention.
         index: the layer's index in the checkpoint.
         marks: marks the collectives of this rank.
         output_norms: norms of the results of attention and of the feed-forward part; None if the
             results are added to the residual stream as they are.
+        result_scale: factor of these results.
     """
 
-    input_norm: RmsNorm | Int8Norm
+    input_norm: InputNorm
     attention: LayerAttention
-    post_attention_norm: RmsNorm | Int8Norm
+    post_attention_norm: InputNorm | None
     feed_forward: FeedForward
     index: int
     marks: CollectiveMarks
-    output_norms: tuple[RmsNorm, RmsNorm] | None = None
+    output_norms: tuple[Norm, Norm] | None = None
+    result_scale: float = 1.0
 
     def before_attention(
         self, x: Tensor, residual: Tensor | None, rope: Rope
@@ -92,7 +98,7 @@ class DecoderLayer:
         self.marks.enter(self.index, BEFORE)
         h: Rows
         if residual is None:
-            assert isinstance(self.input_norm, RmsNorm), "the first norm of a stack has no sum"
+            assert not isinstance(self.input_norm, Int8Norm), "the first norm has no sum"
             h, residual = self.input_norm(x), x
         else:
             h, residual = self.input_norm.after_sum(x, residual)
@@ -107,14 +113,22 @@ class DecoderLayer:
             attended: the inputs of attention; the last one has the results.
         """
         self.marks.enter(self.index, AFTER)
-        of_attention, of_feed_forward = self.output_norms or (_unchanged, _unchanged)
-        result = of_attention(self.attention.output(attended))
+        norms = self.output_norms or (None, None)
+        result = self._result(self.attention.output(attended), norms[0])
+        if self.post_attention_norm is None:
+            # The norm is computed a second time, because its result would be one more tensor that
+            # crosses attention.
+            assert not isinstance(self.input_norm, Int8Norm)
+            h: Rows = self.input_norm(residual)
+            both = result + self._result(self.feed_forward(h, slots, step), norms[1])
+            return both, residual
         h, residual = self.post_attention_norm.after_sum(result, residual)
-        return of_feed_forward(self.feed_forward(h, slots, step)), residual
+        return self._result(self.feed_forward(h, slots, step), norms[1]), residual
 
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
+    def _result(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Return a result in the form in which it is added to the residual stream."""
+        x = x if norm is None else norm(x)
+        return x if self.result_scale == 1 else x * self.result_scale
 
 
 def load_layer(
@@ -124,9 +138,11 @@ def load_layer(
     allowed.
     """
     prefix = f"model.layers.{index}"
-    input_norm = load_norm(slices, spec, f"{prefix}.input_layernorm.weight")
+    input_norm = _load_input_norm(slices, spec, f"{prefix}.input_layernorm.weight")
     attention = kind.load(slices, index)
-    norm = load_norm(slices, spec, f"{prefix}.post_attention_layernorm.weight")
+    norm = None
+    if not spec.has_parallel_mlp:
+        norm = _load_input_norm(slices, spec, f"{prefix}.post_attention_layernorm.weight")
     feed_forward = _load_feed_forward(slices, spec, index, f"{prefix}.mlp")
     output_norms = None
     if spec.has_output_norms:
@@ -135,20 +151,29 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
     is_first = index in (0, spec.num_layers)  # in the decoder, or in the next-token module
+    # A norm that gives rows in int8 needs a sum, and gives them to one product.
+    fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
-        slices.norm_before(input_norm, attention.quantises_rows and not is_first),
+        slices.norm_before(input_norm, fuses_input),
         attention,
-        slices.norm_before(norm, feed_forward.quantises_rows),
+        None if norm is None else slices.norm_before(norm, feed_forward.quantises_rows),
         feed_forward,
         index,
         slices.group.marks,
         output_norms,
+        spec.residual_scale,
     )
 
 
-def load_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> RmsNorm:
+def _load_input_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm | NoNorm:
+    return load_norm(slices, spec, name) if spec.has_input_norms else NoNorm()
+
+
+def load_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm:
     """Return a norm of hidden states."""
     weight = slices.whole(name, (spec.hidden_size,))
+    if spec.norms_center:
+        return CenteredNorm(weight, spec.rms_norm_eps)
     return RmsNorm(weight, spec.rms_norm_eps, spec.norm_adds_one)
 
 
@@ -161,7 +186,8 @@ def _load_feed_forward(
     share = slices.share(width)
     parts = [(f"{prefix}.{name}", width, *share) for name in ("gate_proj", "up_proj")]
     down = slices.row_parallel(f"{prefix}.down_proj", (hidden, width), *share, has_bias)
-    return Mlp(slices.fused(parts, hidden, has_bias), down, slices.activation(down.product))
+    activation = slices.activation(down.product, spec.activation)
+    return Mlp(slices.fused(parts, hidden, has_bias), down, activation)
 
 
 @dataclass(frozen=True)
@@ -174,7 +200,7 @@ class LayerStack:
 
     rope: MakeRope
     layers: Sequence[DecoderLayer]
-    norm: RmsNorm
+    norm: Norm
 
     def forward(
         self,

@@ -25,15 +25,17 @@ from dist_aclgraph.layers.local_experts import (
     ExpertProduct,
     GroupedProduct,
     InnerProduct,
+    geglu,
     swiglu,
 )
-from dist_aclgraph.layers.norm import RmsNorm
+from dist_aclgraph.layers.norm import NoNorm, Norm, RmsNorm
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.models.int4_products import Int4Weights, SharedZeros
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import Int4Format
+from dist_aclgraph.shapes.model_spec import Activation as ActivationName
 
 WeightSource = Checkpoint | DummyCheckpoint
 # A function that is called with the number of bytes of each weight that is on the device.
@@ -195,17 +197,23 @@ class WeightSlices:
         fits = fills_blocks(weight) and self.fusions.use("nz_weights", weight.shape[-1])
         return in_blocks(weight) if fits else weight
 
-    def norm_before(self, norm: RmsNorm, quantises_rows: bool) -> RmsNorm | Int8Norm:
+    def norm_before(self, norm: Norm | NoNorm, quantises_rows: bool) -> Norm | NoNorm | Int8Norm:
         """Return a norm in the form for the layers that use its results.
 
         Args:
             quantises_rows: whether only products in int8 use them.
         """
+        if not isinstance(norm, RmsNorm):
+            return norm
         fits = quantises_rows and not norm.adds_one
         return Int8Norm(norm) if fits and self.fusions.use("norm_quant", len(norm.weight)) else norm
 
-    def activation(self, down: Product | ExpertProduct) -> Activation:
-        """Return SwiGLU in the form for the product that uses its results."""
+    def activation(
+        self, down: Product | ExpertProduct, kind: ActivationName = "silu"
+    ) -> Activation:
+        """Return a gated activation in the form for the product that uses its results."""
+        if kind == "gelu_pytorch_tanh":
+            return geglu
         fuses = down.quantises_rows and self.fusions.use("swiglu_quant", down.weight.shape[-2])
         return swiglu_to_int8 if fuses else swiglu
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.linear import Linear
-from dist_aclgraph.layers.norm import RmsNorm
+from dist_aclgraph.layers.norm import Norm
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
@@ -34,8 +34,8 @@ class NextTokenModule:
     """
 
     embedding: VocabularyEmbedding
-    token_norm: RmsNorm
-    hidden_norm: RmsNorm
+    token_norm: Norm
+    hidden_norm: Norm
     mix: Linear
     kind: PagedKind
     stack: LayerStack

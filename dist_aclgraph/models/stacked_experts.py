@@ -59,7 +59,8 @@ def load_joined_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return the products of gate and up, and of down, from tensors [experts, out, in].
+    """Return the products of gate and up, and of down, from tensors [experts, out, in], or
+    [experts, in, out] if the spec says so.
 
     The tensors have no biases, and all rows of gate come before the rows of up.
 
@@ -67,6 +68,9 @@ def load_joined_products(
         ConfigError: the deployment converts matrices to int8.
     """
     count, width, (start, stop) = experts.num_experts, experts.width, share
+    # transformers 5 saves [experts, out, in] for all families.
+    stored = slices.checkpoint.shape_of(f"{prefix}.gate_up_proj")
+    transposed = experts.joined_is_transposed and stored == (count, hidden, 2 * width)
     if slices.checkpoint.quantises:
         raise ConfigError(
             f"quantization is w8a8; {prefix} is stored as one tensor for all experts, which cannot "
@@ -74,18 +78,22 @@ def load_joined_products(
         )
     last = max(start, min(stop, width))  # The last ranks can have zeros in place of rows.
 
-    def rows(first: int) -> Tensor:
-        name, shape = f"{prefix}.gate_up_proj", (count, 2 * width, hidden)
-        found = slices.stack(name, shape, here, 0, first + start, first + last, has_blocks=True)
-        return pad(found, (0, 0, 0, stop - last))
+    def read(name: str, outs: int, ins: int, dim: int, first: int, end: int) -> Tensor:
+        """Return [first, end) of dimension ``dim`` of [out, in] matrices, as [experts, in, out]."""
+        if transposed:
+            shape = count, ins, outs
+            return slices.stack(f"{prefix}.{name}", shape, here, 1 - dim, first, end)
+        shape = count, outs, ins
+        found = slices.stack(f"{prefix}.{name}", shape, here, dim, first, end, has_blocks=True)
+        return found.transpose(1, 2)
 
-    gate_up = torch.cat([rows(0), rows(width)], 1)
-    shape = (count, hidden, width)
-    down = slices.stack(f"{prefix}.down_proj", shape, here, 1, start, stop, has_blocks=True)
-    return (
-        GroupedProduct(slices.place(gate_up.transpose(1, 2))),
-        GroupedProduct(slices.place(down.transpose(1, 2))),
-    )
+    def columns(first: int) -> Tensor:
+        found = read("gate_up_proj", 2 * width, hidden, 0, first + start, first + last)
+        return pad(found, (0, stop - last))
+
+    gate_up = torch.cat([columns(0), columns(width)], 2)
+    down = read("down_proj", hidden, width, 1, start, stop)
+    return GroupedProduct(slices.place(gate_up)), GroupedProduct(slices.place(down))
 
 
 def _bias(bias: Tensor) -> Tensor:

@@ -283,7 +283,7 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     # Logits, the greatest logit of each row, and the hidden states from which drafting begins.
     outputs = num_samples * (vocab_size + 1) + (num_tokens * spec.hidden_size if k else 0)
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
-    tables = 2 * (max_len + SPARE_POSITIONS) * rope_dim
+    tables = 2 * spec.num_rope_tables * (max_len + SPARE_POSITIONS) * rope_dim
     sizes = input_sizes(
         num_tokens,
         num_reqs,

@@ -50,6 +50,8 @@ def activation_bytes(
     if spec.indexer:
         attention += _indexer(spec.indexer)
     feed_forward = _mlp(hidden, spec.intermediate_size, tp)
+    if spec.activation != "silu":
+        feed_forward += -(-spec.intermediate_size // tp)  # the activated gate
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)

@@ -20,6 +20,7 @@ from dist_aclgraph.errors import (
     ModelError,
     UnsupportedModelError,
 )
+from dist_aclgraph.shapes.family_keys import FAMILY_DEFAULTS, HAS_DRAFTS, KEY_NAMES
 from dist_aclgraph.shapes.json_files import read_json_object
 
 DEFAULT_CONTEXT = 2048
@@ -36,105 +37,9 @@ DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidde
 # these objects or beside them
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 ROPE_VALUES = ("rope_theta", "partial_rotary_factor")
+# types of layers: names of separate rotary embeddings, and items of layer_types
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 ROPE_ORIGINAL = "original_max_position_embeddings"
-# families whose published checkpoints have one next-token module, but no such key in config.json
-HAS_DRAFTS = ("Qwen3NextForCausalLM",)
-# for each family that names usual keys differently: its names, and the usual names
-KEY_NAMES = {
-    "InternLM3ForCausalLM": {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
-    "Ernie4_5_MoeForCausalLM": {
-        "moe_num_experts": "num_experts",
-        "moe_k": "num_experts_per_tok",
-        "moe_num_shared_experts": "n_shared_experts",
-    },
-    "HYV3ForCausalLM": {
-        "num_experts": "n_routed_experts",
-        "num_shared_experts": "n_shared_experts",
-        "router_scaling_factor": "routed_scaling_factor",
-    },
-    "KimiLinearForCausalLM": {
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "moe_router_activation_func": "scoring_func",
-        "num_expert_group": "n_group",
-        "num_experts": "n_routed_experts",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts",
-    },
-}
-_DEEPSEEK_V3 = {
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-}
-_GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07}
-_ERNIE = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-# If config.json lacks one of these keys, the family's value is used, as in transformers. Keys whose
-# default is equal in all families are not listed.
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "Qwen3ForCausalLM": {"head_dim": 128},
-    "DeepseekV2ForCausalLM": {"n_shared_experts": 2},
-    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
-    "KimiK25ForConditionalGeneration": _DEEPSEEK_V3,
-    "DeepseekV32ForCausalLM": _DEEPSEEK_V3,
-    "GlmMoeDsaForCausalLM": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
-    "Glm4MoeForCausalLM": {
-        "num_key_value_heads": 8,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "rms_norm_eps": 1e-5,
-    },
-    "KimiLinearForCausalLM": {
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.446,
-        "rms_norm_eps": 1e-5,
-    },
-    "MiniMaxM2ForCausalLM": {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
-    "GptOssForCausalLM": {
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rope_theta": 150000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "Qwen2MoeForCausalLM": {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
-    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
-    "InternLM3ForCausalLM": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
-    "IQuestCoderForCausalLM": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    "SeedOssForCausalLM": {"num_key_value_heads": 8, "head_dim": 128},
-    "GlmForCausalLM": _GLM,
-    "Glm4ForCausalLM": _GLM,
-    "SolarOpenForCausalLM": {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "n_shared_experts": 1,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-5,
-    },
-    "HYV3ForCausalLM": {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.826,
-        "rope_theta": 11158840.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "Ernie4_5ForCausalLM": {"num_key_value_heads": 2, "head_dim": 128, **_ERNIE},
-    "Ernie4_5_MoeForCausalLM": {"num_key_value_heads": 4, "n_shared_experts": 2, **_ERNIE},
-    "Qwen3VLForConditionalGeneration": {"head_dim": 128, "rope_theta": 5e5},
-    "MistralForCausalLM": {"num_key_value_heads": 8},
-    "Mistral3ForConditionalGeneration": {"num_key_value_heads": 8},
-    "MinistralForCausalLM": {"num_key_value_heads": 8},
-    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5},
-    "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-    "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
-    "Qwen3_5ForCausalLM": {"num_key_value_heads": 4, "head_dim": 256},
-    "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
-    "Qwen3_5ForConditionalGeneration": {"num_key_value_heads": 4, "head_dim": 256},
-    "Qwen3_5MoeForConditionalGeneration": {"num_key_value_heads": 2, "head_dim": 256},
-}
 
 
 @dataclass(frozen=True)
@@ -214,6 +119,24 @@ class ModelConfig:
             raise self._wrong(key, value, f"an integer from {least} to {most}")
         return int(value)
 
+    def same_integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
+        """Return an integer for all layers; config.json may list the same integer for each layer.
+
+        Raises:
+            ModelError: as ``integer``.
+            UnsupportedModelError: the list has different integers.
+        """
+        if not isinstance(self.raw.get(key), list):
+            return self.integer(key, default, least=least, most=most)
+        values = set(self.integers(key))
+        if len(values) != 1:
+            raise self.unsupported(
+                f"{key} lists {sorted(values)!r:.80}; only one value for all layers is supported"
+            )
+        return replace(self, raw={key: values.pop()}).integer(key, least=least, most=most)
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number, or raise ModelError."""
         value = self._value(key, default)
@@ -283,8 +206,20 @@ class ModelConfig:
         """The part of config.json that describes the rotary embedding. As in transformers, the
         older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add it to
         files that were published long ago.
+
+        If types of layers have separate embeddings, this is the embedding of layers without window.
         """
+        if (separate := self.separate_ropes) is not None:
+            full = separate.part(FULL_ATTENTION) or self.empty_part()
+            older = self.part("rope_scaling") or self.empty_part()
+            return replace(full, raw={**full.raw, **older.raw})
         return self.part("rope_scaling") or self.part("rope_parameters") or self.empty_part()
+
+    @property
+    def separate_ropes(self) -> ModelConfig | None:
+        """The rotary embeddings of the types of layers; None if all layers have the same one."""
+        given = self.part("rope_parameters")
+        return given if given and any(isinstance(v, dict) for v in given.raw.values()) else None
 
     def has(self, key: str) -> bool:
         """Return whether the key exists and its value is not null, zero or false."""
@@ -377,6 +312,10 @@ def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]
     found, given = (ModelConfig(path, each, {}).rope.raw for each in (raw, overrides))
     if has_object:  # other values of the file describe the scaling that the override replaces
         found = {key: found[key] for key in ROPE_VALUES if key in found}
+    if (separate := ModelConfig(path, raw, {}).separate_ropes) is not None:
+        shape["rope_parameters"] = {**separate.raw, FULL_ATTENTION: {**found, **values, **given}}
+        shape.pop("rope_scaling", None)
+        return shape
     shape["rope_scaling"] = {**found, **values, **given}
     shape.pop("rope_parameters", None)
     if ROPE_ORIGINAL in given and ROPE_ORIGINAL not in overrides:

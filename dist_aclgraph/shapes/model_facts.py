@@ -32,7 +32,7 @@ from dist_aclgraph.shapes.rope_spec import read_context_lengths
 from dist_aclgraph.shapes.sliding_window import SlidingWindow, read_sliding_window
 from dist_aclgraph.shapes.weight_files import read_header
 
-NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM",)
+NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -255,7 +255,7 @@ def _experts(config: ModelConfig) -> ExpertFacts | None:
         return None
     return ExpertFacts(
         num_experts=config.integer(key, most=MAX_EXPERTS),
-        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        top_k=config.same_integer("num_experts_per_tok", most=MAX_EXPERTS),
         num_shared=_num_shared(config),
     )
 
@@ -263,7 +263,7 @@ def _experts(config: ModelConfig) -> ExpertFacts | None:
 def _num_shared(config: ModelConfig) -> int:
     if config.has("shared_expert_intermediate_size"):
         return 1
-    return config.integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS)
+    return config.same_integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS)
 
 
 def _latent_size(config: ModelConfig) -> int:

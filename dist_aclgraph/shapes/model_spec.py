@@ -14,6 +14,8 @@ from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
+# How a feed-forward part without experts computes its inner values from gate and up.
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 # Kinds of attention. A "chosen" layer uses the keys that an earlier "sparse" layer has chosen.
 LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]
 
@@ -56,6 +58,8 @@ class ExpertSpec(ExpertFacts):
         clip: limits of the activation; None means SiLU of the gate without limits.
         is_stacked: whether the checkpoint stores one tensor for all experts of a layer, [experts,
             in, out], in which the columns of gate and up alternate.
+        joined_is_transposed: whether published tensors of all experts of a layer, in which gate
+            precedes up, are [experts, in, out]; if false, they are [experts, out, in].
     """
 
     width: int
@@ -73,6 +77,7 @@ class ExpertSpec(ExpertFacts):
     gates_shared: bool = False
     clip: SwigluClip | None = None
     is_stacked: bool = False
+    joined_is_transposed: bool = False
 
     @property
     def width_of_shared(self) -> int:
@@ -154,6 +159,14 @@ class WeightNames:
         return next((each for each in self.ranges if each.part in name), None)
 
 
+@dataclass(frozen=True)
+class LayerRope:
+    """Another rotary embedding than that of most layers, and the layers that have it."""
+
+    rope: RopeSpec
+    layers: frozenset[int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelFacts):
     """The shape of a supported decoder: the facts of its model, and its details.
@@ -170,6 +183,17 @@ class ModelSpec(ModelFacts):
             are added to the residual stream.
         norm_adds_one: whether a norm multiplies by ``1 + weight``; not in linear attention.
         int4: the matrices that have four bits in some or all layers.
+        activation: activation of the gate in layers without experts.
+        other_rope: rotary embedding of some layers, if it differs from ``rope``.
+        norms_follow_rope: whether queries and keys are normalised after their rotation.
+        has_input_norms: whether norms precede attention and the MLP.
+        has_parallel_mlp: whether attention and the MLP have the same input, which one norm
+            precedes; both results are added to the residual stream.
+        norms_center: whether norms of hidden states subtract the mean first (layer norms).
+        embedding_scale: factor of the embeddings of tokens.
+        attention_scale: factor of the attention scores; None means ``head_dim ** -0.5``.
+        residual_scale: factor of the results of attention and of the feed-forward part.
+        logit_scale: factor of the logits.
     """
 
     intermediate_size: int
@@ -190,6 +214,29 @@ class ModelSpec(ModelFacts):
     norm_adds_one: bool = False
     names: WeightNames = WeightNames()
     int4: tuple[Int4Matrix, ...] = ()
+    activation: Activation = "silu"
+    other_rope: LayerRope | None = None
+    norms_follow_rope: bool = False
+    has_input_norms: bool = True
+    has_parallel_mlp: bool = False
+    norms_center: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    @property
+    def num_layer_norms(self) -> int:
+        """Number of norms of hidden states in a layer."""
+        inputs = 2 - self.has_parallel_mlp if self.has_input_norms else 0
+        return inputs + 2 * self.has_output_norms
+
+    @property
+    def num_rope_tables(self) -> int:
+        """Number of tables of cos, and also of sin, that a rank has."""
+        if self.latent is not None:
+            return 1
+        return self.rope.num_tables + (self.other_rope.rope.num_tables if self.other_rope else 0)
 
     @property
     def paged_kind(self) -> LayerKind:

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_aclgraph.errors import ModelError
-from dist_aclgraph.shapes.model_config import MAX_CONTEXT, ROPE_ORIGINAL, ModelConfig
+from dist_aclgraph.shapes.model_config import (
+    MAX_CONTEXT,
+    ROPE_ORIGINAL,
+    SLIDING_ATTENTION,
+    ModelConfig,
+)
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Types whose frequencies depend on the length of the longest possible request.
 BY_LENGTH = ("dynamic", "longrope")
-# Ministral 3 multiplies a query by a factor that grows with its position. The factor is 1 within
-# the context before the scaling.
+# key of the growth of queries with their positions
 QUERY_GROWTH = "llama_4_scaling_beta"
+STRETCH = "alpha"  # key of a factor that stretches the base of a Hunyuan's embedding
 UNROTATED = "none"  # kind of an embedding that rotates nothing
 
 
@@ -28,6 +33,8 @@ class RopeSpec:
         max_position_embeddings: the value in config.json, not scaled.
         original_max_position_embeddings: context length before the scaling; None means
             ``max_position_embeddings``.
+        query_growth: a query at position p is multiplied by ``1 + query_growth * log(1 + floor(p /
+            original_len))``.
         short_factors, long_factors: longrope's divisors of each frequency. The short factors are
             for deployments whose longest request fits into the original context, the long factors
             for all other deployments.
@@ -46,6 +53,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    query_growth: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -53,6 +61,13 @@ class RopeSpec:
     def original_len(self) -> int:
         """Context length before the scaling."""
         return self.original_max_position_embeddings or self.max_position_embeddings
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables of grouped queries and keys, which is 2 if they have separate tables."""
+        if self.query_growth:
+            return 2
+        return 0 if self.kind == UNROTATED else 1
 
 
 @dataclass(frozen=True)
@@ -69,39 +84,66 @@ class ContextLengths:
     usual: int
 
 
-def read_rope_spec(config: ModelConfig, rope_dim: int, *, rotates_part: bool = False) -> RopeSpec:
+def read_rope_spec(
+    config: ModelConfig,
+    rope_dim: int,
+    *,
+    rotates_part: bool = False,
+    by_type: bool = False,
+) -> RopeSpec:
     """Read the rotary embedding of a supported decoder.
 
     Args:
         rope_dim: number of rotated elements of a head.
         rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
+        by_type: whether layers with a window may have a separate embedding, which
+            ``read_window_rope`` reads.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
         UnsupportedModelError: the scaling is not implemented.
     """
-    scaling = config.rope
-    kind = _kind(scaling)
-    if kind not in ROPE_TYPES:
+    if config.separate_ropes is not None and not by_type:
         raise config.unsupported(
-            f"rope scaling {kind:.80} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
-    if nested := [key for key, value in scaling.raw.items() if isinstance(value, dict)]:
-        raise config.unsupported(
-            f"rope_parameters has an object {nested[0]:.80}; separate embeddings for types of "
-            "layers are not supported"
+            "rope_parameters has separate embeddings for types of layers, which are not supported "
+            f"in a {config.architecture}"
         )
     partial = _rotated_part(config, 1.0)
     if partial != 1.0 and not rotates_part:
         raise config.unsupported(
             f"partial_rotary_factor is {partial:g}; partial rotary embeddings are not supported"
         )
+    theta = config.positive("rope_theta", 10000.0)
+    return _read(config, config.rope, rope_dim, theta)
+
+
+def read_window_rope(config: ModelConfig, rope_dim: int, theta: float) -> RopeSpec:
+    """Read the rotary embedding of layers with a window, for families in which it is separate.
+
+    Args:
+        theta: base of the embedding if config.json has no other value.
+
+    Raises:
+        ModelError: a key has an impossible value.
+        UnsupportedModelError: the scaling is not implemented.
+    """
+    separate = config.separate_ropes or config.empty_part()
+    scaling = separate.part(SLIDING_ATTENTION) or config.empty_part()
+    return _read(config, scaling, rope_dim, theta)
+
+
+def _read(config: ModelConfig, scaling: ModelConfig, rope_dim: int, theta: float) -> RopeSpec:
+    kind = _kind(scaling)
+    if kind not in ROPE_TYPES:
+        raise config.unsupported(
+            f"rope scaling {kind:.80} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
     needed = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
     optional = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
     given = (key for key in optional if scaling.has(key))
     numbers: dict[str, Any] = {key: scaling.number(key) for key in (*needed, *given)}
     return RopeSpec(
-        theta=scaling.positive("rope_theta", config.positive("rope_theta", 10000.0)),
+        theta=_stretched(scaling, rope_dim, scaling.positive("rope_theta", theta)),
         kind=kind,
         max_position_embeddings=config.integer("max_position_embeddings", most=MAX_CONTEXT),
         factor=_factor(config, scaling),
@@ -111,6 +153,7 @@ def read_rope_spec(config: ModelConfig, rope_dim: int, *, rotates_part: bool = F
             else None
         ),
         truncate=scaling.flag("truncate", True),
+        query_growth=scaling.number(QUERY_GROWTH, 0.0),
         short_factors=_factors(scaling, "short_factor", rope_dim) if kind == "longrope" else (),
         long_factors=_factors(scaling, "long_factor", rope_dim) if kind == "longrope" else (),
         **numbers,
@@ -139,9 +182,6 @@ def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> in
 def read_context_lengths(config: ModelConfig) -> ContextLengths:
     """Read the lengths of requests that a model of any architecture allows.
 
-    Factors of queries (``QUERY_GROWTH``) are not implemented, so the longest request ends where
-    these factors are still 1.
-
     Raises:
         ModelError: a key is missing, or has an impossible value.
     """
@@ -159,8 +199,6 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
                 f"{config.path}: {start} tokens and the factor of rope scaling give a context of "
                 f"{length} tokens; at most {MAX_CONTEXT}"
             )
-    if scaling.has(QUERY_GROWTH):
-        length = min(length, _original_len(config, scaling))
     return ContextLengths(length, length)
 
 
@@ -178,7 +216,16 @@ def _kind(scaling: ModelConfig) -> str:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     # early Phi-3 files name longrope "su" or "yarn"
     is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
+    if kind == "dynamic" and scaling.has(STRETCH):
+        return "default"  # only the base differs, for any length of requests
     return "longrope" if is_longrope else kind
+
+
+def _stretched(scaling: ModelConfig, rope_dim: int, theta: float) -> float:
+    """Return the base of an embedding, stretched by Hunyuan's factor if there is one."""
+    if not scaling.has(STRETCH):
+        return theta
+    return float(theta * scaling.positive(STRETCH) ** (rope_dim / (rope_dim - 2)))
 
 
 def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:

@@ -9,9 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_aclgraph.shapes.model_config import MAX_CONTEXT, MAX_LAYERS, ModelConfig
+from dist_aclgraph.shapes.model_config import (
+    FULL_ATTENTION,
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    SLIDING_ATTENTION,
+    ModelConfig,
+)
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+PATTERN = "sliding_window_pattern"
+LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,17 @@ class _Rule:
     Attributes:
         usual: number of keys if the key ``sliding_window`` is absent; None means no window. If the
             key is null, no layer has a window.
-        layers: the layers with a window: all; every second layer, beginning with layer 0; or the
-            layers from ``max_window_layers`` on, by default from layer 28 on.
+        layers: the layers with a window: all; every second layer, beginning with layer 0; the
+            layers from ``max_window_layers`` on, by default from layer 28 on; or all but the last
+            layer of each group of ``sliding_window_pattern`` layers.
+        group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
         by_type: whether ``layer_types`` replaces ``layers``.
         by_switch: whether no layer has a window without ``use_sliding_window``.
     """
 
     usual: int | None = 4096
-    layers: Literal["all", "every second", "later"] = "all"
+    layers: Literal["all", "every second", "later", "in groups"] = "all"
+    group: int = 4
     by_type: bool = True
     by_switch: bool = False
 
@@ -53,8 +63,15 @@ RULES = {
     "MistralForCausalLM": _Rule(),
     "Mistral3ForConditionalGeneration": _Rule(),
     "MinistralForCausalLM": _Rule(),
+    "Ministral3ForCausalLM": _Rule(usual=None, by_type=False),
     "MixtralForCausalLM": _Rule(usual=None, by_type=False),
     "Phi3ForCausalLM": _Rule(usual=None, by_type=False),
+    "Gemma3ForCausalLM": _Rule(layers="in groups", group=6),
+    "Gemma3ForConditionalGeneration": _Rule(layers="in groups", group=6),
+    "Olmo3ForCausalLM": _Rule(layers="in groups"),
+    "Cohere2ForCausalLM": _Rule(layers="in groups"),
+    "Exaone4ForCausalLM": _Rule(layers="in groups"),
+    "Dots1ForCausalLM": _Rule(layers="later"),
 }
 
 
@@ -75,6 +92,15 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
     return SlidingWindow(num_keys, frozenset(layers))
 
 
+def sliding_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the layers whose type is that of layers with a window, also if no window is given.
+
+    Raises:
+        ModelError, UnsupportedModelError: as ``read_sliding_window``.
+    """
+    return frozenset(_layers(config, RULES[config.architecture]))
+
+
 def _layers(config: ModelConfig, rule: _Rule) -> Sequence[int]:
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     kinds = config.texts("layer_types")
@@ -86,4 +112,18 @@ def _layers(config: ModelConfig, rule: _Rule) -> Sequence[int]:
         return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
     if rule.layers == "later":
         return range(config.integer("max_window_layers", 28, least=0), num_layers)
+    if rule.layers == "in groups":
+        return [i for i in range(num_layers) if (i + 1) % _group(config, rule.group)]
     return range(0, num_layers, 2 if rule.layers == "every second" else 1)
+
+
+def _group(config: ModelConfig, usual: int) -> int:
+    """Return the number of layers of a group; a text such as "LLLG" describes one group."""
+    if not isinstance(config.raw.get(PATTERN), str):
+        return config.integer(PATTERN, usual, most=MAX_LAYERS)
+    pattern = config.text(PATTERN, "")
+    if pattern != "L" * (len(pattern) - 1) + "G":
+        raise config.unsupported(
+            f"{PATTERN} is {pattern:.80}; only the last layer of a group may have no window (G)"
+        )
+    return len(pattern)

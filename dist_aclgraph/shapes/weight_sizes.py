@@ -95,10 +95,15 @@ def weight_parts(
         others[EXPERTS] = _of_experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
         others[SHARED] = _Others(spec.hidden_size * spec.experts.gates_shared)
     num_layers = spec.num_layers + (1 if drafts else 0)
-    num_norms = 4 if spec.has_output_norms else 2
     found = [
         _part("embedding and head", NO_MATRICES, _vocabulary(spec, tp), 1, sizes),
-        _part("norms", NO_MATRICES, _Others(num_norms * spec.hidden_size), num_layers, sizes),
+        _part(
+            "norms",
+            NO_MATRICES,
+            _Others(spec.num_layer_norms * spec.hidden_size),
+            num_layers,
+            sizes,
+        ),
     ]
     for part, each in matrices.items():
         count = sum(has_part(spec, part, index) for index in range(num_layers))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from safetensors.torch import load_file, save_file
 from dist_aclgraph.errors import ConfigError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
-from tests.checkpoints import (
-    greedy,
-    make_mistral3,
-    make_prompts,
-    make_qwen3_vl,
-    make_reference,
-)
+from tests.checkpoints import FAMILIES, greedy, make_prompts, make_reference
 from tests.engine.runners import Sequences, make_runner
+from tests.image_checkpoints import (
+    make_gemma3,
+    make_ministral3,
+    make_mistral3,
+    make_qwen3_vl,
+    make_qwen3_vl_moe,
+)
 from tests.parity.made_checkpoints import write_fp8
 from tests.plans import decode_graph
 
@@ -77,7 +79,17 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert sequences.new == greedy(model, prompts, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("make", [make_qwen3_vl, make_mistral3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_qwen3_vl,
+        make_mistral3,
+        make_gemma3,
+        make_ministral3,
+        make_qwen3_vl_moe,
+        partial(make_qwen3_vl_moe, as_published=False),
+    ],
+)
 def test_the_text_part_of_a_model_with_images_equals_that_of_transformers(
     npu: Any, tmp_path: Path, make: Callable[[Path], Any]
 ) -> None:
@@ -167,13 +179,17 @@ def test_the_whole_model_decides_about_a_tied_head(npu: Any, tmp_path: Path, sto
     [
         ("InternLM3ForCausalLM", {"attention_bias": "qkv_bias", "mlp_bias": "bias"}),
         ("IQuestCoderForCausalLM", {}),
+        ("PanguEmbeddedForCausalLM", {"attention_bias": "bias"}),
     ],
 )
 def test_other_names_of_llama(
     npu: Any, tmp_path: Path, architecture: str, keys: dict[str, str]
 ) -> None:
-    """transformers runs these architectures with the code of Llama."""
-    model = make_reference("LlamaForCausalLM", tmp_path, mlp_bias=True)
+    """transformers runs these architectures with the code of Llama; openPangu, which transformers
+    does not have, is defined by classes that inherit that code.
+    """
+    has_bias = architecture != "PanguEmbeddedForCausalLM"
+    model = make_reference("LlamaForCausalLM", tmp_path, mlp_bias=has_bias)
     path = tmp_path / "config.json"
     config = {keys.get(key, key): value for key, value in json.loads(path.read_text()).items()}
     path.write_text(json.dumps(config | {"architectures": [architecture]}))
@@ -183,6 +199,48 @@ def test_other_names_of_llama(
     sequences.prefill()
 
     assert sequences.new == greedy(model, prompts, 1)
+
+
+def test_minicpm_is_a_granite_with_other_factors(npu: Any, tmp_path: Path) -> None:
+    """transformers has no MiniCPM without latent attention. Its published code multiplies
+    embeddings by scale_emb, results by scale_depth / sqrt(layers), and divides the last hidden
+    states by hidden_size / dim_model_base.
+    """
+    model = make_reference(
+        "GraniteForCausalLM",
+        tmp_path,
+        embedding_multiplier=12.0,
+        residual_multiplier=1.4 / 3**0.5,
+        attention_multiplier=(128 / 4) ** -0.5,
+        logits_scaling=128 / 32,
+    )
+    path = tmp_path / "config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if "mult" not in k}
+    del config["logits_scaling"]
+    names = {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "scale_depth": 1.4}
+    path.write_text(json.dumps(config | names | {"dim_model_base": 32}))
+    prompts = make_prompts([40, 3])
+    runner = make_runner(npu, tmp_path)
+    sequences = Sequences(runner, prompts)
+
+    sequences.prefill()
+    sequences.decode(None)
+
+    assert sequences.new == greedy(model, prompts, 2)
+    assert read_model_spec(tmp_path).logit_scale == 1 / 4
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_number_of_parameters_is_that_of_transformers(
+    npu: Any, tmp_path: Path, architecture: str
+) -> None:
+    model = make_reference(architecture, tmp_path)
+
+    parts = weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=4)
+
+    assert sum(part.bytes for part in parts) == 4 * sum(
+        weight.numel() for weight in model.state_dict().values()
+    ) - 4 * model.lm_head.weight.numel() * bool(model.config.tie_word_embeddings)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from tests.engine.runners import make_runner
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 NEWER = ("Glm4Moe", "MiniMaxM2", "GptOss", "KimiLinear", "GlmMoeDsa")
+FURTHER = ("Gemma3", "Ministral3", "Olmo2", "Cohere2", "GraniteMoeShared", "HunYuanMoEV1")
 MAX_LEN = 128
 STEP_BUFFERS = ("step buffers", "token counts")
 
@@ -84,7 +85,7 @@ def load(npu: Npu, directory: Path, dtype: torch.dtype, tp: int, ep: int, drafts
 @pytest.fixture(scope="module")
 def checkpoints(npu: Npu, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {"tiny-deepseek": TINY_DEEPSEEK}
-    for name in ("Qwen3", "Qwen2", "Qwen3Moe", "DeepseekV3", "DeepseekV2", *NEWER):
+    for name in ("Qwen3", "Qwen2", "Qwen3Moe", "DeepseekV3", "DeepseekV2", *NEWER, *FURTHER):
         found[name] = tmp_path_factory.mktemp(name)
         make_reference(f"{name}ForCausalLM", found[name])
     return found
@@ -109,6 +110,7 @@ def checkpoints(npu: Npu, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ("GptOss", 2, 1),
         ("GptOss", 1, 4),
         ("KimiLinear", 2, 4),
+        *((name, 2, 1) for name in FURTHER),
         ("tiny-deepseek", 2, 4),
     ],
 )
@@ -119,7 +121,7 @@ def test_a_rank_holds_the_weights_that_were_computed(
     decoder = load(npu, checkpoints[name], dtype, tp, ep, drafts)
     kind: Any = decoder.kind
 
-    held = bytes_of(decoder, kind._rotary._cos, kind._rotary._sin)
+    held = bytes_of(decoder, *tensors_of(kind._rotary, set()))
 
     parts = weight_parts(decoder.spec, tp=tp, ep=ep, element_bytes=dtype.itemsize, drafts=drafts)
     assert sum(part.bytes for part in parts) == pytest.approx(held, rel=0.001)
@@ -129,6 +131,9 @@ def test_a_rank_holds_the_weights_that_were_computed(
     ("name", "num_drafts", "kv_dtype"),
     [
         ("Qwen3", 0, "auto"),
+        ("Gemma3", 0, "auto"),
+        ("Ministral3", 0, "auto"),
+        ("Cohere2", 0, "auto"),
         ("DeepseekV3", 0, "auto"),
         ("KimiLinear", 0, "auto"),
         ("GlmMoeDsa", 0, "auto"),

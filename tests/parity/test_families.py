@@ -14,11 +14,11 @@ import pytest
 from tests.checkpoints import (
     add_next_token_module,
     greedy,
-    make_kimi_k25,
     make_prompts,
     make_reference,
 )
 from tests.deployments import greedy_params, make_deployment_config
+from tests.image_checkpoints import make_kimi_k25
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS
 from tests.slow import rare, slow

@@ -14,23 +14,36 @@ from dist_aclgraph.shapes.families.beside_images import (
     OUTER_NAMES,
     beside_images,
 )
+from dist_aclgraph.shapes.families.cohere import read_cohere, read_cohere2
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from dist_aclgraph.shapes.families.dots import read_dots1
 from dist_aclgraph.shapes.families.ernie import read_ernie, read_ernie_moe
+from dist_aclgraph.shapes.families.exaone import read_exaone4
+from dist_aclgraph.shapes.families.gemma import read_gemma3
 from dist_aclgraph.shapes.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
 from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
-from dist_aclgraph.shapes.families.hunyuan import read_hy_v3
+from dist_aclgraph.shapes.families.granite import read_granite, read_granite_moe, read_minicpm
+from dist_aclgraph.shapes.families.hunyuan import read_hunyuan_v1, read_hunyuan_v1_moe, read_hy_v3
 from dist_aclgraph.shapes.families.kimi import read_kimi_linear
-from dist_aclgraph.shapes.families.llama import read_iquest_coder, read_llama, read_seed_oss
+from dist_aclgraph.shapes.families.llama import (
+    read_iquest_coder,
+    read_llama,
+    read_pangu_embedded,
+    read_seed_oss,
+)
 from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.mistral import read_mistral, read_mixtral
+from dist_aclgraph.shapes.families.olmo import read_olmo2, read_olmo3
 from dist_aclgraph.shapes.families.phi3 import read_phi3
 from dist_aclgraph.shapes.families.qwen import (
     read_qwen2,
     read_qwen2_moe,
     read_qwen3,
     read_qwen3_moe,
+    read_qwen3_vl_moe,
 )
 from dist_aclgraph.shapes.families.qwen3_next import read_qwen3_next
+from dist_aclgraph.shapes.families.smollm import read_smollm3
 from dist_aclgraph.shapes.families.sparse_latent import read_sparse_latent
 from dist_aclgraph.shapes.int4_formats import read_int4_formats
 from dist_aclgraph.shapes.int4_matrices import find_int4_matrices
@@ -71,8 +84,35 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "Qwen3_5ForConditionalGeneration": beside_images(read_qwen3_next, INNER_NAMES),
     "Qwen3_5MoeForConditionalGeneration": beside_images(read_qwen3_next, INNER_NAMES),
     "Qwen3VLForConditionalGeneration": beside_images(read_qwen3, INNER_NAMES),
+    "Qwen3VLMoeForConditionalGeneration": beside_images(read_qwen3_vl_moe, INNER_NAMES),
+    "Ministral3ForCausalLM": read_mistral,
+    "Gemma3ForCausalLM": read_gemma3,
+    "Gemma3ForConditionalGeneration": beside_images(read_gemma3, OUTER_NAMES),
+    "SmolLM3ForCausalLM": read_smollm3,
+    "Olmo2ForCausalLM": read_olmo2,
+    "Olmo3ForCausalLM": read_olmo3,
+    "Exaone4ForCausalLM": read_exaone4,
+    "CohereForCausalLM": read_cohere,
+    "Cohere2ForCausalLM": read_cohere2,
+    "GraniteForCausalLM": read_granite,
+    "GraniteMoeForCausalLM": read_granite_moe,
+    "GraniteMoeSharedForCausalLM": read_granite_moe,
+    "GraniteMoeHybridForCausalLM": read_granite_moe,
+    "MiniCPMForCausalLM": read_minicpm,
+    "HunYuanDenseV1ForCausalLM": read_hunyuan_v1,
+    "HunYuanMoEV1ForCausalLM": read_hunyuan_v1_moe,
+    "Dots1ForCausalLM": read_dots1,
+    "PanguEmbeddedForCausalLM": read_pangu_embedded,
     "DeepseekV32ForCausalLM": read_sparse_latent,
     "GlmMoeDsaForCausalLM": read_sparse_latent,
+}
+
+# Architectures that are not supported, and the reasons.
+REFUSED = {
+    "Gemma2ForCausalLM": (
+        "it limits scores of attention by tanh, and the attention operators of torch_npu have no "
+        "such limit"
+    ),
 }
 
 
@@ -88,14 +128,24 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
     """
     config = read_model_config(directory, overrides)
     architecture = config.architecture
+    if architecture in REFUSED:
+        raise config.unsupported(
+            f"architecture {architecture} is not supported: {REFUSED[architecture]}"
+        )
     if architecture not in READERS:
         raise config.unsupported(
             f"architecture {architecture} is not supported; supported: {', '.join(READERS)}"
         )
-    if (activation := config.text("hidden_act", "silu")) != "silu":
-        raise config.unsupported(f"hidden_act {activation} is not supported; only silu")
     check_quantisation(config)
     spec = READERS[architecture](config)
+    if spec.experts is not None and spec.activation != "silu":
+        raise config.unsupported(
+            f"hidden_act {spec.activation} is not supported beside experts; only silu"
+        )
+    if spec.latent is not None and spec.rope.query_growth:
+        raise config.unsupported(
+            "llama_4_scaling_beta is not supported beside latent attention, only 0"
+        )
     spec = replace(spec, int4=find_int4_matrices(spec, read_int4_formats(config)))
     form = "four bits" if spec.int4 else spec.quant_method
     if spec.names.ranges and form in ("four bits", "fp8"):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import get_args
 
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_facts import facts_of
-from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
-from dist_aclgraph.shapes.rope_spec import read_rope_spec, read_rotary_dim
+from dist_aclgraph.shapes.model_spec import (
+    Activation,
+    ExpertSpec,
+    LatentSpec,
+    LayerRope,
+    ModelSpec,
+)
+from dist_aclgraph.shapes.rope_spec import UNROTATED, read_rope_spec, read_rotary_dim
 
 
 def read_decoder(
@@ -17,6 +25,7 @@ def read_decoder(
     latent: LatentSpec | None = None,
     rotated_part: float | None = None,
     num_draft_layers: int = 0,
+    ropes_by_type: bool = False,
 ) -> ModelSpec:
     """Return the shape of a decoder without biases and without norms of q and k.
 
@@ -24,6 +33,7 @@ def read_decoder(
         rotated_part: part of a head's elements that is rotated if config.json has no value for it;
             None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
+        ropes_by_type: whether layers with a window may have a separate rotary embedding.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -49,7 +59,30 @@ def read_decoder(
         has_output_bias=False,
         has_mlp_bias=False,
         has_qk_norm=False,
-        rope=read_rope_spec(config, rope_dim, rotates_part=rotary_dim is not None),
+        rope=read_rope_spec(
+            config, rope_dim, rotates_part=rotary_dim is not None, by_type=ropes_by_type
+        ),
         latent=latent,
         rotary_dim=rotary_dim,
+        activation=_activation(config),
+    )
+
+
+def without_rope(spec: ModelSpec, layers: Iterable[int]) -> ModelSpec:
+    """Return a decoder in which some layers rotate neither queries nor keys."""
+    unrotated = frozenset(layers)
+    if not unrotated:
+        return spec
+    rope = replace(spec.rope, kind=UNROTATED, query_growth=0.0)
+    return replace(spec, other_rope=LayerRope(rope, unrotated))
+
+
+def _activation(config: ModelConfig) -> Activation:
+    name = config.text("hidden_act", "silu")
+    if name == "silu":
+        return "silu"
+    if name == "gelu_pytorch_tanh":
+        return "gelu_pytorch_tanh"
+    raise config.unsupported(
+        f"hidden_act {name:.80} is not supported; only {', '.join(get_args(Activation))}"
     )

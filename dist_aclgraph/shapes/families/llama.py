@@ -38,3 +38,9 @@ def read_seed_oss(config: ModelConfig) -> ModelSpec:
         has_output_bias=config.flag("attention_out_bias", False),
         has_mlp_bias=config.flag("mlp_bias", False),
     )
+
+
+def read_pangu_embedded(config: ModelConfig) -> ModelSpec:
+    """Read openPangu-Embedded, whose products of attention have biases."""
+    has_bias = config.flag("bias", True)
+    return replace(read_decoder(config), has_qkv_bias=has_bias, has_output_bias=has_bias)

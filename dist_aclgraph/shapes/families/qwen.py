@@ -36,6 +36,15 @@ def read_qwen3_moe(config: ModelConfig) -> ModelSpec:
     return _with_norms(config, read_decoder(config, experts=read_qwen_experts(config)))
 
 
+def read_qwen3_vl_moe(config: ModelConfig) -> ModelSpec:
+    """Read the text part of a Qwen3-VL with experts, whose joined matrices are [in, out]."""
+    spec = read_qwen3_moe(config)
+    assert spec.experts is not None
+    return replace(
+        spec, experts=replace(spec.experts, renormalizes=True, joined_is_transposed=True)
+    )
+
+
 def _with_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
     has_bias = config.flag("attention_bias", False)
     return replace(spec, has_qkv_bias=has_bias, has_output_bias=has_bias, has_qk_norm=True)

@@ -232,6 +232,75 @@ def test_what_is_not_implemented_is_refused(
         read(tmp_path, shape, **changes)
 
 
+SMALL = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "sentence"),
+    [
+        ("Gemma2ForCausalLM", {}, "limits scores of attention by tanh"),
+        ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "softcapping is 30; limits of"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "see earlier ones only"),
+        ("Gemma3ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act gelu is not supported"),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "this family has no windows here"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "2 items; each of 4 layers needs one"),
+        ("Exaone4ForCausalLM", {"sliding_window_pattern": "LGLG"}, "is LGLG; only the last"),
+        ("CohereForCausalLM", {"use_qk_norm": True}, "layer norms of queries and keys"),
+        ("GraniteMoeHybridForCausalLM", {"layers_block_type": ["mamba"] * 4}, "of Mamba"),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope"}, "is not rope"),
+        ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts is given"),
+        ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "layers that share keys"),
+        ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}, "only models with use_qk_norm"),
+        ("HunYuanMoEV1ForCausalLM", {"num_experts": 8, "moe_topk": [1, 2, 1, 1]},
+         r"num_experts_per_tok lists \[1, 2\]; only one value"),
+        ("Ernie4_5_MoeForCausalLM", {"moe_num_experts": 8, "moe_k": 1, "moe_intermediate_size": 8,
+                                     "hidden_act": "gelu_pytorch_tanh"}, "beside experts"),
+    ],
+)  # fmt: skip
+def test_variants_of_more_families_are_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], sentence: str
+) -> None:
+    config = SMALL | {"architectures": [architecture]} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        read_model_spec(tmp_path)
+
+
+def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
+    """The published files have keys of their own; transformers 5 saves an object for each type."""
+    pattern = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
+    older = {
+        "rope_theta": 1e6, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }  # fmt: skip
+    newer = {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    }
+    specs = []
+    for keys in (older, newer):
+        config = SMALL | {"num_hidden_layers": 6} | pattern | keys
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        specs.append(read_model_spec(tmp_path))
+
+    assert specs[0] == specs[1]
+    assert specs[0].other_rope is not None and specs[0].window is not None
+    assert specs[0].other_rope.layers == specs[0].window.layers == {0, 1, 3, 4}
+    assert (specs[0].context_len, specs[0].other_rope.rope.theta) == (8 * 64, 2e4)
+    for override in ("rope_scaling", "rope_parameters"):
+        changes = {override: {"rope_type": "linear", "factor": 2.0}}
+        changed = read_model_spec(tmp_path, changes)
+        assert (changed.context_len, changed.rope.theta) == (2 * 64, 1e6)
+        assert changed.other_rope == specs[0].other_rope
+
+
 def test_joined_matrices_in_fp8_are_refused(tmp_path: Path) -> None:
     blocks = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     config = {

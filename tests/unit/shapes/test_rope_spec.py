@@ -91,8 +91,7 @@ def read(**keys: Any) -> ModelConfig:
         ({"rope_scaling": {**LONG, "original_max_position_embeddings": 4096}}, 32768, 4096),
         ({"rope_scaling": LONG}, 32768, 32768),
         ({"rope_scaling": {"type": "of another architecture", "factor": 4}}, 32768, 32768),
-        ({"rope_parameters": GROWING}, 4096, 4096),
-        ({"rope_parameters": GROWING | {"llama_4_scaling_beta": 0}}, 32768, 32768),
+        ({"rope_parameters": GROWING}, 32768, 32768),
     ],
     ids=lambda value: repr(value)[:60],
 )

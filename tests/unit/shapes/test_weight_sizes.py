@@ -119,6 +119,106 @@ PUBLISHED = {
         "moe_k": 8, "moe_num_shared_experts": 0, "moe_intermediate_size": 3584,
         "moe_layer_start_index": 3, "tie_word_embeddings": False,
     }),
+    # Gemma's report counts the text part without the image encoder.
+    "Gemma 3 1B": (1.0, {
+        "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "hidden_size": 1152,
+        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    }),
+    "Gemma 3 27B": (1.416 + 25.6, {
+        "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {
+            "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+            "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+            "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        },
+    }),
+    "Ministral 3 14B": (13.5, {
+        "architectures": ["Mistral3ForConditionalGeneration"], "text_config": {
+            "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 16384,
+            "num_hidden_layers": 40, "num_attention_heads": 32, "head_dim": 128,
+            "max_position_embeddings": 262144,
+        },
+    }),
+    "SmolLM3-3B": (3.075, {
+        "architectures": ["SmolLM3ForCausalLM"], "vocab_size": 128256, "hidden_size": 2048,
+        "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "max_position_embeddings": 65536,
+    }),
+    "OLMo 2 7B": (7.3, {
+        "architectures": ["Olmo2ForCausalLM"], "vocab_size": 100352, "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+    }),
+    "Olmo 3 7B": (7.3, {
+        "architectures": ["Olmo3ForCausalLM"], "vocab_size": 100278, "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "max_position_embeddings": 65536,
+    }),
+    "EXAONE 4.0 32B": (32.0, {
+        "architectures": ["Exaone4ForCausalLM"], "vocab_size": 102400, "hidden_size": 5120,
+        "intermediate_size": 27392, "num_hidden_layers": 64, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+        "sliding_window_pattern": "LLLG",
+    }),
+    "Command R": (34.98, {
+        "architectures": ["CohereForCausalLM"], "vocab_size": 256000, "hidden_size": 8192,
+        "intermediate_size": 22528, "num_hidden_layers": 40, "num_attention_heads": 64,
+        "max_position_embeddings": 8192,
+    }),
+    "Command R7B": (8.03, {
+        "architectures": ["Cohere2ForCausalLM"], "vocab_size": 256000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 132096,
+    }),
+    "Granite 3.3 8B": (8.17, {
+        "architectures": ["GraniteForCausalLM"], "vocab_size": 49159, "hidden_size": 4096,
+        "intermediate_size": 12800, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    }),
+    "Granite 3.1 3B-A800M": (3.3, {
+        "architectures": ["GraniteMoeForCausalLM"], "vocab_size": 49155, "hidden_size": 1536,
+        "intermediate_size": 512, "num_hidden_layers": 32, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "num_local_experts": 40,
+        "num_experts_per_tok": 8, "tie_word_embeddings": True,
+    }),
+    "Granite 4.0 Micro": (3.4, {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 100352,
+        "hidden_size": 2560, "intermediate_size": 8192, "shared_intermediate_size": 8192,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "layer_types": ["attention"] * 40, "tie_word_embeddings": True,
+    }),
+    "MiniCPM-2B": (2.72, {
+        "architectures": ["MiniCPMForCausalLM"], "vocab_size": 122753, "hidden_size": 2304,
+        "intermediate_size": 5760, "num_hidden_layers": 40, "num_attention_heads": 36,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    }),
+    "Hunyuan-7B": (7.5, {
+        "architectures": ["HunYuanDenseV1ForCausalLM"], "vocab_size": 128167, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    }),
+    "Hunyuan-A13B": (80.4, {
+        "architectures": ["HunYuanMoEV1ForCausalLM"], "vocab_size": 128167, "hidden_size": 4096,
+        "intermediate_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+        "num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32,
+        "num_shared_expert": [1] * 32,
+    }),
+    "dots.llm1": (143, {
+        "architectures": ["Dots1ForCausalLM"], "vocab_size": 152064, "hidden_size": 4096,
+        "intermediate_size": 10944, "num_hidden_layers": 62, "num_attention_heads": 32,
+        "max_position_embeddings": 32768, "n_routed_experts": 128, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+    }),
+    "Qwen3-VL-30B-A3B": (30.53, {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+            "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "head_dim": 128, "max_position_embeddings": 262144, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        },
+    }),
 }  # fmt: skip
 
 

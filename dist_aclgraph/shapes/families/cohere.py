@@ -1,0 +1,35 @@
+"""Command R, R7B and A: attention and the MLP have the same input, which a layer norm precedes;
+neighbouring elements of a head are rotated as pairs, and the logits have a factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dist_aclgraph.shapes.families.decoder import read_decoder, without_rope
+from dist_aclgraph.shapes.model_config import ModelConfig
+from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.sliding_window import sliding_layers
+
+
+def read_cohere(config: ModelConfig) -> ModelSpec:
+    if config.flag("use_qk_norm", False):
+        raise config.unsupported(
+            "use_qk_norm is true; layer norms of queries and keys are not supported"
+        )
+    has_bias = config.flag("attention_bias", False)
+    return replace(
+        read_decoder(config),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_parallel_mlp=True,
+        norms_center=True,
+        rope_interleaves=True,
+        logit_scale=config.positive("logit_scale", 0.0625),
+    )
+
+
+def read_cohere2(config: ModelConfig) -> ModelSpec:
+    """Read a decoder in which only layers with a window rotate queries and keys."""
+    spec = read_cohere(config)
+    return without_rope(spec, set(range(spec.num_layers)) - sliding_layers(config))

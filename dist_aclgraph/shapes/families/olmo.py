@@ -1,0 +1,46 @@
+"""OLMo 2 and 3: only the results of attention and of the MLP are normalised. One norm spans all
+heads of queries, and another norm all heads of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dist_aclgraph.shapes.families.decoder import read_decoder
+from dist_aclgraph.shapes.model_config import ModelConfig
+from dist_aclgraph.shapes.model_spec import LayerRope, ModelSpec, WeightNames
+from dist_aclgraph.shapes.rope_spec import read_window_rope
+from dist_aclgraph.shapes.sliding_window import sliding_layers
+
+OUTPUT_NORMS = WeightNames(
+    changes=(
+        (".post_self_attn_layernorm.", ".post_attention_layernorm."),
+        (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
+    )
+)
+WINDOW_THETA = 500000.0  # base of the embedding of layers with a window, without a key for it
+
+
+def read_olmo2(config: ModelConfig) -> ModelSpec:
+    return with_output_norms(config, read_decoder(config))
+
+
+def read_olmo3(config: ModelConfig) -> ModelSpec:
+    """Read a decoder in which only layers without window have a scaled rotary embedding."""
+    spec = with_output_norms(config, read_decoder(config, ropes_by_type=True))
+    rope = read_window_rope(config, spec.head_dim, WINDOW_THETA)
+    return replace(spec, other_rope=LayerRope(rope, sliding_layers(config)))
+
+
+def with_output_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
+    """Return a decoder that normalises results in place of inputs, and queries and keys."""
+    has_bias = config.flag("attention_bias", False)
+    return replace(
+        spec,
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_qk_norm=True,
+        has_input_norms=False,
+        has_output_norms=True,
+        names=OUTPUT_NORMS,
+    )

@@ -1,0 +1,119 @@
+"""Small checkpoints of models that also have an image encoder; see ``checkpoints.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import FAMILIES, SPECIAL, USUAL, seeded
+
+
+def make_kimi_k25(directory: Path) -> Any:
+    """Return a seeded Kimi K2.5 of transformers with its image encoder; write it with the published
+    names.
+
+    transformers 5.23 has another name for the class, and writes "blocks" in place of "layers".
+    """
+    import transformers
+
+    text = {**USUAL, **SPECIAL["DeepseekV3ForCausalLM"], "n_group": 1, "model_type": "deepseek_v3"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Kimi_K25Config(
+        text_config=text,
+        vision_config={**vision, "num_attention_heads": 2},
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    model = seeded(transformers.Kimi_K25ForConditionalGeneration, config, directory)
+    written, published = "language_model.model.blocks.", "language_model.model.layers."
+    stored = load_file(directory / "model.safetensors")
+    renamed = {name.replace(written, published): tensor for name, tensor in stored.items()}
+    save_file(renamed, directory / "model.safetensors", {"format": "pt"})
+    path = directory / "config.json"
+    names = {"architectures": ["KimiK25ForConditionalGeneration"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    return model
+
+
+def make_qwen3_vl(directory: Path) -> Any:
+    """Return a seeded Qwen3-VL of transformers with its image encoder; write it."""
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
+    text = {**USUAL, "head_dim": 64, "rope_parameters": rope}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
+    config = transformers.Qwen3VLConfig(
+        text_config=text,
+        vision_config={**vision, "out_hidden_size": text["hidden_size"]},
+        tie_word_embeddings=False,
+    )
+    return seeded(transformers.Qwen3VLForConditionalGeneration, config, directory)
+
+
+def make_mistral3(directory: Path) -> Any:
+    """Return a seeded Mistral Small 3.1 of transformers with its image encoder; write it."""
+    import transformers
+
+    text = {**USUAL, **SPECIAL["MistralForCausalLM"], "model_type": "mistral"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Mistral3Config(
+        text_config=text,
+        vision_config={**vision, "num_attention_heads": 2, "model_type": "pixtral"},
+        tie_word_embeddings=False,
+    )
+    return seeded(transformers.Mistral3ForConditionalGeneration, config, directory)
+
+
+def make_qwen3_vl_moe(directory: Path, *, as_published: bool = True) -> Any:
+    """Return a seeded Qwen3-VL with experts of transformers and its image encoder; write it.
+
+    Args:
+        as_published: whether matrices of experts are [in, out]; transformers saves [out, in].
+    """
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
+    experts = SPECIAL["Qwen3MoeForCausalLM"]
+    text = {**USUAL, **experts, "rope_parameters": rope}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=text,
+        vision_config={**vision, "out_hidden_size": text["hidden_size"]},
+        tie_word_embeddings=False,
+    )
+    model = seeded(transformers.Qwen3VLMoeForConditionalGeneration, config, directory)
+    if as_published:
+        stored = load_file(directory / "model.safetensors")
+        for name in [name for name in stored if ".mlp.experts." in name]:
+            stored[name] = stored[name].transpose(1, 2).contiguous()
+        save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def make_gemma3(directory: Path) -> Any:
+    """Return a seeded Gemma 3 of transformers with its image encoder; write it."""
+    import transformers
+
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Gemma3Config(
+        text_config={**USUAL, **FAMILIES["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+        vision_config={**vision, "num_attention_heads": 2, "model_type": "siglip_vision_model"},
+    )
+    return seeded(transformers.Gemma3ForConditionalGeneration, config, directory)
+
+
+def make_ministral3(directory: Path) -> Any:
+    """Return a seeded Ministral 3 of transformers with its image encoder; write it."""
+    import transformers
+
+    text = {**USUAL, **FAMILIES["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Mistral3Config(
+        text_config=text,
+        vision_config={**vision, "num_attention_heads": 2, "model_type": "pixtral"},
+        tie_word_embeddings=False,
+    )
+    return seeded(transformers.Mistral3ForConditionalGeneration, config, directory)
