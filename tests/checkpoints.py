@@ -298,6 +298,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_topk": 3,
         "intermediate_size": 96,
     },
+    # Each rank has a number of heads that is no power of two.
+    "Glm4MoeLiteForCausalLM": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "q_lora_rank": 96,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+    },
     "Dots1ForCausalLM": {
         "head_dim": 64,
         "n_routed_experts": 8,

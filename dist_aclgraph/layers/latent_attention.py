@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dist_aclgraph.layers.attention import (
+    FUSED_ATTENTION,
     FUSED_ATTENTION_V2,
     Arguments,
     AttentionMetadata,
@@ -25,6 +27,7 @@ from dist_aclgraph.layers.attention import (
 )
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
+from dist_aclgraph.shapes.heads import padded_latent_heads
 
 NORM_EPS = 1e-6  # epsilon of the norms inside attention; other norms may have another epsilon
 
@@ -60,6 +63,8 @@ class LatentAttention:
         keys, values: [heads, 128, 512], matrices that compute each head's key and value from a
             latent.
         scale: factor of the attention scores.
+        has_whole_heads: whether keys that are computed from latents are joined with their rotated
+            part before they are attended to; see ``attend_whole_heads``.
     """
 
     norm: Tensor
@@ -67,6 +72,7 @@ class LatentAttention:
     values: Tensor
     scale: float
     context: ContextParallel = UNDIVIDED
+    has_whole_heads: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -117,6 +123,9 @@ class LatentAttention:
     ) -> None:
         context, is_empty = self.context, metadata.is_empty
         absorbed = absorb(q, self.keys)
+        if added := padded_latent_heads(self.num_heads) - self.num_heads:
+            # The operator accepts only powers of two. The results of heads of zeros are not used.
+            absorbed, q_rope = (pad(x, (0, 0, 0, added)) for x in (absorbed, q_rope))
         sums = None
         if is_empty is not None:
             absorbed, q_rope = gather_queries(context, absorbed, q_rope)
@@ -142,7 +151,7 @@ class LatentAttention:
         if is_empty is not None and sums is not None:
             merged = context.merge(attended.transpose(0, 1), sums, is_empty)
             attended = merged.to(q.dtype).transpose(0, 1)
-        compute_values(attended, self.values, out)
+        compute_values(attended[: self.num_heads], self.values, out)
 
     def _attend_parts(
         self,
@@ -164,6 +173,14 @@ class LatentAttention:
                 torch.mm(latents, weight.flatten(0, 1).t()).view(len(latents), heads, -1)
                 for weight in (self.keys, self.values)
             )
+            if self.has_whole_heads:
+                rotated = rope_keys.unsqueeze(1).expand(-1, heads, -1)
+                rows_of_q = slice(run.start, run.stop)
+                query = torch.cat([q[rows_of_q], q_rope[rows_of_q]], -1)
+                key = torch.cat([key, rotated], -1)
+                mask = metadata.mask_arguments(is_causal=run.is_causal)
+                attend_whole_heads(each, query, key, value, self.scale, mask, found, sums)
+                return
             arguments: Arguments = {
                 "query": q[run.start : run.stop],
                 "key": key,
@@ -182,6 +199,47 @@ class LatentAttention:
 
         caches = [x.view(-1, x.shape[-1]) for x in (cache.latents, cache.rope_keys)]
         attend_parts(metadata.parts, caches, self.context, attend, out)
+
+
+def attend_whole_heads(
+    each: DeviceLaunch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Arguments,
+    found: Tensor,
+    sums: Tensor | None,
+) -> None:
+    """Attend with heads whose width the operator accepts only if query heads share key heads.
+
+    So a query head of zeros follows each query head; its results are not used.
+
+    Args:
+        query: [n, heads, d]; key, value: [num_keys, heads, d]; their rotated parts included.
+        mask: the arguments that hide keys from queries.
+        found: [n, heads, d], receives the result.
+        sums: [n, heads, 1] float32, receives the log-sum-exps; None if they are not needed.
+    """
+    n, heads, d = query.shape
+    arguments: Arguments = {
+        "query": pad(query.unsqueeze(2), (0, 0, 0, 1)).view(n, 2 * heads, d),
+        "key": key,
+        "value": value,
+        FUSED_ATTENTION.query_ends: each.launch.query_ends,
+        FUSED_ATTENTION.kv_lens: each.launch.kv_ends,
+        "num_heads": 2 * heads,
+        "num_key_value_heads": heads,
+        "scale": scale,
+        "input_layout": "TND",
+        **mask,
+    }
+    out = query.new_empty((n, 2 * heads, d))
+    logs = None if sums is None else sums.new_empty((n, 2 * heads, 1))
+    run_now(FUSED_ATTENTION, arguments, out, logs)
+    found.copy_(out[:, ::2])
+    if sums is not None and logs is not None:
+        sums.copy_(logs[:, ::2])
 
 
 def write_latents(

@@ -22,14 +22,17 @@ from dist_aclgraph.shapes.heads import heads_per_rank
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
 
-def share_latent_heads(num_heads: int, group: CommGroup) -> range:
+def share_latent_heads(num_heads: int, group: CommGroup, *, pads_heads: bool = True) -> range:
     """Return this rank's heads.
+
+    Args:
+        pads_heads: whether attention adds heads of zeros, if the operator needs them.
 
     Raises:
         ConfigError: the group size does not divide the heads, or the attention operator does not
             support the number of heads on a rank.
     """
-    count = heads_per_rank(num_heads, group.size, is_latent=True)
+    count = heads_per_rank(num_heads, group.size, is_latent=True, pads_heads=pads_heads)
     return range(group.rank * count, (group.rank + 1) * count)
 
 
@@ -112,7 +115,8 @@ class LatentKind:
         """
         assert spec.latent is not None
         self._spec, self._sizes = spec, spec.latent
-        self._heads = share_latent_heads(spec.num_heads, groups.tp)
+        pads_heads = spec.indexer is None
+        self._heads = share_latent_heads(spec.num_heads, groups.tp, pads_heads=pads_heads)
         self._context = ContextParallel.of(groups)
         self._device = device
         self._rotary = RotaryTables(spec.rope, self._sizes.rope_dim, max_len, dtype, device)
@@ -203,7 +207,9 @@ class MultiHeadLatent(LatentKind):
             down=slices.product([queries, self._key_values(slices, prefix)]),
             q_norm=q_norm,
             q_up=q_up,
-            latent=LatentAttention(norm, keys, values, self._scale, self._context),
+            latent=LatentAttention(
+                norm, keys, values, self._scale, self._context, self._sizes.has_whole_heads
+            ),
             output_product=self._output(slices, prefix),
             sizes=self._sizes,
         )

@@ -13,7 +13,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.config.chips import generation_of, is_cann_before
 from dist_aclgraph.config.device import UNKNOWN_CANN
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
+from dist_aclgraph.shapes.heads import PARTED_HEAD, heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
@@ -112,6 +112,11 @@ class Chip:
                     f"parallel.dcp is {config.parallel.dcp}; latent attention gives no sums, "
                     "which are needed to merge shards: set parallel.dcp=1, or install "
                     "CANN 8.5.1 or newer"
+                )
+            if self.is_cann_8 and facts.latent_head_dim > PARTED_HEAD:
+                yield (
+                    f"the model's heads are {facts.latent_head_dim} wide; latent attention takes "
+                    f"{PARTED_HEAD} on CANN 8: install CANN 9"
                 )
             if self.is_cann_8 and block_size not in (16, 128):
                 yield f"kv.block_size is {block_size}; latent attention takes 16 and 128: set 128"

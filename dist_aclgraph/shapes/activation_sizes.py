@@ -97,6 +97,8 @@ def prompt_bytes(
         value_dim = spec.latent.value_dim
         # Keys, the rotated part of each key, and values of the rank's heads.
         made = spec.latent.plain_dim + spec.latent.rope_dim + spec.latent.value_dim
+        if spec.latent.has_whole_heads:
+            made += spec.latent.head_dim  # keys joined with their rotated part
     elif dcp == 1:
         chunk_tokens = 0  # keys are read from the cache directly
     # Copies of keys: packed before the gather (2 / dcp), then gathered, selected and split (3).
@@ -104,8 +106,11 @@ def prompt_bytes(
     heads = spec.num_heads // tp
     keys = round(chunk_tokens * copies * kept) + chunk_tokens * heads * made
     found = heads * value_dim if chunk_tokens else 0
+    if spec.latent and spec.latent.has_whole_heads:
+        # Joined queries; then queries and results with as many heads of zeros.
+        found += 5 * heads * value_dim
     # Results of two chunks, and the merged result.
-    floats = 4 * found + 3 * heads if chunk_tokens else 0
+    floats = 4 * heads * value_dim + 3 * heads if chunk_tokens else 0
     elements = keys + num_tokens * (forms * kept + found)
     return elements * element_bytes + num_tokens * floats * FLOAT32_BYTES
 

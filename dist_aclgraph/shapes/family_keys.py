@@ -67,6 +67,12 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"n_shared_experts": 2},
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "KimiK25ForConditionalGeneration": _DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": {
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+    },
     "DeepseekV32ForCausalLM": _DEEPSEEK_V3,
     "GlmMoeDsaForCausalLM": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
     "Glm4MoeForCausalLM": {

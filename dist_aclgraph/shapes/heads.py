@@ -8,30 +8,48 @@ from dist_aclgraph.errors import ConfigError
 
 # Maximum number of heads of a rank; latent attention's operator needs a power of two.
 MAX_LATENT_HEADS = 128
+# Width of a query head, with its rotated part, that latent attention takes in two parts. If heads
+# have another width, keys that are computed from latents need the attention of whole heads.
+PARTED_HEAD = 192
 # Maximum number of value heads of a rank, in npu_chunk_gated_delta_rule.
 MAX_LINEAR_VALUE_HEADS = 64
 MAX_SHARDS = 16  # maximum number of shards whose results npu_attention_update merges
 
 
-def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
+def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool, pads_heads: bool = True) -> int:
     """Return how many attention heads each of ``tp`` ranks has.
+
+    Args:
+        pads_heads: whether latent attention adds heads of zeros up to ``padded_latent_heads``.
 
     Raises:
         ConfigError: the heads cannot be divided evenly, or latent attention does not support the
             number of heads per rank.
     """
     count, rest = divmod(num_heads, tp)
-    if is_latent and (rest or not _takes_latent_heads(count)):
+    if is_latent and not pads_heads and (rest or not _takes_latent_heads(count)):
         raise ConfigError(
             f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads into "
-            f"powers of two up to {MAX_LATENT_HEADS}, the numbers of heads that latent attention "
-            "can have on a rank"
+            f"powers of two up to {MAX_LATENT_HEADS}, the numbers of heads that sparse latent "
+            "attention can have on a rank"
+        )
+    if is_latent and (rest or count > MAX_LATENT_HEADS):
+        raise ConfigError(
+            f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads into at "
+            f"most {MAX_LATENT_HEADS} for each rank, the limit of latent attention"
         )
     if rest:
         raise ConfigError(
             f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads"
         )
     return count
+
+
+def padded_latent_heads(count: int) -> int:
+    """Return the number of heads with which the operator of latent attention runs: the smallest
+    power of two that is at least ``count``.
+    """
+    return 1 << (count - 1).bit_length()
 
 
 def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
@@ -106,7 +124,8 @@ def check_shards(
             f"parallel.dcp is {num_shards}; attention merges what up to {MAX_SHARDS} shards found: "
             f"{_remedy(legal)}"
         )
-    heads = num_heads // tp * legal[num_shards]
+    count = num_heads // tp
+    heads = (padded_latent_heads(count) if is_latent else count) * legal[num_shards]
     if is_latent and not _takes_latent_heads(heads):
         raise ConfigError(
             f"parallel.dcp is {num_shards}; each rank would attend with the {heads} heads of "

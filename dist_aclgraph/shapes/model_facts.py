@@ -60,6 +60,7 @@ class ModelFacts:
         num_draft_layers: number of next-token modules, which propose drafts.
         latent_size: number of elements that latent attention caches per token and layer; 0 without
             latent attention.
+        latent_head_dim: width of a query head of latent attention, with its rotated part.
         linear: layers of linear attention; None if all layers keep keys.
         indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
         weight_bytes: size of the model's safetensors files; 0 without such files.
@@ -84,6 +85,7 @@ class ModelFacts:
     hidden_size: int = 0
     experts: ExpertFacts | None = None
     latent_size: int = 0
+    latent_head_dim: int = 0
     linear: LinearSpec | None = None
     indexer: IndexerSpec | None = None
     is_encoder_decoder: bool = False
@@ -144,7 +146,12 @@ def check_model(config: Config, facts: ModelFacts) -> None:
             f"dtype is float32 and {whose}; products of quantised weights give float16 or "
             "bfloat16 only: set dtype=bfloat16"
         )
-    heads_per_rank(facts.num_heads, config.parallel.tp, is_latent=facts.mla)
+    heads_per_rank(
+        facts.num_heads,
+        config.parallel.tp,
+        is_latent=facts.mla,
+        pads_heads=facts.indexer is None,
+    )
     if not facts.mla:
         kv_heads_per_rank(facts.num_kv_heads, config.parallel.tp)
     check_shards(
@@ -218,6 +225,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         window=read_sliding_window(config),
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
+        latent_head_dim=_latent_head_dim(config),
         linear=read_linear_spec(config),
         indexer=read_indexer_spec(config),
         is_encoder_decoder=config.flag("is_encoder_decoder", False),
@@ -270,3 +278,10 @@ def _latent_size(config: ModelConfig) -> int:
     if not config.has("kv_lora_rank"):
         return 0
     return config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
+
+
+def _latent_head_dim(config: ModelConfig) -> int:
+    if not config.has("kv_lora_rank"):
+        return 0
+    plain = config.integer("qk_nope_head_dim", 0, least=0)
+    return plain + config.integer("qk_rope_head_dim")

@@ -107,6 +107,18 @@ class LatentSpec:
     value_dim: int
     interleaves: bool
 
+    @property
+    def head_dim(self) -> int:
+        """Width of a query head, with its rotated part."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def has_whole_heads(self) -> bool:
+        """Whether keys that are computed from latents are joined with their rotated part. Other
+        sizes are those for which the operator takes both parts.
+        """
+        return self.head_dim == self.value_dim
+
 
 @dataclass(frozen=True)
 class RowRange:

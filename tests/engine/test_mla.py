@@ -205,7 +205,16 @@ def test_heads_are_split_in_order(heads: int, size: int) -> None:
     assert [head for share in shares for head in share] == list(range(heads))
 
 
-@pytest.mark.parametrize(("heads", "size"), [(12, 1), (24, 2), (16, 3), (256, 1), (16, 32)])
+@pytest.mark.parametrize(("heads", "size"), [(16, 3), (256, 1), (16, 32)])
 def test_heads_that_the_operator_does_not_take_are_refused(heads: int, size: int) -> None:
     with pytest.raises(ConfigError, match=rf"parallel\.tp is {size}.* {heads} attention heads"):
         share_latent_heads(heads, CommGroup(tuple(range(size)), 0))
+
+
+@pytest.mark.parametrize(("heads", "size"), [(12, 1), (24, 2)])
+def test_sparse_attention_adds_no_heads_of_zeros(heads: int, size: int) -> None:
+    group = CommGroup(tuple(range(size)), 0)
+
+    assert len(share_latent_heads(heads, group)) == 12
+    with pytest.raises(ConfigError, match="powers of two up to 128"):
+        share_latent_heads(heads, group, pads_heads=False)

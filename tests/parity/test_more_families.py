@@ -13,12 +13,18 @@ import pytest
 import torch
 
 from dist_aclgraph.ints import unpack_ints
-from tests.checkpoints import FAMILIES, logprobs, make_prompts, make_reference
+from tests.checkpoints import (
+    FAMILIES,
+    add_next_token_module,
+    logprobs,
+    make_prompts,
+    make_reference,
+)
 from tests.deployments import Answer, greedy_params, make_deployment_config
 from tests.lockstep import lockstep
 from tests.parity.conftest import Reference
 from tests.parity.test_against_transformers import assert_logprobs_near
-from tests.slow import slow, spread
+from tests.slow import rare, slow, spread
 
 LENGTHS, NUM_TOKENS = (1, 3, 23, 64, 129, 300), 12
 GRAPHS, EAGER = (1, "FULL_DECODE_ONLY"), (2, "NONE")
@@ -28,14 +34,17 @@ COVERING = [(name, *each) for name in FAMILIES for each in (GRAPHS, EAGER)]
 ALL = [*COVERING, *((name, *each) for name in FAMILIES for each in OTHERS)]
 
 
-def answers_of(directory: Path, prompts: list[list[int]], tp: int, mode: str) -> list[Answer]:
+def answers_of(
+    directory: Path, prompts: list[list[int]], mode: str, num_drafts: int = 0, **parallel: int
+) -> list[Answer]:
     """Return greedy answers with the log-probabilities of three tokens at each position."""
     config = make_deployment_config(
         directory,
-        parallel={"tp": tp},
+        parallel=parallel,
         graph={"mode": mode, "max_tokens": 8},
         kv={"block_size": 16, "num_blocks": 80},
         scheduler={"max_num_batched_tokens": 128},
+        speculative={"num_tokens": num_drafts},
     )
     with lockstep(config) as group:
         return group.generate(prompts, greedy_params(NUM_TOKENS, logprobs=3))
@@ -59,12 +68,33 @@ def test_tokens_equal_those_of_transformers(
     architecture, tp, mode = case
     model, prompts = make_reference(architecture, tmp_path), make_prompts(LENGTHS)
 
-    assert_greedy(model, prompts, answers_of(tmp_path, prompts, tp, mode))
+    assert_greedy(model, prompts, answers_of(tmp_path, prompts, mode, tp=tp))
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "parallel"),
+    [slow(0, {"tp": 2, "dcp": 2}), slow(2, {"tp": 2}), rare(0, {"tp": 2, "ep": 2})],
+)
+def test_heads_of_zeros_change_no_token(
+    npu: Any, tmp_path: Path, num_drafts: int, parallel: dict[str, int]
+) -> None:
+    """Each rank has 3 heads of latent attention, whose operator runs with 4."""
+    model, prompts = make_reference("Glm4MoeLiteForCausalLM", tmp_path), make_prompts(LENGTHS)
+    add_next_token_module(tmp_path)
+
+    answers = answers_of(tmp_path, prompts, "FULL_DECODE_ONLY", num_drafts, **parallel)
+
+    assert_greedy(model, prompts, answers)
 
 
 @pytest.mark.parametrize(
     "architecture",
-    [slow("Gemma3ForCausalLM"), slow("Cohere2ForCausalLM"), slow("Ministral3ForCausalLM")],
+    [
+        slow("Gemma3ForCausalLM"),
+        slow("Cohere2ForCausalLM"),
+        slow("Ministral3ForCausalLM"),
+        slow("Glm4MoeLiteForCausalLM"),
+    ],
 )
 def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(
     npu: Any, tmp_path: Path, architecture: str

@@ -67,6 +67,7 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "Qwen3MoeForCausalLM": read_qwen3_moe,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
+    "Glm4MoeLiteForCausalLM": read_deepseek_v3,
     "KimiK25ForConditionalGeneration": beside_images(read_deepseek_v3, OUTER_NAMES),
     "KimiLinearForCausalLM": read_kimi_linear,
     "GlmForCausalLM": read_glm,
@@ -112,6 +113,9 @@ REFUSED = {
     "Gemma2ForCausalLM": (
         "it limits scores of attention by tanh, and the attention operators of torch_npu have no "
         "such limit"
+    ),
+    "Mistral4ForCausalLM": (
+        "its latents have 256 elements, and the operators of latent attention take 512 only"
     ),
 }
 

@@ -1,4 +1,6 @@
-"""DeepSeek V2 and V3, and Kimi K2, whose config.json names the architecture of DeepSeek V3."""
+"""DeepSeek V2 and V3; Kimi K2, whose config.json names the architecture of DeepSeek V3; and
+GLM-4.7-Flash, which has heads of other sizes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
 # Widths: latent, part of a head without rotation, rotated part, value.
 LATENT_SIZES = (512, 128, 64, 128)
+LATENT, ROPE = 512, 64
+WHOLE_HEADS = (128, 256)  # widths of heads with which whole heads attend
 
 
 def read_deepseek_v2(config: ModelConfig) -> ModelSpec:
@@ -50,10 +54,14 @@ def read_latent(config: ModelConfig) -> LatentSpec:
 
 def _checked(config: ModelConfig, latent: LatentSpec) -> LatentSpec:
     sizes = (latent.kv_rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
-    if sizes != LATENT_SIZES:
+    if (latent.kv_rank, latent.rope_dim) != (LATENT, ROPE) or not (
+        sizes == LATENT_SIZES or (latent.head_dim == latent.value_dim in WHOLE_HEADS)
+    ):
         raise config.unsupported(
             "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim are "
             f"{', '.join(map(str, sizes))}; the attention operators take "
-            f"{', '.join(map(str, LATENT_SIZES))} only"
+            f"{', '.join(map(str, LATENT_SIZES))} only, or 512 and 64 beside heads of "
+            f"{' or '.join(map(str, WHOLE_HEADS))} elements, rotated part included, with values of "
+            "the same width"
         )
     return latent

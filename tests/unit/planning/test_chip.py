@@ -46,6 +46,7 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("8.5.0", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
         ("9.1.0", ALONE, {"kv": {"block_size": 64}}, "kv.block_size is 64"),
         ("9.1.0", {}, {"kv": {"block_size": 528}}, "kv.block_size is 528; .* up to 512"),
+        ("8.5.0", LATENT | {"latent_head_dim": 256}, {}, "heads are 256 wide; .* install CANN 9"),
         ("8.5.0", LATENT, {"kv": {"block_size": 64}}, "latent attention takes 16 and 128"),
         ("9.1.0", LATENT, {"kv": {"block_size": 640}}, "latent attention .* up to 512"),
         ("8.5.0", LATENT, {"parallel": {"tp": 2, "dcp": 2}}, "parallel.dcp is 2; latent .* 8.5.1"),

@@ -242,6 +242,7 @@ SMALL = {
     ("architecture", "changes", "sentence"),
     [
         ("Gemma2ForCausalLM", {}, "limits scores of attention by tanh"),
+        ("Mistral4ForCausalLM", {}, "latents have 256 elements"),
         ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "softcapping is 30; limits of"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "see earlier ones only"),
         ("Gemma3ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act gelu is not supported"),

@@ -51,7 +51,7 @@ def test_quantization_may_name_the_method_of_the_checkpoint(tmp_path: Path) -> N
     [
         (3, {}, "4 attention heads$"),
         (8, {"num_key_value_heads": 2}, "4 attention heads$"),
-        (2, {"num_attention_heads": 12, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "powers of"),
+        (2, {"num_attention_heads": 512, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "most 128"),
     ],
 )
 def test_heads_that_the_ranks_cannot_split_are_refused(

@@ -205,6 +205,13 @@ PUBLISHED = {
         "num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32,
         "num_shared_expert": [1] * 32,
     }),
+    "GLM-4.7-Flash": (30, {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "vocab_size": 154880, "hidden_size": 2048,
+        "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20,
+        "num_key_value_heads": 20, "max_position_embeddings": 202752, "q_lora_rank": 768,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+    }),
     "dots.llm1": (143, {
         "architectures": ["Dots1ForCausalLM"], "vocab_size": 152064, "hidden_size": 4096,
         "intermediate_size": 10944, "num_hidden_layers": 62, "num_attention_heads": 32,
