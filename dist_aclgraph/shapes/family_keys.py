@@ -24,6 +24,11 @@ KEY_NAMES = {
         "moe_topk": "num_experts_per_tok",
         "num_shared_expert": "n_shared_experts",
     },
+    "BailingMoeV2ForCausalLM": {
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "score_function": "scoring_func",
+    },
     "HYV3ForCausalLM": {
         "num_experts": "n_routed_experts",
         "num_shared_experts": "n_shared_experts",

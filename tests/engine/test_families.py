@@ -201,6 +201,44 @@ def test_other_names_of_llama(
     assert sequences.new == greedy(model, prompts, 1)
 
 
+def test_ling_is_a_glm_4_5_with_other_names(npu: Any, tmp_path: Path) -> None:
+    """transformers has no BailingMoeV2. Its published code computes what Glm4Moe computes."""
+    groups = {"n_group": 2, "topk_group": 1}
+    model = make_reference(
+        "Glm4MoeForCausalLM", tmp_path, tie_word_embeddings=False, attention_bias=False, **groups
+    )
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["BailingMoeV2ForCausalLM"]}
+    config |= {
+        "num_experts": config.pop("n_routed_experts"),
+        "num_shared_experts": config.pop("n_shared_experts"),
+        "score_function": "sigmoid",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": config.pop("rope_parameters")["rope_theta"],
+        "rope_scaling": None,
+    }
+    path.write_text(json.dumps(config))
+    weights = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        for old, new in [("embed_tokens", "word_embeddings"), ("self_attn", "attention"),
+                         ("o_proj", "dense"), ("q_norm", "query_layernorm"),
+                         ("k_norm", "key_layernorm"),
+                         ("e_score_correction_bias", "expert_bias")]:  # fmt: skip
+            name = name.replace(old, new)
+        weights[name] = tensor
+    for name in [name for name in weights if "q_proj" in name]:
+        parts = [weights.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        weights[name.replace("q_proj", "query_key_value")] = torch.cat(parts)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    prompts = make_prompts([40, 3])
+    sequences = Sequences(make_runner(npu, tmp_path), prompts)
+
+    sequences.prefill()
+    sequences.decode(None)
+
+    assert sequences.new == greedy(model, prompts, 2)
+
+
 def test_minicpm_is_a_granite_with_other_factors(npu: Any, tmp_path: Path) -> None:
     """transformers has no MiniCPM without latent attention. Its published code multiplies
     embeddings by scale_emb, results by scale_depth / sqrt(layers), and divides the last hidden

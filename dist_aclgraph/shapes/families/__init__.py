@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dist_aclgraph.shapes.families.bailing import read_bailing_moe_v2
 from dist_aclgraph.shapes.families.beside_images import (
     INNER_NAMES,
     OUTER_NAMES,
@@ -16,11 +17,16 @@ from dist_aclgraph.shapes.families.beside_images import (
 )
 from dist_aclgraph.shapes.families.cohere import read_cohere, read_cohere2
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
-from dist_aclgraph.shapes.families.dots import read_dots1
 from dist_aclgraph.shapes.families.ernie import read_ernie, read_ernie_moe
 from dist_aclgraph.shapes.families.exaone import read_exaone4
 from dist_aclgraph.shapes.families.gemma import read_gemma3
-from dist_aclgraph.shapes.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
+from dist_aclgraph.shapes.families.glm import (
+    read_dots1,
+    read_glm,
+    read_glm4,
+    read_glm4_moe,
+    read_solar_open,
+)
 from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
 from dist_aclgraph.shapes.families.granite import read_granite, read_granite_moe, read_minicpm
 from dist_aclgraph.shapes.families.hunyuan import read_hunyuan_v1, read_hunyuan_v1_moe, read_hy_v3
@@ -103,6 +109,7 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "HunYuanDenseV1ForCausalLM": read_hunyuan_v1,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_v1_moe,
     "Dots1ForCausalLM": read_dots1,
+    "BailingMoeV2ForCausalLM": read_bailing_moe_v2,
     "PanguEmbeddedForCausalLM": read_pangu_embedded,
     "DeepseekV32ForCausalLM": read_sparse_latent,
     "GlmMoeDsaForCausalLM": read_sparse_latent,

@@ -1,6 +1,6 @@
 """GLM-4, dense and with experts: grouped queries with partly rotated heads.
 
-GLM-4.5 and 4.6 have experts as in DeepSeek V3, and so has Solar Open.
+GLM-4.5 and 4.6 have experts as in DeepSeek V3, and so have Solar Open and dots.llm1.
 """
 
 from __future__ import annotations
@@ -51,3 +51,10 @@ def read_glm4_moe(config: ModelConfig) -> ModelSpec:
 def read_solar_open(config: ModelConfig) -> ModelSpec:
     spec = read_decoder(config, experts=read_deepseek_experts(config, is_v3=True))
     return replace(spec, has_qkv_bias=config.flag("attention_bias", False))
+
+
+def read_dots1(config: ModelConfig) -> ModelSpec:
+    """Read a decoder with attention as in Qwen3."""
+    spec = read_decoder(config, experts=read_deepseek_experts(config, is_v3=True))
+    has_bias = config.flag("attention_bias", False)
+    return replace(spec, has_qkv_bias=has_bias, has_output_bias=has_bias, has_qk_norm=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dist_aclgraph.shapes.model_spec import RowRange, WeightNames
 
+QKV = (".q_proj.", ".k_proj.", ".v_proj.")
 GATE_UP = (".gate_proj.", ".up_proj.")
 
 

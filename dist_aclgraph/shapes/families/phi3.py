@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
-from dist_aclgraph.shapes.families.joined_weights import join, join_gate_up
+from dist_aclgraph.shapes.families.joined_weights import QKV, join, join_gate_up
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
-
-QKV = (".q_proj.", ".k_proj.", ".v_proj.")
 
 
 def read_phi3(config: ModelConfig) -> ModelSpec:

@@ -212,6 +212,14 @@ PUBLISHED = {
         "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
         "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
     }),
+    "Ling-mini-2.0": (16.26, {
+        "architectures": ["BailingMoeV2ForCausalLM"], "vocab_size": 157184, "hidden_size": 2048,
+        "intermediate_size": 5120, "num_hidden_layers": 20, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 32768,
+        "num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5,
+    }),
     "dots.llm1": (143, {
         "architectures": ["Dots1ForCausalLM"], "vocab_size": 152064, "hidden_size": 4096,
         "intermediate_size": 10944, "num_hidden_layers": 62, "num_attention_heads": 32,
