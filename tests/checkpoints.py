@@ -258,6 +258,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 96},
+    "YoutuForCausalLM": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 96,
+        "tie_word_embeddings": True,
+        "embedding_initializer_range": 0.1,
+    },
     "Exaone4ForCausalLM": {"num_hidden_layers": 4, "head_dim": 64, "sliding_window": 24},
     "CohereForCausalLM": {"logit_scale": 0.3, "attention_bias": True},
     "Cohere2ForCausalLM": {

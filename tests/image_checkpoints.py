@@ -117,3 +117,55 @@ def make_ministral3(directory: Path) -> Any:
         tie_word_embeddings=False,
     )
     return seeded(transformers.Mistral3ForConditionalGeneration, config, directory)
+
+
+def make_qwen2_vl(directory: Path, *, has_windows: bool = False) -> Any:
+    """Return a seeded Qwen2-VL, or a Qwen2.5-VL, of transformers with its image encoder; write it
+    as published.
+
+    Args:
+        has_windows: whether the image encoder has windows, as in Qwen2.5-VL.
+    """
+    import transformers
+
+    name = "Qwen2_5_VL" if has_windows else "Qwen2VL"
+    rope = {"type": "mrope", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    text = {**USUAL, "rope_parameters": {"rope_type": "default", **rope}}
+    vision: dict[str, Any] = {"depth": 1, "num_heads": 2, "intermediate_size": 32}
+    vision |= {"hidden_size": 32, "out_hidden_size": 128} if has_windows else {"embed_dim": 32}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config=vision if has_windows else {**vision, "hidden_size": 128},
+        tie_word_embeddings=False,
+    )
+    model = seeded(getattr(transformers, f"{name}ForConditionalGeneration"), config, directory)
+    path = directory / "config.json"
+    whole = json.loads(path.read_text())
+    text = whole.pop("text_config")
+    del text["rope_parameters"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    path.write_text(json.dumps({**text, **whole, "rope_theta": rope["rope_theta"]}))
+    return model
+
+
+def make_glm4v(directory: Path, *, has_experts: bool = False) -> Any:
+    """Return a seeded GLM-4.1V, or a GLM-4.5V, of transformers with its image encoder; write it.
+
+    Args:
+        has_experts: whether the decoder has experts, as in GLM-4.5V.
+    """
+    import transformers
+
+    name = "Glm4vMoe" if has_experts else "Glm4v"
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    text = {**USUAL, "rope_parameters": {**rope, "mrope_section": [2, 3, 3]}, "pad_token_id": None}
+    if has_experts:
+        experts = SPECIAL["Glm4MoeForCausalLM"]
+        text |= {key: experts[key] for key in experts if key not in ("use_qk_norm", "head_dim")}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config={**vision, "out_hidden_size": text["hidden_size"]},
+        tie_word_embeddings=False,
+    )
+    return seeded(getattr(transformers, f"{name}ForConditionalGeneration"), config, directory)

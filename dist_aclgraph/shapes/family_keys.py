@@ -55,6 +55,7 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
 }
+_GLM4V = {"attention_bias": True, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
 _HUNYUAN = {"rms_norm_eps": 1e-5}
 _DEEPSEEK_V3 = {
     "n_shared_experts": 1,
@@ -142,6 +143,15 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "rope_theta": 2e6,
         "tie_word_embeddings": True,
+    },
+    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
+    "YoutuForCausalLM": {"tie_word_embeddings": True},
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": {
+        **_GLM4V,
+        "num_key_value_heads": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
     },
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 5e5},

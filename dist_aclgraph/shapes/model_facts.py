@@ -32,7 +32,12 @@ from dist_aclgraph.shapes.rope_spec import read_context_lengths
 from dist_aclgraph.shapes.sliding_window import SlidingWindow, read_sliding_window
 from dist_aclgraph.shapes.weight_files import read_header
 
-NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+NORMS_OF_ALL_HEADS = (
+    "MiniMaxM2ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+)
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 

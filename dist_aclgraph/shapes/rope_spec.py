@@ -22,6 +22,7 @@ BY_LENGTH = ("dynamic", "longrope")
 # key of the growth of queries with their positions
 QUERY_GROWTH = "llama_4_scaling_beta"
 STRETCH = "alpha"  # key of a factor that stretches the base of a Hunyuan's embedding
+MROPE_SECTION = "mrope_section"  # key of the frequencies for times, rows and columns of images
 UNROTATED = "none"  # kind of an embedding that rotates nothing
 
 
@@ -216,6 +217,8 @@ def _kind(scaling: ModelConfig) -> str:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     # early Phi-3 files name longrope "su" or "yarn"
     is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
+    if kind == "mrope" and scaling.has(MROPE_SECTION):
+        return "default"  # positions of texts are equal in all sections
     if kind == "dynamic" and scaling.has(STRETCH):
         return "default"  # only the base differs, for any length of requests
     return "longrope" if is_longrope else kind

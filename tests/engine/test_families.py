@@ -22,8 +22,10 @@ from tests.checkpoints import FAMILIES, greedy, make_prompts, make_reference
 from tests.engine.runners import Sequences, make_runner
 from tests.image_checkpoints import (
     make_gemma3,
+    make_glm4v,
     make_ministral3,
     make_mistral3,
+    make_qwen2_vl,
     make_qwen3_vl,
     make_qwen3_vl_moe,
 )
@@ -88,6 +90,10 @@ def test_greedy_tokens_equal_those_of_transformers(
         make_ministral3,
         make_qwen3_vl_moe,
         partial(make_qwen3_vl_moe, as_published=False),
+        make_qwen2_vl,
+        partial(make_qwen2_vl, has_windows=True),
+        make_glm4v,
+        partial(make_glm4v, has_experts=True),
     ],
 )
 def test_the_text_part_of_a_model_with_images_equals_that_of_transformers(
@@ -199,6 +205,20 @@ def test_other_names_of_llama(
     sequences.prefill()
 
     assert sequences.new == greedy(model, prompts, 1)
+
+
+def test_mimo_is_a_qwen2_with_another_name(npu: Any, tmp_path: Path) -> None:
+    """Its published code inherits that of Qwen2; its next-token modules are not loaded."""
+    model = make_reference("Qwen2ForCausalLM", tmp_path)
+    path = tmp_path / "config.json"
+    names = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    sequences = Sequences(make_runner(npu, tmp_path), prompts := make_prompts([40, 3]))
+
+    sequences.prefill()
+
+    assert sequences.new == greedy(model, prompts, 1)
+    assert read_model_spec(tmp_path).num_draft_layers == 0
 
 
 def test_ling_is_a_glm_4_5_with_other_names(npu: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from dist_aclgraph.shapes.families.bailing import read_bailing_moe_v2
 from dist_aclgraph.shapes.families.beside_images import (
     INNER_NAMES,
+    OLDER_NAMES,
     OUTER_NAMES,
     beside_images,
 )
@@ -39,11 +40,12 @@ from dist_aclgraph.shapes.families.llama import (
 )
 from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.mistral import read_mistral, read_mixtral
-from dist_aclgraph.shapes.families.olmo import read_olmo2, read_olmo3
+from dist_aclgraph.shapes.families.olmo import read_olmo2, read_olmo3, read_olmoe
 from dist_aclgraph.shapes.families.phi3 import read_phi3
 from dist_aclgraph.shapes.families.qwen import (
     read_qwen2,
     read_qwen2_moe,
+    read_qwen2_without_windows,
     read_qwen3,
     read_qwen3_moe,
     read_qwen3_vl_moe,
@@ -98,6 +100,13 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "SmolLM3ForCausalLM": read_smollm3,
     "Olmo2ForCausalLM": read_olmo2,
     "Olmo3ForCausalLM": read_olmo3,
+    "OlmoeForCausalLM": read_olmoe,
+    "MiMoForCausalLM": read_qwen2_without_windows,
+    "YoutuForCausalLM": read_deepseek_v3,
+    "Qwen2VLForConditionalGeneration": beside_images(read_qwen2_without_windows, OLDER_NAMES),
+    "Qwen2_5_VLForConditionalGeneration": beside_images(read_qwen2_without_windows, OLDER_NAMES),
+    "Glm4vForConditionalGeneration": beside_images(read_glm4, INNER_NAMES),
+    "Glm4vMoeForConditionalGeneration": beside_images(read_glm4_moe, INNER_NAMES),
     "Exaone4ForCausalLM": read_exaone4,
     "CohereForCausalLM": read_cohere,
     "Cohere2ForCausalLM": read_cohere2,
@@ -115,11 +124,20 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "GlmMoeDsaForCausalLM": read_sparse_latent,
 }
 
+LLAMA4 = (
+    "its layers attend within chunks of 8192 tokens, for which the attention operators of "
+    "torch_npu have no mask, and its routers scale the inputs of experts"
+)
 # Architectures that are not supported, and the reasons.
 REFUSED = {
     "Gemma2ForCausalLM": (
         "it limits scores of attention by tanh, and the attention operators of torch_npu have no "
         "such limit"
+    ),
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": LLAMA4,
+    "LongcatFlashForCausalLM": (
+        "each of its layers has two latent attentions, and some of its experts return their input"
     ),
     "Mistral4ForCausalLM": (
         "its latents have 256 elements, and the operators of latent attention take 512 only"

@@ -13,6 +13,8 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 INNER_NAMES = WeightNames(
     changes=(("model.", "model.language_model."),), ignored=("model.visual.",)
 )
+# The weights of the text part have the usual names.
+OLDER_NAMES = WeightNames(ignored=("visual.",))
 # All weights of the text part have a prefix, also the output head.
 OUTER_NAMES = WeightNames(
     prefix="language_model.",
@@ -31,7 +33,12 @@ def beside_images(
 
     def read_text_part(config: ModelConfig) -> ModelSpec:
         spec = read(config)
-        changes = (*spec.names.changes, *names.changes)
-        return replace(spec, names=replace(names, changes=changes))
+        of_text = replace(
+            spec.names,
+            prefix=names.prefix,
+            changes=(*spec.names.changes, *names.changes),
+            ignored=names.ignored,
+        )
+        return replace(spec, names=of_text)
 
     return read_text_part

@@ -1,5 +1,5 @@
 """OLMo 2 and 3: only the results of attention and of the MLP are normalised. One norm spans all
-heads of queries, and another norm all heads of keys.
+heads of queries, and another norm all heads of keys; the same is true for OLMoE.
 """
 
 from __future__ import annotations
@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
-from dist_aclgraph.shapes.model_config import ModelConfig
-from dist_aclgraph.shapes.model_spec import LayerRope, ModelSpec, WeightNames
+from dist_aclgraph.shapes.families.experts import checked_experts
+from dist_aclgraph.shapes.model_config import MAX_EXPERTS, ModelConfig
+from dist_aclgraph.shapes.model_spec import ExpertSpec, LayerRope, ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import read_window_rope
 from dist_aclgraph.shapes.sliding_window import sliding_layers
 
@@ -30,6 +31,31 @@ def read_olmo3(config: ModelConfig) -> ModelSpec:
     spec = with_output_norms(config, read_decoder(config, ropes_by_type=True))
     rope = read_window_rope(config, spec.head_dim, WINDOW_THETA)
     return replace(spec, other_rope=LayerRope(rope, sliding_layers(config)))
+
+
+def read_olmoe(config: ModelConfig) -> ModelSpec:
+    """Read a decoder with experts, and with norms of inputs."""
+    if config.has("clip_qkv"):
+        raise config.unsupported(
+            f"clip_qkv is {config.number('clip_qkv'):g}; limits of queries, keys and values are "
+            "not supported"
+        )
+    spec = read_decoder(config)
+    experts = ExpertSpec(
+        num_experts=config.integer("num_experts", most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        width=config.integer("intermediate_size"),
+        renormalizes=config.flag("norm_topk_prob", False),
+        layers=frozenset(range(spec.num_layers)),
+    )
+    has_bias = config.flag("attention_bias", False)
+    return replace(
+        spec,
+        experts=checked_experts(config, experts),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_qk_norm=True,
+    )
 
 
 def with_output_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:

@@ -16,10 +16,20 @@ def read_qwen2(config: ModelConfig) -> ModelSpec:
     return replace(read_decoder(config), has_qkv_bias=True)
 
 
-def read_qwen2_moe(config: ModelConfig) -> ModelSpec:
-    """Read a decoder with experts, and with one shared expert whose result is gated."""
+def read_qwen2_without_windows(config: ModelConfig) -> ModelSpec:
+    """Read the text part of Qwen2-VL and Qwen2.5-VL, or MiMo."""
+    _refuse_windows(config)
+    return read_qwen2(config)
+
+
+def _refuse_windows(config: ModelConfig) -> None:
     if config.flag("use_sliding_window", False):
         raise config.unsupported("use_sliding_window is true; this family has no windows here")
+
+
+def read_qwen2_moe(config: ModelConfig) -> ModelSpec:
+    """Read a decoder with experts, and with one shared expert whose result is gated."""
+    _refuse_windows(config)
     return replace(
         read_decoder(config, experts=with_shared_expert(config, read_qwen_experts(config))),
         has_qkv_bias=config.flag("qkv_bias", True),

@@ -243,6 +243,10 @@ SMALL = {
     [
         ("Gemma2ForCausalLM", {}, "limits scores of attention by tanh"),
         ("Mistral4ForCausalLM", {}, "latents have 256 elements"),
+        ("Llama4ForCausalLM", {}, "attend within chunks of 8192 tokens"),
+        ("LongcatFlashForCausalLM", {}, "two latent attentions"),
+        ("MiMoForCausalLM", {"use_sliding_window": True}, "this family has no windows here"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8; limits of queries"),
         ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "softcapping is 30; limits of"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "see earlier ones only"),
         ("Gemma3ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act gelu is not supported"),
