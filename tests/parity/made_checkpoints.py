@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dist_aclgraph.device import emulator
-from tests.checkpoints import make_reference
+from tests.checkpoints import GRANITE, make_reference
 from tests.int4_checkpoints import compressed_config, packed_ints, rewrite
 
 SEED, COUNT, REFUSED_EACH = 29, 64, 8
@@ -36,6 +36,8 @@ MADE = (
     "MistralForCausalLM",
     "SeedOssForCausalLM",
     "Ernie4_5ForCausalLM",
+    "GraniteForCausalLM",
+    "Olmo2ForCausalLM",
 )
 CONTEXT, ORIGINAL, LONGER = 256, 64, 300
 NUM_TOKENS = 6
@@ -257,6 +259,8 @@ def _make(
             "num_key_value_heads": num_kv_heads,
             "head_dim": head_dim,
         }
+        if architecture == "GraniteForCausalLM":
+            sizes |= GRANITE
         if architecture != "Qwen2ForCausalLM":
             sizes["attention_bias"] = has_biases
         if architecture == "LlamaForCausalLM":

@@ -72,6 +72,25 @@ def test_tokens_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "parallel"),
+    [
+        slow("GraniteMoeSharedForCausalLM", {"dp": 2, "ep": 2}),
+        slow("HunYuanMoEV1ForCausalLM", {"tp": 2, "ep": 2}),
+        slow("Ministral3ForCausalLM", {"tp": 4, "dcp": 2}),
+        rare("OlmoeForCausalLM", {"dp": 2, "ep": 2}),
+        rare("GraniteForCausalLM", {"tp": 4, "dcp": 2}),
+        rare("SmolLM3ForCausalLM", {"tp": 2, "dcp": 2, "pcp": 2}),
+    ],
+)
+def test_layouts_change_no_token(
+    npu: Any, tmp_path: Path, architecture: str, parallel: dict[str, int]
+) -> None:
+    model, prompts = make_reference(architecture, tmp_path), make_prompts(LENGTHS)
+
+    assert_greedy(model, prompts, answers_of(tmp_path, prompts, "FULL_DECODE_ONLY", **parallel))
+
+
+@pytest.mark.parametrize(
     ("num_drafts", "parallel"),
     [slow(0, {"tp": 2, "dcp": 2}), slow(2, {"tp": 2}), rare(0, {"tp": 2, "ep": 2})],
 )
