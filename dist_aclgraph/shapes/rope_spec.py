@@ -17,6 +17,8 @@ from dist_aclgraph.shapes.model_config import (
 )
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Architectures whose max_position_embeddings is the context after the scaling, as in vLLM.
+COUNTS_SCALING = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 # Types whose frequencies depend on the length of the longest possible request.
 BY_LENGTH = ("dynamic", "longrope")
 # key of the growth of queries with their positions
@@ -190,7 +192,7 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
     kind = _kind(scaling)
     if kind == "longrope":
         return ContextLengths(length, min(length, _original_len(config, scaling)))
-    if kind in ("linear", "dynamic", "yarn"):
+    if kind in ("linear", "dynamic", "yarn") and config.architecture not in COUNTS_SCALING:
         start = _original_len(config, scaling) if kind == "yarn" else length
         # For a yarn model, vLLM allows fewer tokens than config.json declares if the factor is too
         # small for the declared length.

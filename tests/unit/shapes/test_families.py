@@ -299,13 +299,14 @@ def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
         specs.append(read_model_spec(tmp_path))
 
     assert specs[0] == specs[1]
+    assert (specs[0].rope.kind, specs[0].rope.factor) == ("linear", 8.0)
     assert specs[0].other_rope is not None and specs[0].window is not None
     assert specs[0].other_rope.layers == specs[0].window.layers == {0, 1, 3, 4}
-    assert (specs[0].context_len, specs[0].other_rope.rope.theta) == (8 * 64, 2e4)
+    assert (specs[0].context_len, specs[0].other_rope.rope.theta) == (64, 2e4)
     for override in ("rope_scaling", "rope_parameters"):
         changes = {override: {"rope_type": "linear", "factor": 2.0}}
         changed = read_model_spec(tmp_path, changes)
-        assert (changed.context_len, changed.rope.theta) == (2 * 64, 1e6)
+        assert (changed.rope.factor, changed.rope.theta) == (2.0, 1e6)
         assert changed.other_rope == specs[0].other_rope
 
 
