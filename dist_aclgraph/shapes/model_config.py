@@ -80,7 +80,12 @@ class ModelConfig:
 
     @property
     def max_position_embeddings(self) -> int:
-        return self.integer("max_position_embeddings", DEFAULT_CONTEXT, most=MAX_CONTEXT)
+        """Length of the context without scaling. As in vLLM, ``model_max_length`` has priority;
+        Command R has it beside a smaller value.
+        """
+        longer = "model_max_length"
+        key = longer if self.has(longer) else "max_position_embeddings"
+        return self.integer(key, DEFAULT_CONTEXT, most=MAX_CONTEXT)
 
     @property
     def num_draft_layers(self) -> int:

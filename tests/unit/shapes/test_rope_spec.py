@@ -92,6 +92,7 @@ def read(**keys: Any) -> ModelConfig:
         ({"rope_scaling": LONG}, 32768, 32768),
         ({"rope_scaling": {"type": "of another architecture", "factor": 4}}, 32768, 32768),
         ({"rope_parameters": GROWING}, 32768, 32768),
+        ({"model_max_length": 65536}, 65536, 65536),
     ],
     ids=lambda value: repr(value)[:60],
 )
