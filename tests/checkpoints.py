@@ -258,6 +258,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "ArceeForCausalLM": {"mlp_bias": True, "attention_bias": True},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 96},
     "YoutuForCausalLM": {
         "num_key_value_heads": 4,

@@ -121,6 +121,12 @@ def geglu(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """Return the square of ``relu(x)``, of the same shape; there is no gate."""
+    x = torch.relu(x)
+    return x * x
+
+
 @dataclass(frozen=True)
 class ClippedSwiglu:
     """The activation of ``SwigluClip``; columns of gate and up alternate."""

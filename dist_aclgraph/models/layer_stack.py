@@ -184,7 +184,8 @@ def _load_feed_forward(
     if spec.experts is not None and index in spec.experts.layers:
         return load_experts(slices, spec.experts, hidden, prefix)
     share = slices.share(width)
-    parts = [(f"{prefix}.{name}", width, *share) for name in ("gate_proj", "up_proj")]
+    names = ("gate_proj", "up_proj") if spec.gates_mlp else ("up_proj",)
+    parts = [(f"{prefix}.{name}", width, *share) for name in names]
     down = slices.row_parallel(f"{prefix}.down_proj", (hidden, width), *share, has_bias)
     activation = slices.activation(down.product, spec.activation)
     return Mlp(slices.fused(parts, hidden, has_bias), down, activation)

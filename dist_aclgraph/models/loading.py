@@ -26,6 +26,7 @@ from dist_aclgraph.layers.local_experts import (
     GroupedProduct,
     InnerProduct,
     geglu,
+    squared_relu,
     swiglu,
 )
 from dist_aclgraph.layers.norm import NoNorm, Norm, RmsNorm
@@ -211,9 +212,9 @@ class WeightSlices:
     def activation(
         self, down: Product | ExpertProduct, kind: ActivationName = "silu"
     ) -> Activation:
-        """Return a gated activation in the form for the product that uses its results."""
-        if kind == "gelu_pytorch_tanh":
-            return geglu
+        """Return an activation in the form for the product that uses its results."""
+        if kind != "silu":
+            return geglu if kind == "gelu_pytorch_tanh" else squared_relu
         fuses = down.quantises_rows and self.fusions.use("swiglu_quant", down.weight.shape[-2])
         return swiglu_to_int8 if fuses else swiglu
 

@@ -144,6 +144,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 2e6,
         "tie_word_embeddings": True,
     },
+    "ArceeForCausalLM": {"rms_norm_eps": 1e-5},
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
     "YoutuForCausalLM": {"tie_word_embeddings": True},
     "Glm4vForConditionalGeneration": _GLM4V,

@@ -31,7 +31,7 @@ def matrices_of(
     """
     found: dict[Part, Elements] = {
         ATTENTION: _latent(spec, spec.latent, tp) if spec.latent else _attention(spec, tp),
-        DENSE: _mlp("mlp", spec.hidden_size, -(-spec.intermediate_size // tp)),
+        DENSE: _dense(spec, tp),
     }
     if spec.linear is not None:
         found[LINEAR] = _linear(spec.hidden_size, spec.linear, tp)
@@ -127,6 +127,11 @@ def _indexer(spec: ModelSpec, indexer: IndexerSpec) -> Elements:
         "self_attn.indexer.wq_b": spec.latent.q_rank * indexer.num_heads * indexer.head_dim,
         "self_attn.indexer.wk": spec.hidden_size * indexer.head_dim,
     }
+
+
+def _dense(spec: ModelSpec, tp: int) -> Elements:
+    found = _mlp("mlp", spec.hidden_size, -(-spec.intermediate_size // tp))
+    return {name: size for name, size in found.items() if spec.gates_mlp or "gate" not in name}
 
 
 def _mlp(prefix: str, hidden: int, width: int) -> Elements:

@@ -14,8 +14,9 @@ from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# How a feed-forward part without experts computes its inner values from gate and up.
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+# The function of the gate in a feed-forward part without experts, or of its inner values if it has
+# no gate; relu2 is the square of ReLU.
+Activation = Literal["silu", "gelu_pytorch_tanh", "relu2"]
 # Kinds of attention. A "chosen" layer uses the keys that an earlier "sparse" layer has chosen.
 LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]
 
@@ -195,7 +196,8 @@ class ModelSpec(ModelFacts):
             are added to the residual stream.
         norm_adds_one: whether a norm multiplies by ``1 + weight``; not in linear attention.
         int4: the matrices that have four bits in some or all layers.
-        activation: activation of the gate in layers without experts.
+        activation: activation of layers without experts; relu2 for inner values, the others for a
+            gate.
         other_rope: rotary embedding of some layers, if it differs from ``rope``.
         norms_follow_rope: whether queries and keys are normalised after their rotation.
         has_input_norms: whether norms precede attention and the MLP.
@@ -236,6 +238,11 @@ class ModelSpec(ModelFacts):
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+
+    @property
+    def gates_mlp(self) -> bool:
+        """Whether layers without experts have a gate."""
+        return self.activation != "relu2"
 
     @property
     def num_layer_norms(self) -> int:

@@ -171,7 +171,7 @@ def _of_attention(spec: ModelSpec, tp: int) -> _Others:
 
 def _of_mlp(spec: ModelSpec, tp: int) -> _Others:
     width = -(-spec.intermediate_size // tp)
-    return _Others((2 * width + spec.hidden_size) * spec.has_mlp_bias)
+    return _Others(((1 + spec.gates_mlp) * width + spec.hidden_size) * spec.has_mlp_bias)
 
 
 def _of_latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Others:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from dist_aclgraph.shapes.families.granite import read_granite, read_granite_moe
 from dist_aclgraph.shapes.families.hunyuan import read_hunyuan_v1, read_hunyuan_v1_moe, read_hy_v3
 from dist_aclgraph.shapes.families.kimi import read_kimi_linear
 from dist_aclgraph.shapes.families.llama import (
+    read_arcee,
     read_iquest_coder,
     read_llama,
     read_pangu_embedded,
@@ -65,6 +67,7 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "LlamaForCausalLM": read_llama,
     "InternLM3ForCausalLM": read_llama,
+    "ArceeForCausalLM": read_arcee,
     "IQuestCoderForCausalLM": read_iquest_coder,
     "SeedOssForCausalLM": read_seed_oss,
     "MistralForCausalLM": read_mistral,
@@ -163,7 +166,8 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
         )
     if architecture not in READERS:
         raise config.unsupported(
-            f"architecture {architecture} is not supported; supported: {', '.join(READERS)}"
+            f"architecture {architecture} is not supported; docs/use/models.md lists the "
+            f"{len(READERS)} supported ones, such as {', '.join(_similar(architecture))}"
         )
     check_quantisation(config)
     spec = READERS[architecture](config)
@@ -183,3 +187,7 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
             "a checkpoint in bfloat16 or int8"
         )
     return spec
+
+
+def _similar(architecture: str) -> list[str]:
+    return get_close_matches(architecture, READERS, cutoff=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import get_args
 
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_facts import facts_of
@@ -26,6 +25,7 @@ def read_decoder(
     rotated_part: float | None = None,
     num_draft_layers: int = 0,
     ropes_by_type: bool = False,
+    gates_mlp: bool = True,
 ) -> ModelSpec:
     """Return the shape of a decoder without biases and without norms of q and k.
 
@@ -34,6 +34,7 @@ def read_decoder(
             None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
         ropes_by_type: whether layers with a window may have a separate rotary embedding.
+        gates_mlp: whether layers without experts have a gate.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -64,7 +65,7 @@ def read_decoder(
         ),
         latent=latent,
         rotary_dim=rotary_dim,
-        activation=_activation(config),
+        activation=_activation(config, gates_mlp),
     )
 
 
@@ -77,12 +78,10 @@ def without_rope(spec: ModelSpec, layers: Iterable[int]) -> ModelSpec:
     return replace(spec, other_rope=LayerRope(rope, unrotated))
 
 
-def _activation(config: ModelConfig) -> Activation:
-    name = config.text("hidden_act", "silu")
-    if name == "silu":
-        return "silu"
-    if name == "gelu_pytorch_tanh":
-        return "gelu_pytorch_tanh"
-    raise config.unsupported(
-        f"hidden_act {name:.80} is not supported; only {', '.join(get_args(Activation))}"
-    )
+def _activation(config: ModelConfig, gates_mlp: bool) -> Activation:
+    known: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh") if gates_mlp else ("relu2",)
+    name = config.text("hidden_act", known[0])
+    for activation in known:
+        if name == activation:
+            return activation
+    raise config.unsupported(f"hidden_act {name:.80} is not supported; only {', '.join(known)}")

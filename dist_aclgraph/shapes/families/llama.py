@@ -10,10 +10,14 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 def read_llama(config: ModelConfig) -> ModelSpec:
+    return _with_biases(config, read_decoder(config))
+
+
+def _with_biases(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
     """All four products of attention have biases, or none has; the same holds for the MLP."""
     has_bias = config.flag("attention_bias", False)
     return replace(
-        read_decoder(config),
+        spec,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_mlp_bias=config.flag("mlp_bias", False),
@@ -44,3 +48,8 @@ def read_pangu_embedded(config: ModelConfig) -> ModelSpec:
     """Read openPangu-Embedded, whose products of attention have biases."""
     has_bias = config.flag("bias", True)
     return replace(read_decoder(config), has_qkv_bias=has_bias, has_output_bias=has_bias)
+
+
+def read_arcee(config: ModelConfig) -> ModelSpec:
+    """Read a decoder whose MLP has no gate, and squares what ReLU leaves."""
+    return _with_biases(config, read_decoder(config, gates_mlp=False))

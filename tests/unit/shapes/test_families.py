@@ -241,10 +241,13 @@ SMALL = {
 @pytest.mark.parametrize(
     ("architecture", "changes", "sentence"),
     [
+        ("GemmaForCausalLM", {}, "supported ones, such as Gemma3ForCausalLM"),
         ("Gemma2ForCausalLM", {}, "limits scores of attention by tanh"),
         ("Mistral4ForCausalLM", {}, "latents have 256 elements"),
         ("Llama4ForCausalLM", {}, "attend within chunks of 8192 tokens"),
         ("LongcatFlashForCausalLM", {}, "two latent attentions"),
+        ("ArceeForCausalLM", {"hidden_act": "silu"}, "silu is not supported; only relu2"),
+        ("LlamaForCausalLM", {"hidden_act": "relu2"}, "hidden_act relu2 is not supported"),
         ("MiMoForCausalLM", {"use_sliding_window": True}, "this family has no windows here"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8; limits of queries"),
         ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "softcapping is 30; limits of"),

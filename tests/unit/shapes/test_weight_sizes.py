@@ -220,6 +220,11 @@ PUBLISHED = {
         "moe_intermediate_size": 512, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4,
         "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5,
     }),
+    "AFM-4.5B": (4.62, {
+        "architectures": ["ArceeForCausalLM"], "vocab_size": 128004, "hidden_size": 2560,
+        "intermediate_size": 18432, "num_hidden_layers": 36, "num_attention_heads": 20,
+        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 65536,
+    }),
     "dots.llm1": (143, {
         "architectures": ["Dots1ForCausalLM"], "vocab_size": 152064, "hidden_size": 4096,
         "intermediate_size": 10944, "num_hidden_layers": 62, "num_attention_heads": 32,
