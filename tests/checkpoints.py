@@ -267,7 +267,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_initializer_range": 0.1,
     },
     "Exaone4ForCausalLM": {"num_hidden_layers": 4, "head_dim": 64, "sliding_window": 24},
-    "CohereForCausalLM": {"logit_scale": 0.3, "attention_bias": True},
+    "CohereForCausalLM": {"logit_scale": 0.3, "attention_bias": True, "use_qk_norm": True},
     "Cohere2ForCausalLM": {
         "num_hidden_layers": 4,
         "sliding_window": 24,

@@ -1,4 +1,4 @@
-"""RMS norms of queries and keys: one for each head, or one for all heads of the model."""
+"""Norms of queries and keys: one for each head, or one for all heads of the model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.layers.norm import RmsNorm
@@ -26,6 +27,26 @@ class HeadNorms:
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[..., heads, head_dim] each -> the same shapes."""
         return self.q(q), self.k(k)
+
+
+@dataclass(frozen=True)
+class CenteredHeadNorms:
+    """Subtracts the mean of each head first, and then normalises the head; heads have different
+    weights.
+
+    Attributes:
+        q, k: [heads, head_dim], weights of this rank's heads.
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., heads, head_dim] each -> the same shapes."""
+        width = self.q.shape[1:]
+        of_q, of_k = (layer_norm(x, width, eps=self.eps) for x in (q, k))
+        return of_q * self.q, of_k * self.k
 
 
 @dataclass(frozen=True)

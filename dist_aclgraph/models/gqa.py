@@ -10,7 +10,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.context_parallel import ContextParallel
-from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
+from dist_aclgraph.layers.head_norms import CenteredHeadNorms, HeadNorms, NormsOfAllHeads
 from dist_aclgraph.layers.int8_rows import Rows
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.norm import RmsNorm
@@ -19,6 +19,8 @@ from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices, part_by_part
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ModelSpec
+
+Norms = HeadNorms | CenteredHeadNorms | NormsOfAllHeads
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class GroupedQueryAttention:
     """
 
     qkv: Product
-    norms: HeadNorms | NormsOfAllHeads | None
+    norms: Norms | None
     paged: PagedAttention
     output_product: RowParallelLinear
     rope_rows: RopeRows | None
@@ -233,7 +235,7 @@ class GroupedQuery:
         # The operator needs sinks in bfloat16 even if the other tensors are float16.
         return slices.place(sinks.bfloat16() if sinks.dtype == torch.float16 else sinks)
 
-    def _load_norms(self, slices: WeightSlices, prefix: str) -> HeadNorms | NormsOfAllHeads:
+    def _load_norms(self, slices: WeightSlices, prefix: str) -> Norms:
         spec, heads, one = self._spec, self._heads, range(1)
 
         def weight(name: str, num_heads: int, here: range) -> Tensor:
@@ -242,6 +244,15 @@ class GroupedQuery:
             part = slices.part(f"{prefix}.{name}.weight", (num_heads * d,), 0, start, stop)
             return slices.place(self._paired(part))
 
+        if spec.norms_center:
+            q, k = (
+                self._head_weights(slices, f"{prefix}.{name}.weight", num_heads, here)
+                for name, num_heads, here in (
+                    ("q_norm", spec.num_heads, heads.q),
+                    ("k_norm", spec.num_kv_heads, heads.kv),
+                )
+            )
+            return CenteredHeadNorms(q, k, spec.rms_norm_eps)
         if not spec.qk_norm_spans_heads:
             norms = (weight("q_norm", 1, one), weight("k_norm", 1, one))
             eps, adds_one = spec.rms_norm_eps, spec.norm_adds_one
@@ -251,6 +262,15 @@ class GroupedQuery:
             weight("k_norm", spec.num_kv_heads, heads.kv),
             spec.rms_norm_eps,
             slices.group,
+        )
+
+    def _head_weights(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> Tensor:
+        """Return the rows of a [heads, head_dim] weight that belong to the heads ``here``."""
+        shape = num_heads, self._spec.head_dim
+        return slices.place(
+            self._paired(slices.part(name, shape, 0, here.start, here.stop).flatten()).view(
+                -1, shape[1]
+            )
         )
 
     def rope(self, positions: Tensor) -> Rope:

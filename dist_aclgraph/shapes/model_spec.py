@@ -203,7 +203,8 @@ class ModelSpec(ModelFacts):
         has_input_norms: whether norms precede attention and the MLP.
         has_parallel_mlp: whether attention and the MLP have the same input, which one norm
             precedes; both results are added to the residual stream.
-        norms_center: whether norms of hidden states subtract the mean first (layer norms).
+        norms_center: whether norms subtract the mean first (layer norms). Such norms of queries and
+            keys have separate weights for each head.
         embedding_scale: factor of the embeddings of tokens.
         attention_scale: factor of the attention scores; None means ``head_dim ** -0.5``.
         residual_scale: factor of the results of attention and of the feed-forward part.

@@ -163,7 +163,7 @@ def _of_attention(spec: ModelSpec, tp: int) -> _Others:
     q, kv = spec.num_heads // tp * d, kv_heads_per_rank(spec.num_kv_heads, tp) * d
     usual = (q + 2 * kv) * spec.has_qkv_bias + hidden * spec.has_output_bias
     if spec.has_qk_norm:
-        usual += q + kv if spec.qk_norm_spans_heads else 2 * d
+        usual += q + kv if spec.qk_norm_spans_heads or spec.norms_center else 2 * d
     if spec.has_sinks:
         usual += spec.num_heads // tp
     return _Others(usual)

@@ -1,4 +1,4 @@
-"""Command R, R7B and A: attention and the MLP have the same input, which a layer norm precedes;
+"""Command R, R+, R7B and A: attention and the MLP have the same input, which a layer norm precedes;
 neighbouring elements of a head are rotated as pairs, and the logits have a factor.
 """
 
@@ -13,15 +13,12 @@ from dist_aclgraph.shapes.sliding_window import sliding_layers
 
 
 def read_cohere(config: ModelConfig) -> ModelSpec:
-    if config.flag("use_qk_norm", False):
-        raise config.unsupported(
-            "use_qk_norm is true; layer norms of queries and keys are not supported"
-        )
     has_bias = config.flag("attention_bias", False)
     return replace(
         read_decoder(config),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
+        has_qk_norm=config.flag("use_qk_norm", False),
         has_parallel_mlp=True,
         norms_center=True,
         rope_interleaves=True,

@@ -256,7 +256,6 @@ SMALL = {
         ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "this family has no windows here"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "2 items; each of 4 layers needs one"),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LGLG"}, "is LGLG; only the last"),
-        ("CohereForCausalLM", {"use_qk_norm": True}, "layer norms of queries and keys"),
         ("GraniteMoeHybridForCausalLM", {"layers_block_type": ["mamba"] * 4}, "of Mamba"),
         ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope"}, "is not rope"),
         ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts is given"),

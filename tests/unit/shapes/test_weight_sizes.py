@@ -165,6 +165,11 @@ PUBLISHED = {
         "intermediate_size": 22528, "num_hidden_layers": 40, "num_attention_heads": 64,
         "max_position_embeddings": 8192,
     }),
+    "Command R+": (103.8, {
+        "architectures": ["CohereForCausalLM"], "vocab_size": 256000, "hidden_size": 12288,
+        "intermediate_size": 33792, "num_hidden_layers": 64, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192, "use_qk_norm": True,
+    }),
     "Command R7B": (8.03, {
         "architectures": ["Cohere2ForCausalLM"], "vocab_size": 256000, "hidden_size": 4096,
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
