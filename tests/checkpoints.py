@@ -258,6 +258,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "ApertusForCausalLM": {"pad_token_id": None, "rope_parameters": LLAMA3_ROPE},
     "ArceeForCausalLM": {"mlp_bias": True, "attention_bias": True},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 96},
     "YoutuForCausalLM": {
@@ -405,6 +406,8 @@ def seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(("A_log", "dt_bias")):
                 parameter.normal_(0.0, 0.5)
+            elif name.endswith(("alpha_p", "alpha_n")):
+                parameter.normal_(0.0, 1.0)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 2.0)
         for name, buffer in model.named_buffers():

@@ -26,6 +26,9 @@ NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 # An activation maps the result of the product of gate and up to the input of the next product.
 Activation = Callable[[Tensor], Rows]
 
+# Constants of xIELU, which checkpoints store with the same values.
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
+
 
 class ExpertProduct(Protocol):
     """One product per expert, with weights of any type: float in this file, int8 elsewhere.
@@ -125,6 +128,23 @@ def squared_relu(x: Tensor) -> Tensor:
     """Return the square of ``relu(x)``, of the same shape; there is no gate."""
     x = torch.relu(x)
     return x * x
+
+
+@dataclass(frozen=True)
+class Xielu:
+    """The activation of arXiv 2411.13010, without a gate.
+
+    Attributes:
+        positive, negative: factors of the parts for positive and for other values.
+    """
+
+    positive: float
+    negative: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [rows, width]."""
+        below = (torch.expm1(x.clamp(max=XIELU_EPS)) - x) * self.negative
+        return torch.where(x > 0, self.positive * x * x, below) + XIELU_BETA * x
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from dist_aclgraph.collective_place import AFTER, BEFORE, HEAD, INSIDE
 from dist_aclgraph.comm.marks import CollectiveMarks
@@ -21,7 +22,7 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
 from dist_aclgraph.layers.int8_rows import Int8Norm, Rows
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
-from dist_aclgraph.layers.local_experts import Activation, swiglu
+from dist_aclgraph.layers.local_experts import XIELU_BETA, Activation, Xielu, swiglu
 from dist_aclgraph.layers.norm import CenteredNorm, NoNorm, Norm, RmsNorm
 from dist_aclgraph.layers.segments import RunSegment, Segment, run_directly
 from dist_aclgraph.models.attention_kind import AttentionKind, Cache, LayerAttention, Rope
@@ -187,8 +188,17 @@ def _load_feed_forward(
     names = ("gate_proj", "up_proj") if spec.gates_mlp else ("up_proj",)
     parts = [(f"{prefix}.{name}", width, *share) for name in names]
     down = slices.row_parallel(f"{prefix}.down_proj", (hidden, width), *share, has_bias)
-    activation = slices.activation(down.product, spec.activation)
+    if spec.activation == "xielu":
+        activation: Activation = _load_xielu(slices, f"{prefix}.act_fn")
+    else:
+        activation = slices.activation(down.product, spec.activation)
     return Mlp(slices.fused(parts, hidden, has_bias), down, activation)
+
+
+def _load_xielu(slices: WeightSlices, prefix: str) -> Xielu:
+    stored = (slices.checkpoint.read_float32(f"{prefix}.alpha_{sign}", (1,)) for sign in "pn")
+    positive, negative = (softplus(alpha).item() for alpha in stored)
+    return Xielu(positive, XIELU_BETA + negative)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "ArceeForCausalLM": {"rms_norm_eps": 1e-5},
+    "ApertusForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
     "YoutuForCausalLM": {"tie_word_embeddings": True},
     "Glm4vForConditionalGeneration": _GLM4V,

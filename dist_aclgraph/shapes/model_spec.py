@@ -15,8 +15,8 @@ from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 # The function of the gate in a feed-forward part without experts, or of its inner values if it has
-# no gate; relu2 is the square of ReLU.
-Activation = Literal["silu", "gelu_pytorch_tanh", "relu2"]
+# no gate. relu2 is the square of ReLU; xielu has two weights in each layer (arXiv 2411.13010).
+Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
 # Kinds of attention. A "chosen" layer uses the keys that an earlier "sparse" layer has chosen.
 LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]
 
@@ -196,8 +196,8 @@ class ModelSpec(ModelFacts):
             are added to the residual stream.
         norm_adds_one: whether a norm multiplies by ``1 + weight``; not in linear attention.
         int4: the matrices that have four bits in some or all layers.
-        activation: activation of layers without experts; relu2 for inner values, the others for a
-            gate.
+        activation: activation of layers without experts; relu2 and xielu for inner values, the
+            others for a gate.
         other_rope: rotary embedding of some layers, if it differs from ``rope``.
         norms_follow_rope: whether queries and keys are normalised after their rotation.
         has_input_norms: whether norms precede attention and the MLP.
@@ -243,7 +243,7 @@ class ModelSpec(ModelFacts):
     @property
     def gates_mlp(self) -> bool:
         """Whether layers without experts have a gate."""
-        return self.activation != "relu2"
+        return self.activation not in ("relu2", "xielu")
 
     @property
     def num_layer_norms(self) -> int:

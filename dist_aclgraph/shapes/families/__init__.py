@@ -34,6 +34,7 @@ from dist_aclgraph.shapes.families.granite import read_granite, read_granite_moe
 from dist_aclgraph.shapes.families.hunyuan import read_hunyuan_v1, read_hunyuan_v1_moe, read_hy_v3
 from dist_aclgraph.shapes.families.kimi import read_kimi_linear
 from dist_aclgraph.shapes.families.llama import (
+    read_apertus,
     read_arcee,
     read_iquest_coder,
     read_llama,
@@ -68,6 +69,7 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "LlamaForCausalLM": read_llama,
     "InternLM3ForCausalLM": read_llama,
     "ArceeForCausalLM": read_arcee,
+    "ApertusForCausalLM": read_apertus,
     "IQuestCoderForCausalLM": read_iquest_coder,
     "SeedOssForCausalLM": read_seed_oss,
     "MistralForCausalLM": read_mistral,

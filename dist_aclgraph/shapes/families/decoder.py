@@ -25,7 +25,7 @@ def read_decoder(
     rotated_part: float | None = None,
     num_draft_layers: int = 0,
     ropes_by_type: bool = False,
-    gates_mlp: bool = True,
+    activations: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh"),
 ) -> ModelSpec:
     """Return the shape of a decoder without biases and without norms of q and k.
 
@@ -34,7 +34,7 @@ def read_decoder(
             None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
         ropes_by_type: whether layers with a window may have a separate rotary embedding.
-        gates_mlp: whether layers without experts have a gate.
+        activations: activations that the family may have; the first one is its default.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -65,7 +65,7 @@ def read_decoder(
         ),
         latent=latent,
         rotary_dim=rotary_dim,
-        activation=_activation(config, gates_mlp),
+        activation=_activation(config, activations),
     )
 
 
@@ -78,8 +78,7 @@ def without_rope(spec: ModelSpec, layers: Iterable[int]) -> ModelSpec:
     return replace(spec, other_rope=LayerRope(rope, unrotated))
 
 
-def _activation(config: ModelConfig, gates_mlp: bool) -> Activation:
-    known: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh") if gates_mlp else ("relu2",)
+def _activation(config: ModelConfig, known: tuple[Activation, ...]) -> Activation:
     name = config.text("hidden_act", known[0])
     for activation in known:
         if name == activation:

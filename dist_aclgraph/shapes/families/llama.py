@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
 from dist_aclgraph.shapes.model_config import ModelConfig
-from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
+
+APERTUS_NAMES = WeightNames(
+    changes=(
+        (".input_layernorm.", ".attention_layernorm."),
+        (".post_attention_layernorm.", ".feedforward_layernorm."),
+    )
+)
 
 
 def read_llama(config: ModelConfig) -> ModelSpec:
@@ -52,4 +59,10 @@ def read_pangu_embedded(config: ModelConfig) -> ModelSpec:
 
 def read_arcee(config: ModelConfig) -> ModelSpec:
     """Read a decoder whose MLP has no gate, and squares what ReLU leaves."""
-    return _with_biases(config, read_decoder(config, gates_mlp=False))
+    return _with_biases(config, read_decoder(config, activations=("relu2",)))
+
+
+def read_apertus(config: ModelConfig) -> ModelSpec:
+    """Read a decoder with norms of queries and keys, whose MLP has no gate."""
+    spec = _with_biases(config, read_decoder(config, activations=("xielu",)))
+    return replace(spec, has_qk_norm=True, names=APERTUS_NAMES)

@@ -225,6 +225,11 @@ PUBLISHED = {
         "moe_intermediate_size": 512, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4,
         "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5,
     }),
+    "Apertus 8B": (8.05, {
+        "architectures": ["ApertusForCausalLM"], "vocab_size": 131072, "hidden_size": 4096,
+        "intermediate_size": 21504, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 65536,
+    }),
     "AFM-4.5B": (4.62, {
         "architectures": ["ArceeForCausalLM"], "vocab_size": 128004, "hidden_size": 2560,
         "intermediate_size": 18432, "num_hidden_layers": 36, "num_attention_heads": 20,
