@@ -50,16 +50,43 @@ def test_the_model_gets_both_texts_between_its_markers(tmp_path, form, prompt):
         tokenizer = service.state.tokenizer
 
     assert reply.choices[0].text == "x"
+    assert reply.usage.prompt_tokens == len(ids)
     assert tokenizer.decode(ids, skip_special_tokens=False) == prompt
     assert {tokenizer.added_token(marker) for marker in markers} < set(ids)
+
+
+def test_the_cursor_of_an_editor_may_be_at_the_beginning_of_a_text(tmp_path):
+    write_model(tmp_path / "model", [part for part in FORMS[0] if isinstance(part, str)])
+
+    with serving(model=str(tmp_path / "model")) as service:
+        service.answer("x")
+        client = service.openai.completions
+        reply = client.create(model="model", prompt="", suffix="cd", max_tokens=1, n=2)
+        stream = client.create(model="model", prompt=[""], suffix="cd", max_tokens=1, stream=True)
+        pieces = "".join(chunk.choices[0].text for chunk in stream)
+        found = [unpack_ints(each.prompt).tolist() for each in service.engine.submitted]
+        decode = service.state.tokenizer.decode
+
+    assert [choice.text for choice in reply.choices] == ["x", "x"]
+    assert pieces == "x"
+    asked = "<|fim_prefix|><|fim_suffix|>cd<|fim_middle|>"
+    assert [decode(ids, skip_special_tokens=False) for ids in found] == [asked] * 3
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({}, "its tokenizer has markers such as <|fim_prefix|>"),
-        ({"prompt": [1, 2]}, "prompt must be a text"),
+        ({"prompt": [1, 2]}, "prompt must be one text"),
+        ({"prompt": []}, "prompt must be one text"),
+        # Each prompt would contain the suffix, so a small body could make many long prompts.
+        ({"prompt": ["ab", "ef"]}, "prompt must be one text"),
         ({"echo": True}, "cannot be combined with echo"),
+        # The markers at the beginning would be cut off.
+        ({"truncate_prompt_tokens": 3}, "cannot be combined with truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1}, "cannot be combined with truncate_prompt_tokens"),
+        ({"prompt": "", "suffix": ""}, "prompt must not be empty"),
+        ({"suffix": ["cd"]}, "suffix"),
     ],
 )
 def test_other_requests_with_a_suffix_are_refused_in_one_sentence(service, changes, words):

@@ -40,8 +40,6 @@ async def completions(state: ApiState, request: Request) -> Response:
     # Encode on a thread, because a long text must not delay the streams of other requests.
     is_text = isinstance(given[0], str)
     if body.suffix:
-        if not is_text:
-            raise InvalidParameterError("with suffix, prompt must be a text", "prompt")
         given = [infill_prompt(state.tokenizer, text, body.suffix) for text in given]
     most = body.most_prompt_tokens(state.context_len)
     prompts = (

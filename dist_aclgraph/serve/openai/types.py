@@ -358,8 +358,12 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if self.suffix and self.echo:
-            raise InvalidParameterError("suffix cannot be combined with echo", "suffix")
+        others = {"echo": self.echo, "truncate_prompt_tokens": self.truncate_prompt_tokens}
+        for name, value in others.items():
+            if self.suffix and value:
+                raise InvalidParameterError(
+                    f"suffix cannot be combined with {name}; leave {name} out", "suffix"
+                )
         if self.best_of not in (None, 1, self.num_choices):
             raise InvalidParameterError(
                 f"best_of is {self.best_of}; only the value of n is offered", "best_of"
@@ -379,12 +383,19 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return a list with one entry per prompt.
 
+        With ``suffix`` there is one text, because each further one would make another prompt as
+        long as the suffix. The text may be empty: then the middle begins the whole text.
+
         Raises:
             InvalidParameterError: there is no prompt, a prompt is empty, or there are too many
                 prompts.
             RequestTooLongError: there are more token ids than the context allows.
         """
         found = decode_prompts(self.prompt, MAX_PROMPTS, self.most_prompt_tokens(context_len))
+        if self.suffix:
+            if len(found) != 1 or not isinstance(found[0], str):
+                raise InvalidParameterError("with suffix, prompt must be one text", "prompt")
+            return found
         if len(found) * self.num_choices > MAX_PROMPTS:
             raise InvalidParameterError(
                 f"prompts times n exceed {MAX_PROMPTS} completions in one request", "prompt"
