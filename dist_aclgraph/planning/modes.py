@@ -13,6 +13,10 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 
 AttentionUpdates = Literal["any", "uniform"]
 
+# Limit of the tokens per block where attention has one query per request in layout BSND
+# (aclnnFusedInferAttentionScore, section about paged attention).
+MAX_MASKED_BLOCK = 512
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSupport:
@@ -98,19 +102,42 @@ def with_possible_mode(
 
 def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) -> str | None:
     """Return why graphs cannot have a mask in place of updates; None if they can."""
-    if facts.indexer is not None:
-        return "sparse attention reads lengths on the device, so it needs no updates"
-    if facts.mla:
-        return "the operator of latent attention accepts no mask of its own"
-    if facts.window_within(facts.max_model_len(config)) is not None:
-        return "layers with a sliding window need the lengths of requests"
-    if config.parallel.dcp * config.parallel.pcp > 1:
-        return "with parallel.dcp or parallel.pcp above 1, a rank sees a part of each request"
-    if config.speculative.num_tokens:
-        return "with drafts, a request has several queries"
-    if mode not in DECODE_MODES:
-        return f"graph.mode {mode} has no graphs for decode batches only"
-    return None
+    parallel, block_size = config.parallel, config.kv.block_size
+    reasons = (
+        (
+            facts.indexer is not None,
+            "sparse attention reads lengths on the device, so it needs no updates",
+        ),
+        (facts.mla, "the operator of latent attention accepts no mask of its own"),
+        (
+            facts.window_within(facts.max_model_len(config)) is not None,
+            "layers with a sliding window need the lengths of requests",
+        ),
+        (
+            facts.has_sinks,
+            "attention with sinks runs in layout TND only, which accepts no mask of its own",
+        ),
+        (
+            block_size > MAX_MASKED_BLOCK,
+            f"attention with a mask takes a kv.block_size of at most {MAX_MASKED_BLOCK}, not "
+            f"{block_size}",
+        ),
+        (
+            parallel.dcp * parallel.pcp > 1,
+            "with parallel.dcp or parallel.pcp above 1, a rank sees a part of each request",
+        ),
+        (config.speculative.num_tokens > 0, "with drafts, a request has several queries"),
+        (
+            config.recovery.exact,
+            "with recovery.exact, the number of keys that a step reads must not depend on other "
+            "requests",
+        ),
+        (
+            mode not in DECODE_MODES,
+            f"graph.mode {mode} has no graphs for decode batches only",
+        ),
+    )
+    return next((reason for is_so, reason in reasons if is_so), None)
 
 
 def _split_sizes(config: Config) -> dict[str, object]:

@@ -38,6 +38,7 @@ NORMS_OF_ALL_HEADS = (
     "Olmo3ForCausalLM",
     "OlmoeForCausalLM",
 )
+WITH_SINKS = ("GptOssForCausalLM",)
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -76,6 +77,8 @@ class ModelFacts:
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. If false, the norms of q and k
             normalise each head separately, or the model has no such norms.
+        has_sinks: whether each head has a logit without a value, which takes a part of the
+            attention.
     """
 
     architecture: str
@@ -100,6 +103,7 @@ class ModelFacts:
     quant_method: str = ""
     vocab_size: int = 0
     qk_norm_spans_heads: bool = False
+    has_sinks: bool = False
 
     def max_model_len(self, config: Config) -> int:
         """Return the length of the longest request that a deployment may have."""
@@ -244,6 +248,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         ),
         vocab_size=config.integer("vocab_size", 0, least=0),
         qk_norm_spans_heads=config.architecture in NORMS_OF_ALL_HEADS,
+        has_sinks=config.architecture in WITH_SINKS,
     )
 
 

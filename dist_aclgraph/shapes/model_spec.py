@@ -189,8 +189,6 @@ class ModelSpec(ModelFacts):
             elements.
         rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
             neighbours in the checkpoint; if false, they are half of the rotated part apart.
-        has_sinks: whether each head has a logit without a value, which takes a part of the
-            attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.
         has_output_norms: whether a norm also follows attention and the MLP, before their results
             are added to the residual stream.
@@ -223,7 +221,6 @@ class ModelSpec(ModelFacts):
     latent: LatentSpec | None = None
     rotary_dim: int | None = None
     rope_interleaves: bool = False
-    has_sinks: bool = False
     has_output_gate: bool = False
     has_output_norms: bool = False
     norm_adds_one: bool = False

@@ -31,6 +31,5 @@ def read_gpt_oss(config: ModelConfig) -> ModelSpec:
         ),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
-        has_sinks=True,
         names=NAMES,
     )
