@@ -171,7 +171,7 @@ def _load_input_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm |
 
 
 def load_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm:
-    """Return a norm of hidden states."""
+    """Return the norm whose weight has this name, and which normalises hidden states."""
     weight = slices.whole(name, (spec.hidden_size,))
     if spec.norms_center:
         return CenteredNorm(weight, spec.rms_norm_eps)

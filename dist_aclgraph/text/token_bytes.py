@@ -29,7 +29,8 @@ class TokenBytes:
             byte_tokens = [i for token, i in vocabulary.items() if _BYTE.fullmatch(token)]
             self.byte_ids = frozenset(byte_tokens)
         self._known: dict[int, bytes] = {}
-        # One token with text: a token that follows it is not the first token of a text.
+        # Ids of a short text. Each token is decoded after these ids, because some tokenizers decode
+        # the first token of a text differently.
         self._before: list[int] = []
         if self._byte_of_char is None and vocabulary:
             self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]

@@ -36,5 +36,5 @@ def test_the_client_of_the_hub_calls_a_tool_and_gets_objects(agent):
 
     assert json.loads(found["text"]) == {"name": "Ida", "age": 40}
     assert found["num_tokens"] > 3
-    assert list(found["formed"]) == ["years"]  # the model itself would write other keys
+    assert list(found["formed"]) == ["years"]  # without the schema, the model writes other keys
     assert found["call"] == ["get_weather", {"city": "Tokyo"}]

@@ -170,8 +170,8 @@ class RequestTable:
         return told, ""
 
     def continue_elsewhere(self, now_s: float) -> list[OpenRequest]:
-        """Submit the requests whose prompts are computed to other engines; return the requests
-        that must end, because no engine can take them.
+        """Let other engines continue the requests whose prompts a prefill group has computed;
+        return the requests that must end, because no engine can take them.
         """
         requests, self._handed_over = self._handed_over, []
         return [request for request in requests if not self.place(request, now_s)]

@@ -67,7 +67,7 @@ class LockstepGroup:
     def enter(self, to: GroupState) -> bool:
         """Enter a state if the table allows the transition; return whether the state was entered.
 
-        The result matters, because the watch's thread can enter LOST at any time.
+        Callers must check the result, because the watch's thread can enter LOST at any time.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]

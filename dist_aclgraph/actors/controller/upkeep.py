@@ -274,7 +274,9 @@ class Demands:
         self._said: dict[int, tuple[int, int]] = {}
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
-        """Ask each engine whose last answer has arrived; return the totals (running, waiting)."""
+        """Return how many requests ran and waited, by the last answer of each engine (running,
+        waiting). Ask each engine again, unless it has not answered the previous question yet.
+        """
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}
         self._said = {n: said for n, said in self._said.items() if n in numbers}

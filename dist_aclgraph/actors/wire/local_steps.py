@@ -125,7 +125,7 @@ class LocalPeers:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def address_for(self, dp_rank: int) -> SocketFile:
-        """Return where a worker of a data-parallel rank connects."""
+        """Return the address to which the workers of a data-parallel rank connect."""
         return replace(self.address, dp_rank=dp_rank)
 
     def fileno(self) -> int:

@@ -84,8 +84,8 @@ class Shape:
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return the queues of one such graph, itemised. With old drivers, each queue needs one
-        stream id.
+        """Return the number of queues that one graph of this shape needs, itemised. With old
+        drivers, each queue needs one stream id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
         num_domains = len(self.collectives)
