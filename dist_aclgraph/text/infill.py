@@ -24,11 +24,19 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     """Return the prompt after which the model writes the text between ``prefix`` and ``suffix``.
 
     Raises:
-        InvalidParameterError: the tokenizer has the markers of no form.
+        InvalidParameterError: the tokenizer has the markers of no form, or one of the texts
+            contains a marker, so that the model would see other texts than the client.
     """
     for form in FORMS:
         markers = [part for part in form if isinstance(part, str)]
         if all(tokenizer.added_token(marker) is not None for marker in markers):
+            for name, text in (("prompt", prefix), ("suffix", suffix)):
+                if found := next((marker for marker in markers if marker in text), None):
+                    raise InvalidParameterError(
+                        f"{name} contains the marker {found}, which separates prompt and suffix "
+                        "for this model; remove the marker, or leave suffix out",
+                        name,
+                    )
             texts = {PREFIX: prefix, SUFFIX: suffix}
             return "".join(texts.get(part, str(part)) for part in form)
     raise InvalidParameterError(

@@ -73,6 +73,19 @@ def test_the_cursor_of_an_editor_may_be_at_the_beginning_of_a_text(tmp_path):
     assert [decode(ids, skip_special_tokens=False) for ids in found] == [asked] * 3
 
 
+@pytest.mark.parametrize("field", ["prompt", "suffix"])
+def test_a_text_that_contains_a_marker_is_refused(tmp_path, field):
+    markers = [part for part in FORMS[0] if isinstance(part, str)]
+    write_model(tmp_path / "model", markers)
+    asked = {"model": "model", "prompt": "ab", "suffix": "cd", field: f"x = '{markers[2]}'"}
+
+    with serving(model=str(tmp_path / "model")) as service:
+        error = assert_error(service.http.post(TEXT, json=asked))
+
+    assert error["param"] == field
+    assert f"{field} contains the marker {markers[2]}" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
