@@ -1,9 +1,9 @@
-"""FileUpkeep: decides which files of KV blocks are deleted, and which count as used again.
+"""FileUpkeep: decides which files of KV blocks are deleted, and which files are touched.
 
 A file is deleted if its block might contain NaN: the block may have been written before the logits
 of its request showed the NaN. While the device's cache has a prefix, the prefix's files are not
-read, even if many requests use the prefix. So that these files count as used, some of them are
-touched every ``TOUCH_S``.
+read, even if many requests use the prefix. So some of these files are touched every ``TOUCH_S``:
+a tier keeps the files that were used last.
 """
 
 from __future__ import annotations

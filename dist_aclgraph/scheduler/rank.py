@@ -128,9 +128,8 @@ class RankScheduler:
         return missing_blocks(self.rows, self._decode_len, self.pool.block_size)
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether the rank must wait for steps in flight, instead of preempting a request now.
-
-        This is so if the steps in flight can free enough blocks.
+        """Whether the rank must wait for the steps in flight before it preempts a request: these
+        steps may end requests, whose blocks are then free.
         """
         if lack is None or not self._flights:
             return False

@@ -73,11 +73,11 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EngineSockets:
-    """Where a serving engine is reached.
+    """The addresses of a serving engine.
 
     Attributes:
         clients: the address for clients.
-        blocks: where other groups fetch KV blocks; None if they do not fetch blocks.
+        blocks: the address from which other groups fetch KV blocks; None if they fetch none.
     """
 
     clients: Address

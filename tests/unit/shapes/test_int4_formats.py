@@ -225,7 +225,8 @@ def test_each_matrix_that_a_tool_kept_in_floats_is_counted_in_floats(
 
     count = sum(3 * 111 if name.startswith("re:") else 1 for name in kept)
     elements = V3["hidden_size"] * V3["moe_intermediate_size"]
-    # An element has two bytes. In four bits, it has half a byte, and 1/32 of a scale of two bytes.
+    # As a float, an element takes two bytes. With four bits, it takes half a byte, and 32 elements
+    # share a scale of two bytes.
     assert found - narrow == count * elements * 23 // 16
 
 
