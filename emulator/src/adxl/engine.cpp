@@ -146,8 +146,8 @@ public:
     links_[remote] = {channel};
   }
 
-  // No link to the same engine is made before the old one accesses no memory. If `only` is given,
-  // no other channel is closed.
+  // Close the link to an engine. A new link to this engine is made only after the old link has
+  // stopped all accesses to memory. If `only` is given, no other channel is closed.
   void disconnect(const std::string &remote, int timeout_ms, const Channel *only = nullptr) {
     check_context();
     std::shared_ptr<Channel> channel;

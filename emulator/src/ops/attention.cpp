@@ -158,9 +158,9 @@ TimedTask bind(FiaArguments f) {
     // The prompt, split-fuse and latent kernels write 3e+99, which is +infinity in float32; the
     // kernel for single rows writes -3.40E+38. With all kernels, the results of such rows are zero.
     a.lse_without_keys = f.incremental() ? -3.40E+38f : INFINITY;
-    // [T, N, 1] with TND, else [B, N, S, 1], where a sequence begins at a multiple of N * S. Only
-    // if `out` has the same order, or if each sequence has one row, can the tokens of `out` be used
-    // as an index here.
+    // softmax_lse is [T, N, 1] with TND, and [B, N, S, 1] with other layouts. Kernels find its rows
+    // by the tokens of `out`. This is right only if `out` has the same order, or if each sequence
+    // has one row.
     bool bns = !f.tnd(), in_order = f.layout == FiaLayout::BNSD && f.out_layout == FiaOut::AsQuery;
     bool by_row = bns && (in_order || f.query_rows() > 1);
     a.lse_token_stride = by_row ? 1 : f.heads;

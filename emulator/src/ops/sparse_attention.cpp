@@ -179,9 +179,9 @@ OP(aclnnLightningIndexer,
 
 // Rules: document aclnnSparseFlashAttention of ops-transformer. attention_mode 2: query [T, N, 512]
 // of 1, 2, 4, ... or 128 heads, query_rope [T, N, 64], key and key_rope of one head, in pages or TND;
-// the value is the key. Valid indices come first in a row, then -1. The greatest scores and the sums
-// [1, T, N] are returned only without pages (the document says: only for training; the code of
-// release 9 has no such condition).
+// the value is the key. Valid indices come first in a row, then -1. With pages, the operator does
+// not return the greatest scores and the sums [1, T, N]. The document says that it returns them only
+// for training; the code of release 9 has no such condition.
 OP(aclnnSparseFlashAttention,
    [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor block_table,
       OptTensor query_lengths, OptTensor kv_lengths, OptTensor query_rope, OptTensor key_rope,
