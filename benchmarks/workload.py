@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
-from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
@@ -260,8 +260,16 @@ def whole_steps(
     The list of numbers has one entry for each delivery to any request between the first and the
     last of these times. Between two deliveries to the same request, every other request gets
     exactly one delivery for each step.
+
+    Raises:
+        DistAclGraphError: the request got its last token before ``begin_s``.
     """
     steps_s = [delivery.at_s for delivery in deliveries[index] if delivery.at_s >= begin_s]
+    if not steps_s:
+        raise DistAclGraphError(
+            "a request ended before all requests had a token, so no step can be measured: prompts "
+            "took too long on this machine; decode more tokens"
+        )
     counts = [n for each in deliveries for at_s, n in each if steps_s[0] < at_s <= steps_s[-1]]
     return steps_s, counts
 

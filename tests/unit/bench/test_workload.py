@@ -17,6 +17,7 @@ from benchmarks.workload import (
     percentile,
     whole_steps,
 )
+from dist_aclgraph.errors import DistAclGraphError
 
 values = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 
@@ -115,3 +116,8 @@ def test_requests_that_come_later_come_while_the_first_decodes(steps: int) -> No
 
 def test_workloads_are_the_same_every_time() -> None:
     assert mixed_workload(8, 16, 40, 100) == mixed_workload(8, 16, 40, 100)
+
+
+def test_a_request_that_ended_too_early_is_one_sentence() -> None:
+    with pytest.raises(DistAclGraphError, match="decode more tokens"):
+        whole_steps([[Delivery(1.0, 1)], [Delivery(2.0, 1)]], 2.0, 0)
