@@ -97,6 +97,10 @@ def _call(name: str, text: str) -> str:
         f"<|tool_call_argument_begin|>{value}<|tool_call_end|>",
         "minimax_m2": '<minimax:tool_call>\n<invoke name="find">\n'
         f'<parameter name="text">{text}</parameter>\n</invoke>',
+        "mistral": f'[TOOL_CALLS][{{"name": "find", "arguments": {value}}}]',
+        "granite": f'<|tool_call|>[{{"name": "find", "arguments": {value}}}]',
+        "seed_oss": "<seed:tool_call>\n<function=find>\n"
+        f"<parameter=text>{text}</parameter>\n</function>\n</seed:tool_call>",
         "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
         f'<｜DSML｜parameter name="text" string="true">{text}</｜DSML｜parameter>\n',
         "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n"

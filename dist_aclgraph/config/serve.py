@@ -57,6 +57,7 @@ ToolFormat = Literal[
     "deepseek_v31",
     "glm45",
     "mistral",
+    "granite",
     "seed_oss",
     "qwen3_coder",
     "hermes",

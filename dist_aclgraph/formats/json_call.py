@@ -96,6 +96,33 @@ def _object_of(text: str) -> str:
     return "{}" if text.strip() in ("", "null") else text
 
 
+def copy_list(scanner: Scanner, before: str) -> Scan[None]:
+    """Read calls in a list, after the bracket that opens the list.
+
+    Text of the list that is no call is content. If there is no call at all, the text since
+    ``Scanner.keep`` was called is content, too.
+
+    Args:
+        before: the marker before the kept text.
+    """
+    while True:
+        yield from scanner.skip_space()
+        outcome = yield from copy_call(scanner)
+        if outcome is Outcome.NO_CALL:
+            scanner.content(before + scanner.give_back())
+            return
+        scanner.let_go()
+        if outcome is Outcome.CUT:
+            return
+        yield from scanner.skip_space()
+        before = ""
+        scanner.keep()
+        if not (yield from scanner.match(",")):
+            scanner.let_go()
+            yield from scanner.match("]")
+            return
+
+
 def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
     """Read content in which each call is between two markers.
 

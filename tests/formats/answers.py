@@ -65,6 +65,11 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         '{"name": "stop", "arguments": {}}]',
         Message("I look.", calls=[FOUND, STOPPED]),
     ),
+    "granite": (
+        f'I look.<|tool_call|>[{{"name": "find", "arguments": {JSON}}}, '
+        '{"name": "stop", "arguments": {}}]',
+        Message("I look.", calls=[FOUND, STOPPED]),
+    ),
     "seed_oss": (
         "I look.\n<seed:tool_call>\n<function=find>\n<parameter=n>5</parameter>\n"
         "<parameter=text>two\nlines </b> 2>&1</parameter>\n<parameter=deep>true</parameter>\n"

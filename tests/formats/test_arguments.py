@@ -16,6 +16,7 @@ BETWEEN = {  # the text around the arguments of a call of find
     "mistral": ('[TOOL_CALLS][{"name": "find", "arguments": ', "}]"),
     "mistral, named": ("[TOOL_CALLS]find[ARGS]", ""),
     "mistral, with an id": ("[TOOL_CALLS] find[CALL_ID]aB3dE5gH7[ARGS] ", "\n"),
+    "granite": ('<|tool_call|>[{"name": "find", "arguments": ', "}]"),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n",
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

@@ -67,6 +67,27 @@ def test_calls_of_mistral_may_have_names_before_their_arguments(between, has_tok
     assert found == Message("I look.", calls=[FOUND, STOPPED])
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    "begin", ["<|tool_call|>", "<tool_call>", "<|tool_call|> ", "<tool_call>\n"]
+)
+@given(sizes=SIZES)
+def test_calls_of_granite_may_have_either_marker(begin, has_tokens, sizes):
+    text = f'{begin}[{{"name": "find", "arguments": {JSON}}}, {{"name": "stop"}}]'
+
+    found = read(make_format("granite", has_tokens=has_tokens), text, sizes)
+
+    assert found == Message(calls=[FOUND, STOPPED])
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    "text", ["<tool_call> is a tag", '<|tool_call|>[{"a": 1}]', "<|tool_call|>x"]
+)
+def test_markers_of_granite_without_calls_are_text(text, has_tokens):
+    assert read(make_format("granite", has_tokens=has_tokens), text) == Message(text)
+
+
 @pytest.mark.parametrize("name", ["मौसम", "วันนี้", "citta\u0300"])
 @pytest.mark.parametrize(
     ("form", "text"),
@@ -389,6 +410,7 @@ def test_a_template_without_calls_has_no_format():
             "{{ '<' + dsml_token + 'function_calls>' }}{% set dsml_token = '｜DSML｜' %}",
             "deepseek_v32",
         ),
+        ("respond only with <|tool_call|> followed by a JSON list of tools used.", "granite"),
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
     ],
 )

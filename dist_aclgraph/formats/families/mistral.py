@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.json_call import Outcome, copy_arguments, copy_call
+from dist_aclgraph.formats.json_call import copy_arguments, copy_list
 from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -34,33 +34,12 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             scanner.content(begin + scanner.give_back(begin))
             continue
         if (yield from scanner.match("[")):
-            yield from _copy_list(scanner, begin)
+            yield from copy_list(scanner, begin)
         else:
             repeated = yield from _copy_named(scanner, tools, begin)
             if repeated:
                 continue
         marker = yield from scanner.copy_until([begin], scanner.content)
-
-
-def _copy_list(scanner: Scanner, begin: str) -> Scan[None]:
-    """Read calls in a list, after the bracket that opens the list."""
-    before = begin
-    while True:
-        yield from scanner.skip_space()
-        outcome = yield from copy_call(scanner)
-        if outcome is Outcome.NO_CALL:
-            scanner.content(before + scanner.give_back())
-            return
-        scanner.let_go()
-        if outcome is Outcome.CUT:
-            return
-        yield from scanner.skip_space()
-        before = ""
-        scanner.keep()
-        if not (yield from scanner.match(",")):
-            scanner.let_go()
-            yield from scanner.match("]")
-            return
 
 
 def _copy_named(scanner: Scanner, tools: Tools, begin: str) -> Scan[bool]:

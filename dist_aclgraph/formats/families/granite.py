@@ -1,0 +1,50 @@
+"""Granite 3: ``<|tool_call|>[{"name": "f", "arguments": {...}}, ...]``.
+
+Some checkpoints write the marker as ``<tool_call>``. Granite 4 writes the calls of Hermes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.formats.json_call import copy_list
+from dist_aclgraph.formats.lark import Lark
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+BEGIN, SPELLED = "<|tool_call|>", "<tool_call>"
+MARKERS = (BEGIN, SPELLED)
+BEGINS = (BEGIN, SPELLED)
+
+
+def fits(template: str) -> bool:
+    return BEGIN in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    begins = [scanner.coded(each) for each in BEGINS]
+    marker = yield from scanner.copy_until(begins, scanner.content)
+    while marker is not None:
+        scanner.keep()
+        yield from scanner.skip_space()
+        if repeated := (yield from scanner.match(*begins)):  # the first marker begins no call
+            scanner.content(marker + scanner.give_back(repeated))
+            marker = repeated
+            continue
+        if (yield from scanner.match("[")):
+            yield from copy_list(scanner, marker)
+        else:
+            scanner.content(marker + scanner.give_back())
+        marker = yield from scanner.copy_until(begins, scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
+    head = lark.text(f'{{"name": {json.dumps(name)}, "arguments": ')
+    return f"{head} {lark.arguments(schema)} {lark.text('}')}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    inner = f'{call} (", " {call})*' if several else call
+    return f"{lark.text(BEGIN + '[')} {inner} {lark.text(']')}"
