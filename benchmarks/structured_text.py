@@ -101,6 +101,8 @@ def _call(name: str, text: str) -> str:
         "granite": f'<|tool_call|>[{{"name": "find", "arguments": {value}}}]',
         "seed_oss": "<seed:tool_call>\n<function=find>\n"
         f"<parameter=text>{text}</parameter>\n</function>\n</seed:tool_call>",
+        "cohere2": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "find", '
+        f'"parameters": {value}}}\n]<|END_ACTION|>',
         "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
         f'<｜DSML｜parameter name="text" string="true">{text}</｜DSML｜parameter>\n',
         "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n"

@@ -93,7 +93,9 @@ OPTIONS: dict[str, Option] = {
         "serve.tool_format",
         str,
         {
+            "cohere_command3": "cohere2",
             "glm47": "glm45",
+            "granite4": "hermes",
             "llama4_json": "llama3_json",
             "llama4_pythonic": "pythonic",
             "openai": "gpt_oss",
@@ -106,7 +108,15 @@ OPTIONS: dict[str, Option] = {
         str,
         dict.fromkeys(
             (
-                *("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "mistral"),
+                *(
+                    "cohere_command3",
+                    "deepseek_r1",
+                    "deepseek_v3",
+                    "glm45",
+                    "kimi_k2",
+                    "minimax_m2",
+                    "mistral",
+                ),
                 *("openai_gptoss", "qwen3", "seed_oss"),
             ),
             None,

@@ -58,6 +58,7 @@ ToolFormat = Literal[
     "glm45",
     "mistral",
     "granite",
+    "cohere2",
     "seed_oss",
     "qwen3_coder",
     "hermes",

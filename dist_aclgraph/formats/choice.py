@@ -10,6 +10,7 @@ from types import ModuleType
 
 from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.families import (
+    cohere2,
     deepseek_v3,
     deepseek_v31,
     deepseek_v32,
@@ -29,6 +30,7 @@ from dist_aclgraph.formats.lark import Lark, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import TOOL_PART, Tools
+from dist_aclgraph.formats.wrapping import lark_wrapped, read_wrapped
 from dist_aclgraph.sampling import StructuredOutputs, check_structure_length
 
 # The first format that fits a template is chosen. Hermes comes late, because other families also
@@ -43,6 +45,7 @@ FORMATS: dict[str, ModuleType] = {
     "glm45": glm45,
     "mistral": mistral,
     "granite": granite,
+    "cohere2": cohere2,
     "seed_oss": seed_oss,
     "qwen3_coder": qwen3_coder,
     "hermes": hermes,
@@ -50,6 +53,7 @@ FORMATS: dict[str, ModuleType] = {
     "llama3_json": llama3_json,
 }
 AUTO, NONE = "auto", "none"
+PARTS = ("json", "regex", "choice")  # output formats that can be a part of a grammar
 # Formats of models that often begin a call without ending the reasoning.
 CALLS_END_THOUGHT = ("kimi_k2",)
 
@@ -72,7 +76,12 @@ class AnswerFormat:
     @property
     def is_plain(self) -> bool:
         """Whether the answer to a request without tools consists only of content."""
-        return self.thought is None and not self.has_channels
+        return self.thought is None and self.around is None and not self.has_channels
+
+    @property
+    def around(self) -> tuple[str, str] | None:
+        """The markers around the text of an answer; None if the format has no such markers."""
+        return None if self.name is None else getattr(FORMATS[self.name], "AROUND", None)
 
     @property
     def has_channels(self) -> bool:
@@ -103,10 +112,16 @@ class AnswerFormat:
                 of strict tools are too long.
         """
         lark = Lark(self.token_ids)
+        # Markers that are no tokens are spelled in text; the model may do without them.
+        around = self.around if self.around and all(map(lark.is_token, self.around)) else None
         if tools is None or self.name is None:
-            if form is None or not self.has_channels:
-                return form
-            return StructuredOutputs(lark=lark.grammar(gpt_oss.lark_final(lark, lark.form(form))))
+            if form is not None and self.has_channels:
+                start = gpt_oss.lark_final(lark, lark.form(form))
+                return StructuredOutputs(lark=lark.grammar(start))
+            if form is not None and around is not None and form.kind in PARTS:
+                start = lark_wrapped(lark, around, lark.form(form))
+                return StructuredOutputs(lark=lark.grammar(start))
+            return form
         module = FORMATS[self.name]
         if form is None and not is_required and not any(name in strict for name in tools):
             return None
@@ -136,6 +151,8 @@ class AnswerFormat:
             content = module.lark_text(lark) if form is None else lark.form(form)
             if self.has_channels:
                 content = gpt_oss.lark_final(lark, content)
+            if around is not None:
+                content = lark_wrapped(lark, around, content)
             start = f"{content} | {calls}"
         return StructuredOutputs(lark=lark.grammar(start), has_free_text=form is None)
 
@@ -166,6 +183,8 @@ class AnswerFormat:
         if may_call or self.has_channels:
             assert self.name is not None
             read = partial(FORMATS[self.name].read, tools=tools or {})
+        if self.around is not None:
+            read = partial(read_wrapped, around=self.around, read_answer=read)
         if self.thought is not None:
             ends = FORMATS[self.name].BEGINS if self.name in CALLS_END_THOUGHT and may_call else ()
             read = partial(

@@ -9,7 +9,7 @@ from enum import Enum
 from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner, with_pairs
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-KEYS = ("name", "type", "id", "index", *ARGUMENT_KEYS)
+KEYS = ("type", "id", "index", "tool_call_id", *ARGUMENT_KEYS)  # keys beside the name
 
 
 class Outcome(Enum):
@@ -18,7 +18,9 @@ class Outcome(Enum):
     WHOLE = "whole"
 
 
-def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Outcome]:
+def copy_call(
+    scanner: Scanner, known: Container[str] | None = None, name_key: str = "name"
+) -> Scan[Outcome]:
     """Read the object of a call; the arguments are passed on piece by piece.
 
     The call begins when its name is known and its arguments begin. If a key that calls do not have
@@ -27,6 +29,7 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
 
     Args:
         known: names of tools; an object with another name is no call. None allows all names.
+        name_key: the key of the call's name.
     """
     if not (yield from scanner.match("{")):
         return Outcome.NO_CALL
@@ -40,9 +43,9 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
         if key is None or not (yield from scanner.match(":")):
             break
         yield from scanner.skip_space()
-        if not is_begun and key not in KEYS:
+        if not is_begun and key not in (name_key, *KEYS):
             return Outcome.NO_CALL
-        if key == "name" and name is None:
+        if key == name_key and name is None:
             name = yield from scanner.read_json_string(most)
             if not name or (known is not None and name not in known):
                 return Outcome.NO_CALL
@@ -96,7 +99,7 @@ def _object_of(text: str) -> str:
     return "{}" if text.strip() in ("", "null") else text
 
 
-def copy_list(scanner: Scanner, before: str) -> Scan[None]:
+def copy_list(scanner: Scanner, before: str, name_key: str = "name") -> Scan[None]:
     """Read calls in a list, after the bracket that opens the list.
 
     Text of the list that is no call is content. If there is no call at all, the text since
@@ -104,10 +107,11 @@ def copy_list(scanner: Scanner, before: str) -> Scan[None]:
 
     Args:
         before: the marker before the kept text.
+        name_key: the key of each call's name.
     """
     while True:
         yield from scanner.skip_space()
-        outcome = yield from copy_call(scanner)
+        outcome = yield from copy_call(scanner, name_key=name_key)
         if outcome is Outcome.NO_CALL:
             scanner.content(before + scanner.give_back())
             return

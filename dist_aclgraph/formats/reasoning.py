@@ -21,6 +21,7 @@ THOUGHTS = (
     Thought("<think>", "</think>"),
     Thought("<seed:think>", "</seed:think>"),
     Thought("[THINK]", "[/THINK]"),
+    Thought("<|START_THINKING|>", "<|END_THINKING|>"),
     Thought("<|inner_prefix|>", "<|inner_suffix|>"),
 )
 
@@ -62,8 +63,8 @@ def read_thought(
             return
         scanner.end_reasoning()
         if marker != end:
-            scanner.left_out = end
+            scanner.left_out = (end,)
             scanner.unread(marker)
     else:
-        scanner.content(scanner.give_back())
+        scanner.unread(scanner.give_back())
     yield from read_answer(scanner)

@@ -50,7 +50,7 @@ class Scanner:
     Attributes:
         in_thought: whether the text that was read last is reasoning.
         num_calls: number of calls that have begun.
-        left_out: text that is not passed on as content.
+        left_out: texts that are not passed on as content.
     """
 
     def __init__(self, token_ids: Mapping[str, int], *, holds_space: bool) -> None:
@@ -71,7 +71,7 @@ class Scanner:
         self._has_content = False
         self.in_thought = False
         self.num_calls = 0
-        self.left_out = ""
+        self.left_out: tuple[str, ...] = ()
         self.strings_end = True  # whether all strings within JSON values were closed so far
 
     # ---- text
@@ -138,7 +138,8 @@ class Scanner:
         Returns:
             the marker; None at the end of the answer.
         """
-        whole, begun = _patterns(tuple(markers))
+        left_out = self.left_out if emit == self.content else ()
+        whole, begun = _patterns((*markers, *left_out))
         while True:
             found = whole.search(self._text, self._at)
             end = found.start() if found else self._end_without(begun, in_call)
@@ -147,6 +148,8 @@ class Scanner:
                 emit(piece)
             if found:
                 self._at = found.end()
+                if found.group() in left_out:
+                    continue
                 return found.group()
             if self.is_closed:
                 self._at = len(self._text)
@@ -328,8 +331,8 @@ class Scanner:
     # ---- events
 
     def content(self, text: str) -> None:
-        if self.left_out:
-            text = text.replace(self.left_out, "")
+        for each in self.left_out:
+            text = text.replace(each, "")
         if self._is_after_reasoning:
             text = text.lstrip("\n")
             if not text:

@@ -70,6 +70,12 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         '{"name": "stop", "arguments": {}}]',
         Message("I look.", calls=[FOUND, STOPPED]),
     ),
+    "cohere2": (
+        "<|START_RESPONSE|>I look.<|END_RESPONSE|><|START_ACTION|>[\n"
+        f'    {{"tool_call_id": "0", "tool_name": "find", "parameters": {JSON}}},\n'
+        '    {"tool_call_id": "1", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>',
+        Message("I look.", calls=[FOUND, STOPPED]),
+    ),
     "seed_oss": (
         "I look.\n<seed:tool_call>\n<function=find>\n<parameter=n>5</parameter>\n"
         "<parameter=text>two\nlines </b> 2>&1</parameter>\n<parameter=deep>true</parameter>\n"

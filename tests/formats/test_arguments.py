@@ -17,6 +17,10 @@ BETWEEN = {  # the text around the arguments of a call of find
     "mistral, named": ("[TOOL_CALLS]find[ARGS]", ""),
     "mistral, with an id": ("[TOOL_CALLS] find[CALL_ID]aB3dE5gH7[ARGS] ", "\n"),
     "granite": ('<|tool_call|>[{"name": "find", "arguments": ', "}]"),
+    "cohere2": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "find", "parameters": ',
+        "}\n]<|END_ACTION|>",
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n",
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

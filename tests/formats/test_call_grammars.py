@@ -193,6 +193,22 @@ def test_content_of_a_form_or_calls(name):
     assert seen == {True, False}
 
 
+@pytest.mark.parametrize("tools", [TOOLS, None])
+def test_content_of_a_form_may_be_between_the_markers_of_a_response(tools):
+    walk = Walk("cohere2", TOOLS)
+    form = walk.form.structured(StructuredOutputs(choice=["yes", "no"]), tools)
+    assert form is not None
+
+    for begin in ("", "<|START_RESPONSE|>"):
+        for end in ("", "<|END_RESPONSE|>"):
+            tokens = walk.tokens(f"{begin}yes{end}")
+            assert walk.allows(form, tokens)
+            assert walk.read(tokens) == Message("yes")
+    assert not walk.allows(form, walk.tokens("<|START_RESPONSE|>maybe<|END_RESPONSE|>"))
+    grammar = StructuredOutputs(grammar='root ::= "yes"')
+    assert walk.form.structured(grammar, None) == grammar
+
+
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [("a/b", "a/b"), (r"a\\/b", "a\\/b"), (r"a\/b", "a/b"), ("a\nb", "a\nb"), ("", "")],

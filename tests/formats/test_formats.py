@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.config.serve import ToolFormat
 from dist_aclgraph.formats.choice import FORMATS, choose_format
 from dist_aclgraph.formats.events import CallArguments, Content, Reasoning
+from dist_aclgraph.formats.reasoning import find_thought
 from dist_aclgraph.formats.scanner import Scanner
 from tests.formats.answers import (
     ANSWERS,
@@ -86,6 +87,37 @@ def test_calls_of_granite_may_have_either_marker(begin, has_tokens, sizes):
 )
 def test_markers_of_granite_without_calls_are_text(text, has_tokens):
     assert read(make_format("granite", has_tokens=has_tokens), text) == Message(text)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|START_RESPONSE|>Yes<|END_RESPONSE|>", Message("Yes")),
+        ("\n<|START_RESPONSE|>\nYes\n\n<|END_RESPONSE|>", Message("Yes\n")),
+        ("<|START_RESPONSE|>Yes", Message("Yes")),
+        ("Yes", Message("Yes")),
+        (
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>",
+            Message("Yes", "hm"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_the_markers_around_a_response_are_no_content(text, expected, tools, has_tokens):
+    thought = find_thought("<|START_THINKING|><|END_THINKING|>")
+    form = make_format("cohere2", has_tokens=has_tokens, thought=thought)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes, tools=tools) == expected
+
+
+def test_markers_around_a_response_are_text_where_they_are_spelled_within_text():
+    text = "The markers are <|START_RESPONSE|> and <|END_RESPONSE|>"
+
+    assert read(make_format("cohere2", has_tokens=False), text) == Message(text)
+    found = read(make_format("cohere2", has_tokens=True), text)
+    assert found == Message("The markers are  and ")
 
 
 @pytest.mark.parametrize("name", ["मौसम", "วันนี้", "citta\u0300"])
@@ -178,7 +210,22 @@ def test_a_broken_answer_ends_in_text_or_in_calls(name, has_tokens, text, sizes)
     assert all(sign in letters for sign in found.content), "no text is written twice"
     if not found.calls and not found.reasoning and name not in ("gpt_oss", "kimi_k2"):
         outer = ANSWERS[name][0] if name.startswith("deepseek") else ""
-        assert outer or found.content == text
+        if form.around is not None:
+            assert without_space(found.content) == without_space(without_wrapping(form, text))
+        else:
+            assert outer or found.content == text
+
+
+def without_space(text):
+    return "".join(text.split())
+
+
+def without_wrapping(form, text):
+    """Return a text without the markers around it, as far as they are no content."""
+    begin, end = form.around
+    is_begun = text.lstrip().startswith(begin)
+    text = text.replace(begin, "", 1) if is_begun else text
+    return text.replace(begin, "").replace(end, "") if is_begun or form.token_ids else text
 
 
 @EACH
@@ -411,6 +458,7 @@ def test_a_template_without_calls_has_no_format():
             "deepseek_v32",
         ),
         ("respond only with <|tool_call|> followed by a JSON list of tools used.", "granite"),
+        ("1. Action: write <|START_ACTION|> followed by a list of JSON-formatted", "cohere2"),
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
     ],
 )

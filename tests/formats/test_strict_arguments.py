@@ -126,4 +126,4 @@ def test_text_before_a_call_does_not_free_its_arguments(
     elif has_marker and kind == written and prefix in ("", "I look. "):
         # In these formats, an answer that begins with other text contains no calls.
         assert prefix
-        assert name in ("llama3_json", "pythonic", "gpt_oss")
+        assert name in ("llama3_json", "pythonic", "gpt_oss", "cohere2")

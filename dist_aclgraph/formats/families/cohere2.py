@@ -1,0 +1,63 @@
+"""Command R7B and Command A: an answer is either a list of calls or a response.
+
+    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {...}}]<|END_ACTION|>
+    <|START_RESPONSE|>...<|END_RESPONSE|>
+
+The model counts the ids of calls from 0 in each conversation. They are not passed on, because
+clients expect an id only once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.formats.json_call import copy_list
+from dist_aclgraph.formats.lark import ANY, Lark
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+BEGIN, END = "<|START_ACTION|>", "<|END_ACTION|>"
+AROUND = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")  # the markers around the text of an answer
+MARKERS = (BEGIN, END, *AROUND)
+BEGINS = ()  # an answer with calls has no text
+NAME = "tool_name"
+INDENT = "\n    "  # before each call, as in the templates
+
+
+def fits(template: str) -> bool:
+    return BEGIN in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    begin, end = scanner.coded(BEGIN), scanner.coded(END)
+    marker = yield from scanner.copy_until([begin], scanner.content)
+    while marker is not None:
+        scanner.keep()
+        yield from scanner.skip_space()
+        if (yield from scanner.match(begin)):  # the first marker begins no call
+            scanner.content(begin + scanner.give_back(begin))
+            continue
+        if (yield from scanner.match("[")):
+            yield from copy_list(scanner, begin, NAME)
+            yield from scanner.skip_space()
+            yield from scanner.match(end)
+        else:
+            scanner.content(begin + scanner.give_back())
+        marker = yield from scanner.copy_until([begin], scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
+    number = lark.text(f'{INDENT}{{"tool_call_id": "')
+    named = lark.text(f'", "{NAME}": {json.dumps(name)}, "parameters": ')
+    return f"{number} /[0-9]+/ {named} {lark.arguments(schema)} {lark.text('}')}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    inner = f'{call} ("," {call})*' if several else call
+    return f"{lark.text(BEGIN + '[')} {inner} {lark.text(chr(10) + ']' + END)}"
+
+
+def lark_text(lark: Lark) -> str:
+    return lark.until(ANY, "", [BEGIN])
