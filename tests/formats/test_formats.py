@@ -112,6 +112,16 @@ def test_the_markers_around_a_response_are_no_content(text, expected, tools, has
         assert read(form, text, sizes, tools=tools) == expected
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_the_response_of_granite_follows_its_reasoning(has_tokens):
+    form = make_format("granite", has_tokens=has_tokens, thought=THINK)
+
+    for text in ("<think>hm</think><response>Yes</response>", "<think>hm</think>\nYes"):
+        for sizes in ((1,), (2, 3), (100,)):
+            for tools in (TOOLS, None):
+                assert read(form, text, sizes, tools=tools) == Message("Yes", "hm")
+
+
 def test_markers_around_a_response_are_text_where_they_are_spelled_within_text():
     text = "The markers are <|START_RESPONSE|> and <|END_RESPONSE|>"
 

@@ -1,6 +1,7 @@
 """Granite 3: ``<|tool_call|>[{"name": "f", "arguments": {...}}, ...]``.
 
-Some checkpoints write the marker as ``<tool_call>``. Granite 4 writes the calls of Hermes.
+Some checkpoints write the marker as ``<tool_call>``. Granite 3.3 writes ``<response>`` and
+``</response>`` around the text after its reasoning. Granite 4 writes the calls of Hermes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
 BEGIN, SPELLED = "<|tool_call|>", "<tool_call>"
-MARKERS = (BEGIN, SPELLED)
+AROUND = ("<response>", "</response>")  # the markers around the text of an answer
+MARKERS = (BEGIN, SPELLED, *AROUND)
 BEGINS = (BEGIN, SPELLED)
 
 
