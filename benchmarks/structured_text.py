@@ -103,6 +103,7 @@ def _call(name: str, text: str) -> str:
         f"<parameter=text>{text}</parameter>\n</function>\n</seed:tool_call>",
         "cohere2": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "find", '
         f'"parameters": {value}}}\n]<|END_ACTION|>',
+        "hunyuan": f"<tool_calls><tool_call>find\n```json\n{value}\n```</tool_call>",
         "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
         f'<｜DSML｜parameter name="text" string="true">{text}</｜DSML｜parameter>\n',
         "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n"

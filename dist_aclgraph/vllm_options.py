@@ -96,6 +96,7 @@ OPTIONS: dict[str, Option] = {
             "cohere_command3": "cohere2",
             "glm47": "glm45",
             "granite4": "hermes",
+            "hunyuan_a13b": "hunyuan",
             "llama4_json": "llama3_json",
             "llama4_pythonic": "pythonic",
             "openai": "gpt_oss",
@@ -108,15 +109,8 @@ OPTIONS: dict[str, Option] = {
         str,
         dict.fromkeys(
             (
-                *(
-                    "cohere_command3",
-                    "deepseek_r1",
-                    "deepseek_v3",
-                    "glm45",
-                    "kimi_k2",
-                    "minimax_m2",
-                    "mistral",
-                ),
+                *("cohere_command3", "deepseek_r1", "deepseek_v3", "exaone4", "glm45"),
+                *("hunyuan_a13b", "kimi_k2", "minimax_m2", "mistral", "olmo3"),
                 *("openai_gptoss", "qwen3", "seed_oss"),
             ),
             None,

@@ -59,6 +59,7 @@ ToolFormat = Literal[
     "mistral",
     "granite",
     "cohere2",
+    "hunyuan",
     "seed_oss",
     "qwen3_coder",
     "hermes",

@@ -76,6 +76,11 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         '    {"tool_call_id": "1", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>',
         Message("I look.", calls=[FOUND, STOPPED]),
     ),
+    "hunyuan": (
+        f"<answer>\nI look.\n<tool_calls><tool_call>find\n```json\n{JSON}\n```</tool_call>\n"
+        "<tool_call>stop\n```json\n{}\n```</tool_call></tool_calls>\n</answer>",
+        Message("I look.", calls=[FOUND, STOPPED]),
+    ),
     "seed_oss": (
         "I look.\n<seed:tool_call>\n<function=find>\n<parameter=n>5</parameter>\n"
         "<parameter=text>two\nlines </b> 2>&1</parameter>\n<parameter=deep>true</parameter>\n"

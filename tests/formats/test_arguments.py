@@ -21,6 +21,10 @@ BETWEEN = {  # the text around the arguments of a call of find
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "find", "parameters": ',
         "}\n]<|END_ACTION|>",
     ),
+    "hunyuan": (
+        "<tool_calls><tool_call>find\n```json\n",
+        "\n```</tool_call></tool_calls>",
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n",
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

@@ -130,6 +130,28 @@ def test_markers_around_a_response_are_text_where_they_are_spelled_within_text()
     assert found == Message("The markers are  and ")
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<tool_call>stop\n{}</tool_call>", Message(calls=[STOPPED])),
+        (
+            '<tool_calls> [{"name": "stop", "arguments": {}}, {"name": "stop"}] </tool_calls>.',
+            Message(".", calls=[STOPPED, STOPPED]),
+        ),
+        ("<tool_calls>\n<tool_call>stop\n```\n{}\n```</tool_call>", Message(calls=[STOPPED])),
+        ("The tag <tool_call> begins\na call", Message("The tag <tool_call> begins\na call")),
+        ("<tool_calls>none</tool_calls>", Message("<tool_calls>none</tool_calls>")),
+        ("<answer>\nYes\n</answer>", Message("Yes")),
+    ],
+)
+def test_calls_and_answers_of_hunyuan(text, expected, has_tokens):
+    form = make_format("hunyuan", has_tokens=has_tokens)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes) == expected
+
+
 @pytest.mark.parametrize("name", ["मौसम", "วันนี้", "citta\u0300"])
 @pytest.mark.parametrize(
     ("form", "text"),
@@ -469,6 +491,8 @@ def test_a_template_without_calls_has_no_format():
         ),
         ("respond only with <|tool_call|> followed by a JSON list of tools used.", "granite"),
         ("1. Action: write <|START_ACTION|> followed by a list of JSON-formatted", "cohere2"),
+        ("first print <tool_calls> ... <tool_call>function_name\n```json\n", "hunyuan"),
+        ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', "hunyuan"),
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
     ],
 )

@@ -49,6 +49,11 @@ class TorchType:
         ({"compilation_config": {"cudagraph_mode": "piecewise"}}, {"graph.mode": "PIECEWISE"}),
         ({"cudagraph_mode": "full_decode_only"}, {"graph.mode": "FULL_DECODE_ONLY"}),
         ({"reasoning_parser": "kimi_k2"}, {}),
+        ({"tool_call_parser": "hunyuan_a13b"}, {"serve.tool_format": "hunyuan"}),
+        (
+            {"tool_call_parser": "granite", "reasoning_parser": "exaone4"},
+            {"serve.tool_format": "granite"},
+        ),
         ({"generation_config": "vllm"}, {"sampling_defaults": "none"}),
         ({"cudagraph_capture_sizes": [8, 1, 8, 4]}, {"graph.sizes": [1, 4, 8]}),
         ({"compilation_config": {"cudagraph_capture_sizes": (4, 2)}}, {"graph.sizes": [2, 4]}),
