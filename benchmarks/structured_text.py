@@ -114,6 +114,7 @@ def _call(name: str, text: str) -> str:
         "qwen3_coder": "<tool_call>\n<function=find>\n<parameter=text>\n"
         f"{text}\n</parameter>\n</function>\n</tool_call>",
         "hermes": f'<tool_call>\n{{"name": "find", "arguments": {value}}}\n</tool_call>',
+        "olmo3": f"<function_calls>\nfind(text={json.dumps(text)})\n</function_calls>",
         "pythonic": f"[find(text={json.dumps(text)})]",
         "llama3_json": f'{{"name": "find", "parameters": {value}}}',
     }[name]

@@ -60,6 +60,7 @@ ToolFormat = Literal[
     "granite",
     "cohere2",
     "hunyuan",
+    "olmo3",
     "seed_oss",
     "qwen3_coder",
     "hermes",

@@ -131,6 +131,11 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         '[find(n=5, text="two\\nlines </b> 2>&1", deep=True), stop()]',
         Message(calls=[TEXTS, STOPPED]),
     ),
+    "olmo3": (
+        "I look.\n<function_calls>\nfind(n=5, text='two\\nlines </b> 2>&1', deep=true)\n"
+        "stop()\n</function_calls>",
+        Message("I look.", calls=[TEXTS, STOPPED]),
+    ),
     "gpt_oss": (
         "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
         f"to=functions.find <|constrain|>json<|message|>{JSON}<|call|><|start|>assistant "

@@ -315,7 +315,7 @@ def test_arguments_match_schemas_with_references(name, schema):
 
 
 RAW = pytest.mark.parametrize(
-    "name", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "pythonic"]
+    "name", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "pythonic", "olmo3"]
 )
 NAMED = {"a": {"type": "integer"}}
 

@@ -31,6 +31,7 @@ from tests.formats.answers import (
 from tests.laws import count
 
 EACH = pytest.mark.parametrize("name", FORMATS)
+PYTHON = ("pythonic", "olmo3")  # formats of Python's calls
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=40)
 
 
@@ -152,6 +153,31 @@ def test_calls_and_answers_of_hunyuan(text, expected, has_tokens):
         assert read(form, text, sizes) == expected
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<function_calls>stop()</function_calls> Yes", Message("Yes", calls=[STOPPED])),
+        ("<function_calls>\nstop()\nx</function_calls>", Message("x", calls=[STOPPED])),
+        ("<function_calls>other()</function_calls>", None),
+        ("<function_calls>stop</function_calls>", None),
+        (
+            "<function_calls>stop()<function_calls>\nstop()\n",
+            Message(calls=[STOPPED, STOPPED]),
+        ),
+        (
+            "<function_calls>find(text='it's', word=null, more={'k': [1]})</function_calls>",
+            Message(calls=[("find", '{"text": "it\'s", "word": null, "more": {"k": [1]}}', True)]),
+        ),
+    ],
+)
+def test_calls_of_olmo(text, expected, has_tokens):
+    form = make_format("olmo3", has_tokens=has_tokens)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes) == (expected or Message(text))
+
+
 @pytest.mark.parametrize("name", ["मौसम", "วันนี้", "citta\u0300"])
 @pytest.mark.parametrize(
     ("form", "text"),
@@ -199,7 +225,7 @@ def test_an_answer_that_is_cut_off_keeps_its_text(name, has_tokens, data):
     assert said.rstrip().endswith(found.content.removeprefix(expected.content).rstrip())
     assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
     for (_, part, is_whole), (_, whole, _) in zip(found.calls, expected.calls, strict=False):
-        assert whole.startswith(part) or name == "pythonic"  # pythonic emits only complete literals
+        assert whole.startswith(part) or name in PYTHON  # only complete literals are emitted
         assert not is_whole or part == whole
 
 
@@ -296,7 +322,7 @@ def test_arguments_are_streamed_piece_by_piece():
     for name, (text, _) in ANSWERS.items():
         events = events_of(make_format(name, has_tokens=True), text)
         pieces = [event.text for event in events if isinstance(event, CallArguments)]
-        assert len(pieces) > 8 or name == "pythonic"
+        assert len(pieces) > 8 or name in PYTHON
         assert all(pieces)
 
 
@@ -493,6 +519,7 @@ def test_a_template_without_calls_has_no_format():
         ("1. Action: write <|START_ACTION|> followed by a list of JSON-formatted", "cohere2"),
         ("first print <tool_calls> ... <tool_call>function_name\n```json\n", "hunyuan"),
         ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', "hunyuan"),
+        ("calls, respond with a call wrapped in <function_calls></function_calls> tags", "olmo3"),
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
     ],
 )

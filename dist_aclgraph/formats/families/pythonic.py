@@ -6,26 +6,16 @@ of a given tool.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dist_aclgraph.formats.lark import Lark
+from dist_aclgraph.formats.python_call import copy_call, lark_call
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
 
-from dist_aclgraph.formats.lark import Lark, choice_of, parameters_of
-from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
-from dist_aclgraph.formats.tools import Tools, without_marks
-from dist_aclgraph.formats.typed_values import as_json, has_type, property_of, read_value, types_of
+__all__ = ["BEGINS", "MARKERS", "fits", "lark_call", "lark_calls", "lark_text", "read"]
 
 TAGS = ("<|python_start|>", "<|python_end|>")
 MARKERS = TAGS
 BEGINS = ()  # only the first character of an answer can begin a call
-MAX_NAME_CHARS = 256
-_TOOL_NAME = re.compile(r"[\w.:/-]+")
-_NAME = re.compile(r"[^\W\d][\w.-]*")
-_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,99}/"  # name of a parameter that the schema does not list
-_AFTER_PARAMETER = re.compile(r",\s*(?:[^\W\d][\w.-]*\s*=?|\))?")
-_PREFIXES = {"r", "b", "u", "f"}  # letters that Python writes before a string
-_NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 
 def fits(template: str) -> bool:
@@ -40,7 +30,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         yield from scanner.skip_space()
     if (yield from scanner.match("[")):
         yield from scanner.skip_space()
-        is_call = yield from _copy_call(scanner, tools)
+        is_call = yield from copy_call(scanner, tools)
         while is_call:
             scanner.keep()
             yield from scanner.skip_space()
@@ -51,164 +41,10 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 scanner.keep()
                 break
             yield from scanner.skip_space()
-            is_call = yield from _copy_call(scanner, tools)
+            is_call = yield from copy_call(scanner, tools)
     if scanner.is_keeping:
         scanner.content(scanner.give_back())
     yield from scanner.copy_until([], scanner.content)
-
-
-def _copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
-    """Read ``f(a=1)``; return whether the call is complete. If the text is no call, the scanner
-    keeps the text.
-    """
-    name = yield from _read_name(scanner, _TOOL_NAME, "(")
-    if name not in tools:
-        return False
-    yield from scanner.skip_space()
-    key = ""
-    if not (is_whole := (yield from scanner.match(")")) is not None):
-        key = yield from _read_name(scanner, _NAME, "=")
-        if not key:
-            return False
-    scanner.let_go()
-    scanner.begin_call(name)
-    separator = "{"
-    while not is_whole:
-        text = (yield from _read_literal(scanner)) if key else ""
-        if not text:
-            return False
-        scanner.arguments(f"{separator}{json.dumps(key)}: ")
-        separator = ", "
-        if not (yield from scanner.peek()):
-            scanner.arguments(text)  # the answer is cut off
-            return False
-        schema = property_of(key, tools[name])
-        scanner.arguments(_as_json(scanner.shown(text), types_of(schema, tools[name])))
-        yield from scanner.match(",")
-        yield from scanner.skip_space()
-        is_whole = (yield from scanner.match(")")) is not None
-        key = "" if is_whole else (yield from _read_name(scanner, _NAME, "="))
-    scanner.arguments("{}" if separator == "{" else "}")
-    scanner.end_call()
-    return True
-
-
-def _read_name(scanner: Scanner, pattern: re.Pattern[str], end: str) -> Scan[str]:
-    """Read a name and the ``end`` after it; return the name, or "" if there is no name."""
-    text = ""
-    while len(text) < MAX_NAME_CHARS:
-        sign = yield from scanner.peek()
-        if sign == end:
-            yield from scanner.match(end)
-            return text.strip()
-        if not sign or not pattern.fullmatch(without_marks((text + sign).strip())):
-            return ""
-        yield from scanner.match(sign)
-        text += sign
-    return ""
-
-
-def _read_literal(scanner: Scanner) -> Scan[str]:
-    """Return the text of a Python literal, or of a string without quotes; empty if it is too long.
-
-    The text ends before a closing parenthesis that is not a part of it, before a comma that another
-    parameter follows, or at the end of the answer. A quote behind a letter is an apostrophe.
-    """
-    text, depth, quote = "", 0, ""
-    while len(text) < MAX_HELD_CHARS:
-        sign = yield from scanner.peek()
-        if not sign:
-            return text
-        may_end = not quote and depth == 0 and sign in ",)"
-        if may_end and (sign == ")" or (yield from _ends_parameter(scanner))):
-            return text
-        yield from scanner.match(sign)
-        if quote:
-            if sign == "\\":
-                escaped = yield from scanner.peek()
-                yield from scanner.match(escaped)
-                sign += escaped
-            elif sign == quote:
-                quote = ""
-        elif sign in "'\"":
-            is_apostrophe = text[-1:].isalnum() and text.lower() not in _PREFIXES
-            quote = "" if is_apostrophe else sign
-        else:
-            depth += (sign in "([{") - (sign in ")]}")
-        text += sign
-    return ""
-
-
-def _ends_parameter(scanner: Scanner) -> Scan[bool]:
-    """Return whether the comma that comes next ends a parameter. Nothing is read."""
-    text, sign = "", ""
-    while len(text) < MAX_NAME_CHARS and text[-1:] not in ("=", ")"):
-        sign = yield from scanner.peek()
-        if not sign or not _AFTER_PARAMETER.fullmatch(without_marks(text + sign)):
-            break
-        yield from scanner.match(sign)
-        text += sign
-    scanner.unread(text)
-    return not sign or text[-1:] in ("=", ")")
-
-
-def _as_json(text: str, types: set[str]) -> str:
-    """Return JSON or a Python literal as JSON; any other text becomes a JSON string.
-
-    Templates write the strings of earlier calls without quotes, or all values in quotes. If a value
-    has none of the types, it becomes a string; if it is a string, the value in its quotes is used.
-
-    Args:
-        types: names of the types that the schema allows; empty if every type is allowed.
-    """
-    stripped = text.strip()
-    try:
-        value, found = read_value(stripped)
-    except ValueError:
-        value = stripped
-        if stripped[:1] in ("'", '"') and stripped[:1] == stripped[1:][-1:]:
-            value = stripped[1:-1]  # a string whose quotes are not escaped
-        found = json.dumps(value, ensure_ascii=False)
-    if has_type(value, types):
-        return found
-    if isinstance(value, str):
-        return as_json(value, types)
-    return json.dumps(stripped, ensure_ascii=False) if "string" in types else found
-
-
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
-    """Return an expression for one call; parameters that are not required come last."""
-    found = None if schema is None else parameters_of(name, schema, _NO_NAME)
-    if found is None or schema is None:
-        part = lark.rule(f'{_ANY_NAME} "=" {_value(lark, {}, {})}')
-        parameters = f'({part} (", " {part})*)?'
-    else:
-        parts: dict[bool, list[str]] = {True: [], False: []}
-        for key, value, is_required in found:
-            part = lark.rule(f"{lark.text(f'{key}=')} {_value(lark, value, schema)}")
-            parts[is_required].append(part)
-        parameters = _in_order(lark, parts[True], parts[False])
-    return f"{lark.text(f'{name}(')} {parameters} {lark.text(')')}"
-
-
-def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Return an expression for a value of this schema, as JSON or as a Python literal.
-
-    The expression excludes strings without quotes, because the reader ends them at a parenthesis.
-    """
-    return choice_of([*lark.spellings(schema, root), *lark.single_quoted(schema, root)])
-
-
-def _in_order(lark: Lark, required: Sequence[str], others: Sequence[str]) -> str:
-    """Return an expression for all of ``required``, then any of ``others``, with ", " between."""
-    first = [*required[:1], *(f'", " {part}' for part in required[1:])]
-    if first:
-        return " ".join([*first, *(f'(", " {part})?' for part in others)])
-    begun, after = [], ""  # one alternative for each parameter that may be the first
-    for part in reversed(others):
-        begun.append(f"{part} {after}")
-        after = lark.rule(f'(", " {part})? {after}')
-    return f"({' | '.join(reversed(begun))})?" if begun else ""
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
