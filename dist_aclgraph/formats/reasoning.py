@@ -27,8 +27,13 @@ THOUGHTS = (
 
 
 def find_thought(template: str) -> Thought | None:
-    """Return the markers of reasoning that a chat template contains; None without markers."""
-    return next((each for each in THOUGHTS if each.end in template), None)
+    """Return the markers of reasoning that a chat template contains; None without markers.
+
+    Some templates only open the reasoning of the answer, and never write the marker that ends it.
+    """
+    closed = (each for each in THOUGHTS if each.end in template)
+    opened = (each for each in THOUGHTS if each.begin in template)
+    return next(closed, None) or next(opened, None)
 
 
 def read_thought(

@@ -527,6 +527,22 @@ def test_published_descriptions_of_calls_choose_the_format(template, expected):
     assert choose_format(template, lambda text: None).name == expected
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ '<|im_start|>assistant\\n<think>' }}", "</think>"),  # OLMo 3 Think only opens it
+        ("{{ content.split('</think>')[-1] }}", "</think>"),
+        ("<|START_THINKING|>{{ reasoning }}<|END_THINKING|>", "<|END_THINKING|>"),
+        ("[THINK][/THINK]", "[/THINK]"),
+        ("<|im_start|>assistant\\n", None),
+    ],
+)
+def test_either_marker_of_reasoning_in_a_template_chooses_the_reasoning(template, expected):
+    thought = choose_format(template, lambda text: None).thought
+
+    assert (thought and thought.end) == expected
+
+
 def test_long_texts_are_read_in_linear_time():
     """Each of these texts would take minutes if the time were quadratic in the length."""
     head = "<｜DSML｜function_calls>\n<｜DSML｜invoke" + "a" * 300_000
