@@ -520,6 +520,17 @@ def test_a_template_without_calls_has_no_format():
         ("first print <tool_calls> ... <tool_call>function_name\n```json\n", "hunyuan"),
         ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', "hunyuan"),
         ("calls, respond with a call wrapped in <function_calls></function_calls> tags", "olmo3"),
+        *(
+            (text, "hermes")
+            for text in (
+                # EXAONE 4; then Granite 4, Ling 2.0 and SmolLM3
+                "within <tool_call> and </tool_call> tags, like:\n"
+                '<tool_call>{"name": function_1_name, "arguments": {...}}</tool_call>',
+                "function name and arguments within <tool_call></tool_call> XML tags:"
+                '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}',
+            )
+        ),
+        ("<|tool_call_start|>\n```python\nf(a=1)\n```\n<|tool_call_end|>", None),  # MiniCPM
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
     ],
 )
