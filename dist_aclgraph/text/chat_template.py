@@ -123,9 +123,11 @@ class ChatTemplate:
             raise InvalidParameterError(
                 f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs"
             )
+        # SmolLM3's template reads the tools by this name.
+        named = {"xml_tools": options.tools} if options.tools else {}
         request = {
             "template": self.sources[name],
-            "variables": {**self._special_tokens, **options.variables, **own},
+            "variables": {**self._special_tokens, **named, **options.variables, **own},
             "continues": options.continue_final_message,
         }
         with self._permits:

@@ -206,6 +206,15 @@ def test_a_checkpoint_may_have_templates_by_name(tmp_path, place):
         template.render(HI, ChatOptions(variables={"messages": []}))
 
 
+def test_tools_have_the_names_that_templates_read():
+    template = make_template("{{ xml_tools }}")  # as SmolLM3's template names them
+
+    assert template.render(HI, ChatOptions(tools=TOOLS)) == str(TOOLS)
+    assert template.render(HI) == ""
+    chosen = ChatOptions(tools=TOOLS, variables={"xml_tools": []})
+    assert template.render(HI, chosen) == "[]"
+
+
 def test_the_template_of_a_processor_is_used_if_there_is_no_other(tmp_path):
     (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}')
     alone = read_chat_template(tmp_path, {}, {})
