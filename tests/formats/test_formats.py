@@ -12,15 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config.serve import ToolFormat
-from dist_aclgraph.formats.choice import FORMATS, choose_format
+from dist_aclgraph.formats.choice import FORMATS
 from dist_aclgraph.formats.events import CallArguments, Content, Reasoning
-from dist_aclgraph.formats.reasoning import find_thought
 from dist_aclgraph.formats.scanner import Scanner
 from tests.formats.answers import (
     ANSWERS,
-    FOUND,
-    JSON,
-    STOPPED,
     THINK,
     TOOLS,
     Message,
@@ -56,126 +52,6 @@ def test_an_answer_says_the_same_however_it_is_divided(name, has_tokens, sizes):
     text, expected = ANSWERS[name]
 
     assert read(make_format(name, has_tokens=has_tokens), text, sizes) == expected
-
-
-@pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize("between", ["[ARGS]", "[CALL_ID]aB3dE5gH7[ARGS]", " "])
-@given(sizes=SIZES)
-def test_calls_of_mistral_may_have_names_before_their_arguments(between, has_tokens, sizes):
-    text = f"I look.[TOOL_CALLS]find{between}{JSON}[TOOL_CALLS]stop{between}{{}}"
-
-    found = read(make_format("mistral", has_tokens=has_tokens), text, sizes)
-
-    assert found == Message("I look.", calls=[FOUND, STOPPED])
-
-
-@pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize(
-    "begin", ["<|tool_call|>", "<tool_call>", "<|tool_call|> ", "<tool_call>\n"]
-)
-@given(sizes=SIZES)
-def test_calls_of_granite_may_have_either_marker(begin, has_tokens, sizes):
-    text = f'{begin}[{{"name": "find", "arguments": {JSON}}}, {{"name": "stop"}}]'
-
-    found = read(make_format("granite", has_tokens=has_tokens), text, sizes)
-
-    assert found == Message(calls=[FOUND, STOPPED])
-
-
-@pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize(
-    "text", ["<tool_call> is a tag", '<|tool_call|>[{"a": 1}]', "<|tool_call|>x"]
-)
-def test_markers_of_granite_without_calls_are_text(text, has_tokens):
-    assert read(make_format("granite", has_tokens=has_tokens), text) == Message(text)
-
-
-@pytest.mark.parametrize("tools", [TOOLS, None])
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<|START_RESPONSE|>Yes<|END_RESPONSE|>", Message("Yes")),
-        ("\n<|START_RESPONSE|>\nYes\n\n<|END_RESPONSE|>", Message("Yes\n")),
-        ("<|START_RESPONSE|>Yes", Message("Yes")),
-        ("Yes", Message("Yes")),
-        (
-            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>",
-            Message("Yes", "hm"),
-        ),
-    ],
-)
-@pytest.mark.parametrize("has_tokens", [True, False])
-def test_the_markers_around_a_response_are_no_content(text, expected, tools, has_tokens):
-    thought = find_thought("<|START_THINKING|><|END_THINKING|>")
-    form = make_format("cohere2", has_tokens=has_tokens, thought=thought)
-
-    for sizes in ((1,), (2, 3), (100,)):
-        assert read(form, text, sizes, tools=tools) == expected
-
-
-@pytest.mark.parametrize("has_tokens", [True, False])
-def test_the_response_of_granite_follows_its_reasoning(has_tokens):
-    form = make_format("granite", has_tokens=has_tokens, thought=THINK)
-
-    for text in ("<think>hm</think><response>Yes</response>", "<think>hm</think>\nYes"):
-        for sizes in ((1,), (2, 3), (100,)):
-            for tools in (TOOLS, None):
-                assert read(form, text, sizes, tools=tools) == Message("Yes", "hm")
-
-
-def test_markers_around_a_response_are_text_where_they_are_spelled_within_text():
-    text = "The markers are <|START_RESPONSE|> and <|END_RESPONSE|>"
-
-    assert read(make_format("cohere2", has_tokens=False), text) == Message(text)
-    found = read(make_format("cohere2", has_tokens=True), text)
-    assert found == Message("The markers are  and ")
-
-
-@pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<tool_call>stop\n{}</tool_call>", Message(calls=[STOPPED])),
-        (
-            '<tool_calls> [{"name": "stop", "arguments": {}}, {"name": "stop"}] </tool_calls>.',
-            Message(".", calls=[STOPPED, STOPPED]),
-        ),
-        ("<tool_calls>\n<tool_call>stop\n```\n{}\n```</tool_call>", Message(calls=[STOPPED])),
-        ("The tag <tool_call> begins\na call", Message("The tag <tool_call> begins\na call")),
-        ("<tool_calls>none</tool_calls>", Message("<tool_calls>none</tool_calls>")),
-        ("<answer>\nYes\n</answer>", Message("Yes")),
-    ],
-)
-def test_calls_and_answers_of_hunyuan(text, expected, has_tokens):
-    form = make_format("hunyuan", has_tokens=has_tokens)
-
-    for sizes in ((1,), (2, 3), (100,)):
-        assert read(form, text, sizes) == expected
-
-
-@pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<function_calls>stop()</function_calls> Yes", Message("Yes", calls=[STOPPED])),
-        ("<function_calls>\nstop()\nx</function_calls>", Message("x", calls=[STOPPED])),
-        ("<function_calls>other()</function_calls>", None),
-        ("<function_calls>stop</function_calls>", None),
-        (
-            "<function_calls>stop()<function_calls>\nstop()\n",
-            Message(calls=[STOPPED, STOPPED]),
-        ),
-        (
-            "<function_calls>find(text='it's', word=null, more={'k': [1]})</function_calls>",
-            Message(calls=[("find", '{"text": "it\'s", "word": null, "more": {"k": [1]}}', True)]),
-        ),
-    ],
-)
-def test_calls_of_olmo(text, expected, has_tokens):
-    form = make_format("olmo3", has_tokens=has_tokens)
-
-    for sizes in ((1,), (2, 3), (100,)):
-        assert read(form, text, sizes) == (expected or Message(text))
 
 
 @pytest.mark.parametrize("name", ["मौसम", "วันนี้", "citta\u0300"])
@@ -496,62 +372,6 @@ def test_events_of_content_and_reasoning_are_never_empty():
 
 def test_the_configuration_names_every_format():
     assert set(get_args(ToolFormat)) == {"auto", "none", *FORMATS}
-
-
-def test_a_template_without_calls_has_no_format():
-    form = choose_format("{{ messages }}", lambda text: None)
-
-    assert form.name is None
-    assert form.is_plain
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("[func_name1(params_name1=params_value1, params_name2=params_value2...)]", "pythonic"),
-        ("[func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic"),
-        ("<｜DSML｜function_calls>", "deepseek_v32"),
-        (
-            "{{ '<' + dsml_token + 'function_calls>' }}{% set dsml_token = '｜DSML｜' %}",
-            "deepseek_v32",
-        ),
-        ("respond only with <|tool_call|> followed by a JSON list of tools used.", "granite"),
-        ("1. Action: write <|START_ACTION|> followed by a list of JSON-formatted", "cohere2"),
-        ("first print <tool_calls> ... <tool_call>function_name\n```json\n", "hunyuan"),
-        ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', "hunyuan"),
-        ("calls, respond with a call wrapped in <function_calls></function_calls> tags", "olmo3"),
-        *(
-            (text, "hermes")
-            for text in (
-                # EXAONE 4; then Granite 4, Ling 2.0 and SmolLM3
-                "within <tool_call> and </tool_call> tags, like:\n"
-                '<tool_call>{"name": function_1_name, "arguments": {...}}</tool_call>',
-                "function name and arguments within <tool_call></tool_call> XML tags:"
-                '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}',
-            )
-        ),
-        ("<|tool_call_start|>\n```python\nf(a=1)\n```\n<|tool_call_end|>", None),  # MiniCPM
-        ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
-    ],
-)
-def test_published_descriptions_of_calls_choose_the_format(template, expected):
-    assert choose_format(template, lambda text: None).name == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ '<|im_start|>assistant\\n<think>' }}", "</think>"),  # OLMo 3 Think only opens it
-        ("{{ content.split('</think>')[-1] }}", "</think>"),
-        ("<|START_THINKING|>{{ reasoning }}<|END_THINKING|>", "<|END_THINKING|>"),
-        ("[THINK][/THINK]", "[/THINK]"),
-        ("<|im_start|>assistant\\n", None),
-    ],
-)
-def test_either_marker_of_reasoning_in_a_template_chooses_the_reasoning(template, expected):
-    thought = choose_format(template, lambda text: None).thought
-
-    assert (thought and thought.end) == expected
 
 
 def test_long_texts_are_read_in_linear_time():
