@@ -12,9 +12,12 @@ import zmq
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint, Listener, Place, open_meeting
+from dist_aclgraph.actors.wire.engine_link import EngineLink
+from dist_aclgraph.actors.wire.messages import Goodbye, Hello, protocol
 from dist_aclgraph.actors.wire.remote_steps import TOPIC
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
-from dist_aclgraph.errors import PlacementError, WorkerStartTimeoutError
+from dist_aclgraph.errors import EngineDeadError, PlacementError, WorkerStartTimeoutError
+from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import NODE, TOKEN, WAIT_S, Group, assert_serves
 from tests.actors.strangers import (
     NUM_JUNK,
@@ -23,6 +26,7 @@ from tests.actors.strangers import (
     refusal_of,
     send_frames,
     send_raw,
+    without_keys,
 )
 from tests.deployments import Answer, greedy_params
 
@@ -87,6 +91,22 @@ def test_a_client_without_the_right_keys_is_refused_and_learns_it(
     endpoint = stranger(group.clients_at.seen_from(ELSEWHERE))
 
     assert "refused the connection: the keys" in refusal_of(endpoint)
+
+
+def test_a_link_learns_of_a_refusal_that_comes_before_it_sends(
+    group: Group, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """A client that was paused can find the connection refused before it has sent anything."""
+    endpoint = without_keys(group.clients_at.seen_from(ELSEWHERE))
+    link = EngineLink(context, endpoint, Hello(TOKEN, "client", protocol()), WAIT_S)
+    socket, _ = link.sockets
+    wait_until(lambda: not socket.poll(0, zmq.POLLOUT), "ZeroMQ keeps the connection")
+
+    link.send(Goodbye())
+
+    with pytest.raises(EngineDeadError, match="refused the connection: the keys"):
+        list(link.receive())
+    link.close()
 
 
 def test_a_token_is_asked_for_beside_the_keys(group: Group) -> None:

@@ -20,11 +20,38 @@ del socket
 print("dropped")
 """
 
+# The context and its socket are in one cycle, and the context is freed first. Its weak reference to
+# the socket is cleared by then.
+CYCLE = """
+import gc
+import zmq
+from dist_aclgraph.actors.wire.context import make_context
+
+class Node:
+    pass
+
+gc.disable()
+node = Node()
+node.context, node.cycle = make_context(), node
+node.socket = node.context.socket(zmq.DEALER)
+del node
+gc.collect()
+print("dropped")
+"""
+
 
 def test_a_dropped_context_waits_for_no_peer() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", DROP, str(free_port())],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
+
+    assert ended.stdout == "dropped\n"
+
+
+def test_a_context_in_a_cycle_of_references_waits_for_no_socket() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CYCLE], capture_output=True, text=True, timeout=120, check=True
+    )
 
     assert ended.stdout == "dropped\n"

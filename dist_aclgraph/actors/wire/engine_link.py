@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -84,7 +85,11 @@ class EngineLink:
         return self._socket, self._monitor
 
     def send(self, message: ToEngine) -> None:
-        self._socket.send(encoder.encode(message), zmq.NOBLOCK)
+        """Send a message. It is dropped if the connection has ended; ``receive`` then says why."""
+        # The queue has no limit, so this error means that ZeroMQ has dropped the connection, as
+        # after a failed handshake.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> Iterator[Deltas | Answer | GroupList]:
         """Yield the messages that the engine has sent.
