@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,29 @@ def test_files_cross_an_encrypted_connection(tmp_path: Path) -> None:
         world.write(*NAMES)
         world.fetch()
         assert world.found() == NAMES
+    finally:
+        world.close()
+
+
+def test_a_source_that_refuses_the_connection_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending waits forever on a connection that was refused before the first request."""
+    connect = Endpoint.connect
+
+    def connect_late(endpoint: Endpoint, peer: zmq.Socket[bytes]) -> None:
+        connect(endpoint, peer)
+        wait_until(lambda: not peer.poll(0, zmq.POLLOUT), "ZeroMQ keeps the connection")
+
+    monkeypatch.setattr(Endpoint, "connect", connect_late)
+    world = World(tmp_path, host=LOOPBACK, ports=free_ports(1))
+    try:
+        tcp = world.address.tcp
+        assert tcp is not None
+        world.use(replace(world.address, tcp=replace(tcp, keys=None)))
+        world.write(*NAMES)
+        world.fetch()
+        assert world.found() == [] and world.fetches.counts.failures == 1
     finally:
         world.close()
 

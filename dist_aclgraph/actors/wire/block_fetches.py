@@ -315,12 +315,16 @@ class _Link:
         At most ``WINDOW`` requests wait for answers at the same time.
 
         Raises:
-            _SourceError: no file has arrived in time, or an answer is not valid.
+            _SourceError: the source refuses the connection, no file has arrived in time, or an
+                answer is not valid.
         """
         asked: list[tuple[_Key, int]] = []
         for key in keys:
             request = ReadFile(self._token, self._next, kind, key.place, names[key.position])
-            self._socket.send(msgspec.msgpack.encode(request))
+            try:
+                self._socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
+            except zmq.Again:  # the queue is not full, so the handshake has failed
+                raise _SourceError("the source refuses the connection") from None
             asked.append((key, self._next))
             self._next += 1
             if len(asked) == WINDOW:
