@@ -30,8 +30,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.planning.buckets import GraphFamily
-from dist_aclgraph.planning.kv_sizes import kv_sizes
+from dist_aclgraph.planning.buckets import GraphFamily, kv_sizes
 
 NUMBERS = Path(__file__).with_name("perf_gate.json")
 LAYERS, BATCH, WARM_UP, STEPS = 4, 8, 24, 40
@@ -160,8 +159,7 @@ def count_case(folder: Path, case: Case) -> Row:
     )
     in_graphs = rank.count_launches(config, BATCH, next(iter(graphs), None)).count
     # Without updates, a bucket has one graph for each KV length, and a step replays one of them.
-    is_padded = config.graph.updates == "none"
-    num_graphs = len(kv_sizes(MAX_LEN, config.kv.block_size)) if is_padded else 1
+    num_graphs = len(kv_sizes(config, MAX_LEN)) or 1
     return {"launches in graphs": in_graphs / num_graphs, **count_steps(rank, runner, config, case)}
 
 

@@ -53,11 +53,9 @@ def make_qwen3_vl(directory: Path) -> Any:
     return seeded(transformers.Qwen3VLForConditionalGeneration, config, directory)
 
 
-def make_mistral3(directory: Path) -> Any:
-    """Return a seeded Mistral Small 3.1 of transformers with its image encoder; write it."""
+def _seeded_mistral3(text: dict[str, Any], directory: Path) -> Any:
     import transformers
 
-    text = {**USUAL, **SPECIAL["MistralForCausalLM"], "model_type": "mistral"}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.Mistral3Config(
         text_config=text,
@@ -65,6 +63,12 @@ def make_mistral3(directory: Path) -> Any:
         tie_word_embeddings=False,
     )
     return seeded(transformers.Mistral3ForConditionalGeneration, config, directory)
+
+
+def make_mistral3(directory: Path) -> Any:
+    """Return a seeded Mistral Small 3.1 of transformers with its image encoder; write it."""
+    text = {**USUAL, **SPECIAL["MistralForCausalLM"], "model_type": "mistral"}
+    return _seeded_mistral3(text, directory)
 
 
 def make_qwen3_vl_moe(directory: Path, *, as_published: bool = True) -> Any:
@@ -107,16 +111,8 @@ def make_gemma3(directory: Path) -> Any:
 
 def make_ministral3(directory: Path) -> Any:
     """Return a seeded Ministral 3 of transformers with its image encoder; write it."""
-    import transformers
-
     text = {**USUAL, **FAMILIES["Ministral3ForCausalLM"], "model_type": "ministral3"}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = transformers.Mistral3Config(
-        text_config=text,
-        vision_config={**vision, "num_attention_heads": 2, "model_type": "pixtral"},
-        tie_word_embeddings=False,
-    )
-    return seeded(transformers.Mistral3ForConditionalGeneration, config, directory)
+    return _seeded_mistral3(text, directory)
 
 
 def make_qwen2_vl(directory: Path, *, has_windows: bool = False) -> Any:

@@ -74,7 +74,7 @@ class Entry:
 
     Attributes:
         file: relative to the folder of the emulator.
-        texts: as ``refusals_of`` returns them; a text of two places is there twice.
+        texts: as ``refusals_of`` returns them; a text appears once for each place that has it.
         questions: names of questions of a probe; empty if there is a reason.
         reason: a key of ``REASONS``; "" if there are questions.
     """

@@ -87,10 +87,10 @@ class AttentionSteps:
             kv_len: number of keys, in whole blocks, that each request reads in a graph whose
                 lengths are never updated; 0 in other graphs.
         """
-        block_table, query_len = inputs.block_table, graph.query_len
-        written = inputs.slots if written is None else written
         if kv_len:
             return self._of_padded(graph, inputs, kv_len)
+        block_table, query_len = inputs.block_table, graph.query_len
+        written = inputs.slots if written is None else written
         by_token = block_table
         if self._place.is_sharded and query_len > 1:
             by_token = block_table.repeat_interleave(query_len, 0)
@@ -115,6 +115,7 @@ class AttentionSteps:
     def _of_padded(
         self, graph: BatchDescriptor, inputs: DeviceStep, kv_len: int
     ) -> AttentionMetadata:
+        """Return the metadata of a decode graph without updates; see ``of_graph``."""
         n = graph.num_tokens
         index = torch.arange(kv_len, dtype=torch.int32, device=self._npu.device)
         hidden = index > inputs.positions.view(n, 1)

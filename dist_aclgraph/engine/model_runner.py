@@ -54,10 +54,9 @@ from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.segments import run_directly
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.planning.buckets import buffer_sizes
+from dist_aclgraph.planning.buckets import buffer_sizes, kv_sizes
 from dist_aclgraph.planning.copy_slots import NUM_STATE_SLOTS
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.kv_sizes import kv_sizes
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.copies import CopyJob
@@ -177,9 +176,7 @@ class ModelRunner:
             choose_exchange=choose_exchange,
             states=self._states,
             follows=in_flight > 1,
-            kv_sizes=(
-                kv_sizes(max_len, config.kv.block_size) if config.graph.updates == "none" else ()
-            ),
+            kv_sizes=kv_sizes(config, max_len),
         )
         num_latest = self._work.tokens.num_latest
         self._batch = InputBatch(max_rows, max_len, place, num_latest, k)

@@ -28,7 +28,9 @@ class HeadPart:
         return self.index * self.size
 
     def overlaps(self, count: int) -> Iterator[HeadPart]:
-        """Yield those of ``count`` equal parts of all heads that share heads with this part."""
+        """Divide all heads into ``count`` equal parts; yield the parts that share heads with this
+        part.
+        """
         size = self.total // count
         for index in range(self.first // size, -(-(self.first + self.size) // size)):
             yield HeadPart(index, count, self.total)

@@ -11,6 +11,7 @@ import msgspec
 from dist_aclgraph.config import DECODE_MODES, Config
 from dist_aclgraph.planning.descriptor import BatchDescriptor, RunMode
 
+SMALLEST_KV_SIZE = 256
 MIXED_MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 
 
@@ -192,3 +193,18 @@ def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
     # round() rounds half to even, as in vllm-ascend; another rounding would choose other sizes.
     middle = [sizes[round(i * step)] for i in range(1, limit - 1)]
     return [sizes[0], *middle, sizes[-1]]
+
+
+def kv_sizes(config: Config, max_len: int) -> tuple[int, ...]:
+    """Return the KV lengths for which each decode bucket has a graph; none if lengths are sent.
+
+    The lengths are in tokens, ascending, and whole blocks. Each is twice the previous one, and the
+    last one holds a request of ``max_len`` tokens.
+    """
+    if config.graph.updates == "sent":
+        return ()
+    sizes, size, block = [], SMALLEST_KV_SIZE, config.kv.block_size
+    while size < max_len:
+        sizes.append(size)
+        size *= 2
+    return tuple(dict.fromkeys(-(-size // block) * block for size in (*sizes, max_len)))

@@ -402,5 +402,5 @@ def largest_of(steps: Sequence[RankStep]) -> StepShape:
 
 
 def longest_of(steps: Sequence[RankStep]) -> int:
-    """Return the number of tokens of the longest request after steps that only decode."""
-    return max(int(step.records[:, 1:3].sum(1).max()) for step in steps)
+    """Return the number of tokens of the longest request before the steps."""
+    return max(int(step.records[:, 1].max()) for step in steps)

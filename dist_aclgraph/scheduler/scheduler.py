@@ -435,7 +435,9 @@ class Scheduler:
         graph, _ = self.dispatcher.dispatch(
             num_tokens, num_reqs, query_len, partial(self._may_replay, steps)
         )
-        kv_len = longest_of(busy) if graph is not None and graph.query_len else 0
+        kv_len = 0
+        if graph is not None and graph.query_len:
+            kv_len = longest_of(busy) + graph.query_len
         self.step += 1
         plan = StepPlan(
             self.epoch,

@@ -6,18 +6,23 @@ DeepSeek, Seed-Coder, and Codestral.
 
 from __future__ import annotations
 
+import re
+
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-PREFIX, SUFFIX = object(), object()
-# Each form consists of markers, which are added tokens of the tokenizer, and of the two texts.
-FORMS: tuple[tuple[object, ...], ...] = (
-    ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),
-    ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),
-    ("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>"),
-    ("<[fim-suffix]>", SUFFIX, "<[fim-prefix]>", PREFIX, "<[fim-middle]>"),
-    ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),
+# The markers are added tokens of the tokenizer.
+FORMS = (
+    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
+    "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
+    "<[fim-suffix]>{suffix}<[fim-prefix]>{prefix}<[fim-middle]>",
+    "[SUFFIX]{suffix}[PREFIX]{prefix}",
 )
+
+
+def markers_of(form: str) -> list[str]:
+    return [marker for marker in re.split(r"\{prefix\}|\{suffix\}", form) if marker]
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
@@ -28,7 +33,7 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
             contains a marker, so that the model would see other texts than the client.
     """
     for form in FORMS:
-        markers = [part for part in form if isinstance(part, str)]
+        markers = markers_of(form)
         if all(tokenizer.added_token(marker) is not None for marker in markers):
             for name, text in (("prompt", prefix), ("suffix", suffix)):
                 if found := next((marker for marker in markers if marker in text), None):
@@ -37,10 +42,9 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
                         "for this model; remove the marker, or leave suffix out",
                         name,
                     )
-            texts = {PREFIX: prefix, SUFFIX: suffix}
-            return "".join(texts.get(part, str(part)) for part in form)
+            return form.format(prefix=prefix, suffix=suffix)
     raise InvalidParameterError(
         "suffix needs a model that completes the middle of a text: its tokenizer has markers such "
-        f"as {FORMS[0][0]}, and the tokenizer of this model has none; leave suffix out",
+        f"as {markers_of(FORMS[0])[0]}, and the tokenizer of this model has none; leave suffix out",
         "suffix",
     )

@@ -83,7 +83,7 @@ def runners(npu: Any, checkpoint: Path) -> dict[str, ModelRunner]:
 def padded_runners(npu: Any, checkpoint: Path) -> Iterator[dict[str, ModelRunner]]:
     """Runners with graphs for 32, 64 and 128 tokens, whose lengths are never updated."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning.kv_sizes, "SMALLEST", 32)
+        patch.setattr(planning.buckets, "SMALLEST_KV_SIZE", 32)
         graph = {"updates": "none"}
         yield make_runners(npu, checkpoint, {"NO_UPDATES": NO_UPDATES}, graph=graph)
 

@@ -1,4 +1,5 @@
-"""What is special about single families: their templates, and further ways to write calls."""
+"""What is special about single families: their templates, and forms of calls that only they
+have."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
-from dist_aclgraph.text.infill import FORMS
+from dist_aclgraph.text.infill import FORMS, markers_of
 from tests.serve.conftest import CONFIG, serving
 from tests.serve.test_errors import assert_error
 
@@ -39,7 +39,7 @@ def write_model(folder: Path, markers: list[str]) -> None:
 
 @pytest.mark.parametrize(("form", "prompt"), list(zip(FORMS, PROMPTS, strict=True)))
 def test_the_model_gets_both_texts_between_its_markers(tmp_path, form, prompt):
-    markers = [part for part in form if isinstance(part, str)]
+    markers = markers_of(form)
     write_model(tmp_path / "model", markers)
 
     with serving(model=str(tmp_path / "model")) as service:
@@ -56,7 +56,7 @@ def test_the_model_gets_both_texts_between_its_markers(tmp_path, form, prompt):
 
 
 def test_the_cursor_of_an_editor_may_be_at_the_beginning_of_a_text(tmp_path):
-    write_model(tmp_path / "model", [part for part in FORMS[0] if isinstance(part, str)])
+    write_model(tmp_path / "model", markers_of(FORMS[0]))
 
     with serving(model=str(tmp_path / "model")) as service:
         service.answer("x")
@@ -75,7 +75,7 @@ def test_the_cursor_of_an_editor_may_be_at_the_beginning_of_a_text(tmp_path):
 
 @pytest.mark.parametrize("field", ["prompt", "suffix"])
 def test_a_text_that_contains_a_marker_is_refused(tmp_path, field):
-    markers = [part for part in FORMS[0] if isinstance(part, str)]
+    markers = markers_of(FORMS[0])
     write_model(tmp_path / "model", markers)
     asked = {"model": "model", "prompt": "ab", "suffix": "cd", field: f"x = '{markers[2]}'"}
 

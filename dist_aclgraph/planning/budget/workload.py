@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dist_aclgraph.config import Config, ExchangeSetting, GraphMode, HcclExpansion
-from dist_aclgraph.planning.kv_sizes import kv_sizes
+from dist_aclgraph.planning.buckets import kv_sizes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import GroupKind, ParallelLayout
 
@@ -80,7 +80,7 @@ class Workload:
             sums_norms=facts.qk_norm_spans_heads and parallel.tp > 1,
             has_indexers=facts.indexer is not None,
             int8_latents=config.kv.dtype == "int8",
-            num_kv_sizes=len(_kv_sizes(config, facts)),
+            num_kv_sizes=len(kv_sizes(config, facts.max_model_len(config))),
         )
 
     @cached_property
@@ -94,9 +94,3 @@ class Workload:
             )
             for ranks in layout.domains_of(0)
         )
-
-
-def _kv_sizes(config: Config, facts: ModelFacts) -> tuple[int, ...]:
-    if config.graph.updates == "sent":
-        return ()
-    return kv_sizes(facts.max_model_len(config), config.kv.block_size)
