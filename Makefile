@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # which doubles the time of their import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run quick test test-more test-all test-clients test-cluster test-upstream test-versions test-vllm-ascend lint demo-model bench-arrivals bench-decode bench-tp8 bench-moe bench-context bench-load \
+.PHONY: help run quick test test-more test-paused test-all test-clients test-cluster test-upstream test-versions test-vllm-ascend lint demo-model bench-arrivals bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
 	setup-dev setup-vllm emulator emulator-wheel python
 
@@ -51,6 +51,14 @@ test-more: setup-dev emulator ## Run the tests that make test leaves out: more m
 	$(SPREAD) -m "slow and not rare" tests/emulator
 	$(OTHERS) -m "slow and not rare and not bench and not namespaces"
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
+
+# The mean time between two pauses of a process, and the length of most pauses, in seconds; see tools/pauses.cpp.
+PAUSES ?= 0.5,0.4
+PAUSED = PAUSES=$(PAUSES) LD_PRELOAD=$(abspath $(VENV))/pauses.so
+test-paused: setup-dev emulator ## Run the tests of make test while single threads pause, to find tests that fail at times
+	$(CXX) -std=c++17 -O2 -shared -fPIC -o $(VENV)/pauses.so tools/pauses.cpp -ldl
+	$(PAUSED) $(SPREAD) -m "not slow" tests/emulator
+	$(PAUSED) $(OTHERS) -m "not slow and not bench and not namespaces"
 
 # The number of frames that strangers send to the ports of a deployment while it streams. 100,000 frames took
 # 40 s on two busy cores, on which the 2,000 frames of make test took 21 s.
