@@ -24,7 +24,7 @@ from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.way_back import SOUND_S
-from tests.actors.leftovers import is_alive
+from tests.actors.leftovers import is_alive, wait_until
 from tests.deployments import forked_actor, make_deployment_config
 from tests.slow import slow
 
@@ -107,6 +107,12 @@ def lives(worker: Any) -> bool:
     return True
 
 
+def kill(group: LockstepGroup, rank: int) -> None:
+    """Kill a worker. Ray does this later, and the worker answers calls until then."""
+    ray.kill(group.workers.workers[rank])
+    wait_until(lambda: not is_alive(group.workers.infos[rank].pid), "the worker lives")
+
+
 DEAD_ENGINE = {"run_loop": EngineDeadError("the connection to the engine has ended")}
 
 
@@ -140,7 +146,7 @@ def test_all_survive_the_death_of_their_engine(make_group: MakeGroup) -> None:
 
 def test_a_dead_process_is_found_without_a_report(make_group: MakeGroup) -> None:
     group = make_group({}, {})
-    ray.kill(group.workers.workers[0])
+    kill(group, 0)
 
     assert gather_survivors(group)
 
@@ -163,7 +169,7 @@ def test_no_worker_survives_if_no_survivor_is_on_the_lost_ranks_node(
 ) -> None:
     group = make_group({}, {})
     group.workers.infos[1] = replace(group.workers.infos[1], node_id="there")
-    ray.kill(group.workers.workers[1])
+    kill(group, 1)
 
     assert not gather_survivors(group)
 

@@ -430,11 +430,11 @@ def test_an_answer_that_has_begun_is_not_refused_in_the_end(tmp_path: Path) -> N
     with serving(limit=limit) as service, service.connect() as client:
         client.sendall(post("completions", prompt="a b c", max_tokens=500, stream=True))
         until(lambda: service.engine.metrics["generation_tokens"] > 80, WAIT_S)
+        answer = client.recv(1 << 16)  # the answer has begun
         limit.write_text("100")
 
         service.kill()
 
-        answer = b""
         with suppress(ConnectionResetError):
             while more := client.recv(1 << 16):
                 answer += more
