@@ -274,7 +274,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS | SAME and not is_off and not is_harmless(name, value):
             raise ConfigError(refusal(name))
     keys: dict[str, Any] = {}
-    for name, option in OPTIONS.items():  # in this order, because enforce_eager precedes the mode
+    for name, option in OPTIONS.items():  # in the table's order: enforce_eager replaces a mode
         value = given.get(name)
         if value is None or value in EMPTY or name == EXPERT_PARALLEL:
             continue

@@ -39,8 +39,8 @@ class CollectiveMarks:
 
     def read(self) -> tuple[int, int] | None:
         """Return the device's last step modulo ``NUM_STEPS``, and the code of the last collective
-        of this step; the code is 0 before the first collective. None without marks. Any thread may
-        call this.
+        of this step; the code is 0 before the first collective. Return None if marks are off. Any
+        thread may call this method.
         """
         return None
 

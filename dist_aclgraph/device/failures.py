@@ -56,7 +56,7 @@ _FAULT_OF_REASON: dict[str, DeviceFault] = {
     "suspect remote error": "remote",
     "hccl op retry failed": "retry",
 }
-_STOPPED = "FORCE STOP"  # in errors without a code, which torch_npu's task queue raises
+_STOPPED = "FORCE STOP"  # text of errors of torch_npu's task queue, which have no code
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:

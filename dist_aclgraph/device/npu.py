@@ -193,8 +193,8 @@ class Npu:
         """Abort all running and queued work of the device; waiting threads get an error.
 
         The thread that works with the device must not call this; that thread launches nothing until
-        ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So a thread
-        without Python ends the process if the stop takes longer than ``timeout_s``.
+        ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So a C thread
+        (of ``faulthandler``) ends the process if the stop takes longer than ``timeout_s``.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -298,7 +298,7 @@ def _import_torch_npu() -> None:
 
 
 def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:
-    """Load torch_npu on the device that ``config`` means and return it.
+    """Load torch_npu on the device that ``config`` selects; return the open device.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -406,7 +406,7 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
     """
     with tempfile.NamedTemporaryFile(prefix="graph-", suffix=".json") as file:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # hides a warning that the function was called
+            warnings.simplefilter("ignore")  # debug_dump warns at each call
             # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()

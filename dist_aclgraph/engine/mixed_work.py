@@ -115,8 +115,7 @@ class MixedWork:
                 step=ExpertStep(plan.exchange, work.tally),
             )
         if self.states is not None and plan.batch.kept:
-            # This comes before the results are sent: when the engine has the result of a step, the
-            # step's checkpoints must be complete.
+            # A step's checkpoints must be complete before the engine gets the result of the step.
             self.states.keep(plan.batch.kept, self.caches.state_tensors())
         chosen = self._choose(hidden, step, size.num_samples)
         return MixedOutput(step, metadata, hidden, *chosen, span)

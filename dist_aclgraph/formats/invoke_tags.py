@@ -92,7 +92,7 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
 
 
 def _attributes(head: str) -> dict[str, str]:
-    """Return the attributes of a tag, whose values may be in quotes of either kind, or in none."""
+    """Return the attributes of a tag. Values may be in single, double or no quotes."""
     return {name: "".join(values) for name, *values in _ATTRIBUTE.findall(head)}
 
 

@@ -49,8 +49,8 @@ def read_thought(
     Args:
         is_open: whether the prompt has already opened the reasoning. Then only the marker that ends
             the reasoning is necessary.
-        calls: markers of calls that also end the reasoning if they are tokens. The marker that
-            should have ended it may follow later, and is left out.
+        calls: markers of calls that also end the reasoning if they are tokens. If the usual end
+            marker of the reasoning follows later, it is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()

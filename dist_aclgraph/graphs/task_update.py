@@ -8,8 +8,8 @@ and lets the graph continue. Lengths are sent either
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
 - *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
   next step. A task is *open* if it is patched and its event is recorded before its replay is
-  queued. Open tasks are always the first tasks of the graph: if other work arrives for the host, it
-  stops between two layers, and patches the remaining tasks after the replay is queued.
+  queued. Open tasks are always the first tasks of the graph: if other work arrives, the host stops
+  between two layers, and patches the remaining tasks after the replay is queued.
 
 Orders on the device:
 

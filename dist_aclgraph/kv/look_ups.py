@@ -77,13 +77,13 @@ class LookUps:
         return self._files.has_state is not None
 
     def ask(self, look_up: LookUp[T]) -> Answer[T]:
-        """Begin a look-up, which must not return None; return its answer."""
+        """Begin a look-up; return its answer. The look-up itself must not return None."""
         result = look_up(self._files)
         return lambda: result
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, as last known. Any thread may call this."""
-        for _ in range(2):  # the answer of the last look-up, and perhaps of a new one
+        for _ in range(2):  # first the earlier look-up; then a new look-up may be ready at once
             if (found := self._counted()) is None:
                 break
             self._num_bytes, self._counted = found, self.ask(lambda files: files.num_bytes())
@@ -161,7 +161,7 @@ class DiskLookUps(LookUps):
             if not call.is_late:
                 try:
                     call.result = call.run()
-                except Exception:  # the caller looks in memory; the thread must go on
+                except Exception:  # the thread continues; the caller looks up files in memory
                     logger.exception("looking up KV files failed")
             call.done.set()
 

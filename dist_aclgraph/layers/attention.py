@@ -89,7 +89,7 @@ class DeviceRows:
     """The lengths of the requests that attend directly, and the slots of new keys, on the device.
 
     Operators that read lengths on the device need no update in a captured graph. If the cache is
-    sharded, these rows are those of the keys that every rank keeps whole.
+    sharded, lengths and slots belong to the cache of index keys, which every rank keeps whole.
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
@@ -146,8 +146,8 @@ class AttentionMetadata:
             padding. None if ``kv_lens`` are the lengths of the requests.
         on_device: lengths and slots for kinds of attention that read lengths on the device; None
             for other kinds.
-        on_shards: the tokens of such a kind that attend to each shard on its rank; None if the
-            cache is not sharded, or if there are no such tokens.
+        on_shards: with such a kind, the tokens that attend to each shard on the shard's rank; None
+            if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
         states: the slots of recurrent states that the step uses; None if no layer has such a state,
             or if no request is live.
@@ -280,7 +280,7 @@ class PagedAttention:
     def _attend_padded(
         self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> None:
-        """Attend with one query for each request, to keys of which a mask hides the padding."""
+        """Attend with one query for each request; a mask hides the padding of the keys."""
         assert self.window is None and self.sinks is None
         arguments: Arguments = {
             "query": q.unsqueeze(1),  # [num_reqs, 1, num_heads, head_dim]

@@ -444,7 +444,7 @@ class _Rows:
         return str(self._source.get_dtype())
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the rows, or that of the stored tensor if it has other rows."""
+        """Return the shape of these rows; or the stored shape, if its number of rows is wrong."""
         stored = list(self._source.get_shape())
         return [self._rows.count, *stored[1:]] if stored[:1] == [self._rows.total] else stored
 

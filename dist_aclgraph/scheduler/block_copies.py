@@ -88,8 +88,8 @@ class BlockCopies:
     def __init__(self, pool: BlockPool, look_ups: LookUps, ranks: Collection[int]) -> None:
         self._pool = pool
         self._look_ups = look_ups
-        # The answer of the look-up which waiting blocks and checkpoints have files, and the number
-        # of blocks that are looked up. ``_existing`` is None if no such look-up runs.
+        # The waiting blocks and checkpoints that have files, and the number of blocks that are
+        # looked up. ``_existing`` is None if no such look-up runs.
         self._existing: Answer[_Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -135,7 +135,7 @@ class BlockCopies:
         """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # otherwise, holding a request's block uses no free block
+        if self._pool.counts_shared:  # then each block that a job holds counts as used once more
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 
@@ -201,7 +201,7 @@ class BlockCopies:
         hashes: list[BlockHash] = []
         depths: list[int] = []
         # Since the look-up began, some of its blocks may have left ``_pending``. Then the last
-        # blocks of this loop were not looked up; workers skip those that have files.
+        # blocks of this loop were not looked up; workers skip blocks that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -245,7 +245,7 @@ class BlockCopies:
             fetch: fetches the blocks that have no files; then the files are looked up again.
         """
         wanted = hashes[first:]
-        if not wanted:  # so that no request waits for a disk
+        if not wanted:  # answer at once, so that the request does not wait for a disk
             return lambda: first
         ask = partial(self._look_ups.ask, lambda files: first + self._count(wanted, files))
         if fetch is None:

@@ -258,8 +258,8 @@ class RankScheduler:
 
     def _take_row(self, request: Request) -> int:
         """Remove a free row from the free rows, and return it. A request that has waited for its
-        grammar gets its previous row if it is free, because workers keep the request's matcher
-        there, which no other request may use.
+        grammar gets its previous row if this row is free, because workers keep the request's
+        matcher in this row, and no other request may use the matcher.
         """
         row, request.compiled_row = request.compiled_row, -1
         if row not in self._free_rows:
@@ -438,8 +438,8 @@ class RankScheduler:
         """Let the requests run again that wait for their grammars, and return their number.
 
         Only the result of a step shows whether a grammar is compiled. If the model has recurrent
-        state, a token that was sampled too early costs the whole row. So such a request runs its
-        known tokens one by one, until a result shows that its grammar is compiled.
+        state, a request that samples a token too early loses its row. So the request runs its known
+        tokens one by one, until a result shows that its grammar is compiled.
         """
         is_held = self.rows.held == WAITS
         self.rows.held[is_held] = 0 if self.pool.checkpoints is None else TRIES

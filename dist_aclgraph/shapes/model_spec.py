@@ -115,8 +115,8 @@ class LatentSpec:
 
     @property
     def has_whole_heads(self) -> bool:
-        """Whether keys that are computed from latents are joined with their rotated part. Other
-        sizes are those for which the operator takes both parts.
+        """Whether keys that are computed from latents are joined with their rotated part. With
+        heads of other sizes, the operator accepts the two parts separately.
         """
         return self.head_dim == self.value_dim
 

@@ -166,7 +166,7 @@ def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
 
 
 def _groups(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all groups; the given report is that of a deployment or of one group."""
+    """Yield the reports of all groups, from the report of a deployment or of one group."""
     if isinstance(report, dict):
         yield report
         for group in report.get("groups", ()):

@@ -63,7 +63,7 @@ def _copy_named(scanner: Scanner, before: str) -> Scan[str | None]:
         before: the marker before the kept text.
 
     Returns:
-        the marker of another call that was read, too; None if there is no such marker.
+        the marker of the next call, if the marker was read, too; otherwise None.
     """
     calls, end_calls, call, end_call = map(scanner.coded, MARKERS[:4])
     name, marker = yield from scanner.read_head(["\n", calls, call, end_call, end_calls])

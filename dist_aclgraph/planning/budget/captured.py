@@ -51,7 +51,7 @@ REMAPPED = 26
 INT8_LATENTS = 7
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
-HEAD = 3  # product, argmax, copy to the static buffer
+HEAD = 3  # operators of the head: product, argmax, and copy to the static buffer
 # Additional operators with TP: token ids of other ranks are masked, and parts are joined.
 SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
 COLLECTIVE_MAIN = 2  # entries on the lane that waits for the collective: a record and a wait
