@@ -156,7 +156,7 @@ class Lark:
         inner = f"/{_escaped(pattern)}/"
         if texts := self._spelled(excluded):
             inner = f"({inner} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/)"
-        # The pattern matches as much as possible, so the pattern must include the text after it.
+        # A pattern matches as much text as possible. So ``end`` must be a part of the pattern.
         name = self._terminal(f"{inner} {_quoted(first)}" if first else inner)
         return f"{name} {self.text(rest)}" if rest else name
 
@@ -165,7 +165,7 @@ class Lark:
     ) -> str:
         """Return an expression for text in which a call may begin at any place.
 
-        The text contains none of ``begins``. So each call follows the grammar.
+        The text before a call contains none of ``begins``, so each call must match the grammar.
 
         Args:
             each: expressions for one call of each tool.

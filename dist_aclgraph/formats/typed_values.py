@@ -64,8 +64,7 @@ class Arguments:
         """Return the text of a value that need not be a string, and which of ``ends`` follows it.
 
         A string within JSON may contain one of ``ends``, but no marker token. If such a string is
-        never closed, the value ends at the first of ``ends``, and so do all later values of the
-        answer.
+        never closed, this value and all later values of the answer end at the first of ``ends``.
         """
         first, end = yield from self._scanner.read_until(ends)
         pieces, last = [first], end

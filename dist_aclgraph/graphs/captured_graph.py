@@ -17,8 +17,8 @@ Forward = Callable[[TaskRecorder | None], None]
 class CapturedGraph:
     """Owns an NPU graph, its task handles and its events.
 
-    Accepts only inputs with the numbers of rows and tokens of its capture, in the buffers whose
-    addresses it contains. Other inputs are always refused.
+    The inputs must have the numbers of rows and tokens of the capture, and must be in the buffers
+    whose addresses the graph contains. Other inputs are always refused.
 
     Attributes:
         graph: torch_npu's graph.

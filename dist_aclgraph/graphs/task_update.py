@@ -72,8 +72,8 @@ class UpdatableTask:
         try:
             self._update(stream)
         except RuntimeError:
-            # If the operator has failed, the update is still open. Otherwise no update is open, and
-            # CANN refuses to end an update. Only the first error names the cause, e.g. a stopped
+            # End the update if it is still open, because the operator has failed. If no update is
+            # open, CANN raises a second error. Only the first error names the cause, e.g. a stopped
             # device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
@@ -92,7 +92,7 @@ class UpdatableTask:
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            # No step uses these lengths, so every step sends its lengths.
+            # No step has these lengths, so the next step must send its lengths.
             self.arguments[name] = [-1] * len(self.arguments[name])
         npu.clear_event(self.event, stream)
 

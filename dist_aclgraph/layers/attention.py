@@ -141,9 +141,9 @@ class AttentionMetadata:
             is still 1); None if the cache is not sharded.
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
-        hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. If it
-            is given, every request has one query, and all ``kv_lens`` are kv_len, whose tail is
-            padding. None if ``kv_lens`` are the lengths of the requests.
+        hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. With
+            this mask, every request has one query and kv_len keys; the last keys are padding. None
+            if ``kv_lens`` are the lengths of the requests.
         on_device: lengths and slots for kinds of attention that read lengths on the device; None
             for other kinds.
         on_shards: with such a kind, the tokens that attend to each shard on the shard's rank; None

@@ -28,8 +28,8 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
 
-# A batch of at least BATCH_BLOCKS blocks is written at once, because each batch costs the workers'
-# hosts some launches. A smaller batch waits until no batch has begun for MAX_TURNS decisions, or
+# A batch of at least BATCH_BLOCKS blocks is written at once. Each batch needs some launches on the
+# workers' hosts. So a smaller batch waits until the last batch began MAX_TURNS decisions ago, or
 # until no step runs.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough

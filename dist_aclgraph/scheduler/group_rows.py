@@ -27,7 +27,7 @@ MOST = np.iinfo(np.int32).max
 
 
 class Landed(NamedTuple):
-    """The requests of several ranks that got one token each, rank by rank.
+    """The results of several ranks, rank by rank, for requests that each got one token.
 
     Attributes:
         appended: [num_requests, 2], row and token id of each request.

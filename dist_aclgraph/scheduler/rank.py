@@ -128,8 +128,8 @@ class RankScheduler:
         return missing_blocks(self.rows, self._decode_len, self.pool.block_size)
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether the rank must wait for the steps in flight before it preempts a request: these
-        steps may end requests, whose blocks are then free.
+        """Whether the rank must wait for the steps in flight before it preempts a request. These
+        steps may end other requests, and so make enough blocks free.
         """
         if lack is None or not self._flights:
             return False
@@ -435,7 +435,7 @@ class RankScheduler:
             self._changes.renew(place)
 
     def free_held(self) -> int:
-        """Let the requests run again that wait for their grammars, and return their number.
+        """Let requests that wait for their grammars run again; return the number of these requests.
 
         Only the result of a step shows whether a grammar is compiled. If the model has recurrent
         state, a request that samples a token too early loses its row. So the request runs its known

@@ -14,8 +14,8 @@ from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# The function of the gate in a feed-forward part without experts, or of its inner values if it has
-# no gate. relu2 is the square of ReLU; xielu has two weights in each layer (arXiv 2411.13010).
+# The function of a feed-forward part without experts. It is applied to the gate; without a gate, to
+# the inner values. relu2 is the square of ReLU; xielu has two weights per layer (arXiv 2411.13010).
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
 # Kinds of attention. A "chosen" layer uses the keys that an earlier "sparse" layer has chosen.
 LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]

@@ -190,8 +190,8 @@ class AssumedDeployment:
 
     @property
     def copied_blocks(self) -> dict[str, int]:
-        """How many blocks of data parallel ranks have room in each tier of a node, by the tier's
-        name; empty if no copies are kept. Ignores the room that checkpoints of states take.
+        """Number of data parallel ranks' blocks that fit in each tier of a node, by the tier's
+        name; empty if no copies are kept. The bytes of checkpoints of states are ignored.
         """
         kv, files = self.config.kv, self.files_per_block
         sizes = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}

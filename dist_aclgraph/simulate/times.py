@@ -118,7 +118,7 @@ def line_times(
 
 
 def read_times(path: Path, capture_ms: float) -> StepTimes:
-    """Return the times in the report of a deployment, ``LLM.report()`` as JSON.
+    """Read times from a deployment's report, a file that contains ``LLM.report()`` as JSON.
 
     Raises:
         ConfigError: the file cannot be read, is not a report, or contains no replayed graph.
