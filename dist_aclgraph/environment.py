@@ -191,7 +191,7 @@ def launch_blocking() -> bool:
 
 
 def binds_cores_itself() -> bool:
-    """Return whether the environment asks torch_npu to bind its threads to cores."""
+    """Return whether an environment variable makes torch_npu bind its threads to cores."""
     return os.environ.get("CPU_AFFINITY_CONF", "0")[:1] not in ("", "0")
 
 

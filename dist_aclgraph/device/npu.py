@@ -370,8 +370,8 @@ class GraphPool:
 def release_failed_capture(pool: Any) -> None:
     """Release the memory of a capture that CANN has refused to end.
 
-    torch_npu raises CANN's error before it tells its allocator that the capture has ended, and
-    ``reset`` does nothing for such a graph. So the pool would never release its memory.
+    torch_npu raises CANN's error before its allocator records the end of the capture, and ``reset``
+    does nothing for such a graph. So the pool would never release its memory.
 
     Args:
         pool: handle of the pool of the capture.
@@ -434,7 +434,7 @@ def external_event() -> Any:
 
 def clear_event(event: Any, stream: Any) -> None:
     """Reset an external event of unknown state, on ``stream``."""
-    # torch_npu 2.13 resets an event when a stream waits for it, and its ``reset`` does nothing.
+    # In torch_npu 2.13, ``wait`` also resets the event, and ``reset`` does nothing.
     event.record(stream)
     event.wait(stream)
     event.reset(stream)

@@ -97,7 +97,7 @@ class _Slot:
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
-        # Both events are reused for each piece, because a new event takes memory of the device.
+        # Both events are reused for each piece, because a new event allocates device memory.
         self.ready: Any = runtime().Event()
         self.done: Any = runtime().Event()
 
@@ -277,7 +277,7 @@ class BlockCopier:
                     piece = work.piece
                     assert piece is not None
                     piece.num_whole = self._work(work, piece)
-            except Exception:  # the work counts as failed, and the thread must go on
+            except Exception:  # the work counts as failed, and the thread continues
                 logger.exception("copying KV blocks failed")
             self._from_files.put(work)
 

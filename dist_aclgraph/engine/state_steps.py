@@ -124,7 +124,7 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the arrays that tell where direct requests read and write their states.
+        """Return the slots from which direct requests read, and to which they write, their states.
 
         Args:
             bases: [n] int32, the base of each request; 0 for padding.

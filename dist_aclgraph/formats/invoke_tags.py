@@ -102,7 +102,7 @@ def lark_call(
     """Return an expression for one call.
 
     Args:
-        says_type: whether an attribute of each parameter tells whether it is a string.
+        says_type: whether each parameter has an attribute that marks strings.
     """
 
     def around(is_text: bool) -> tuple[str, str]:

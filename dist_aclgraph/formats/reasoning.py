@@ -29,7 +29,7 @@ THOUGHTS = (
 def find_thought(template: str) -> Thought | None:
     """Return the markers of reasoning that a chat template contains; None without markers.
 
-    Some templates only open the reasoning of the answer, and never write the marker that ends it.
+    Some templates contain only the begin marker, because they only open the answer's reasoning.
     """
     closed = (each for each in THOUGHTS if each.end in template)
     opened = (each for each in THOUGHTS if each.begin in template)

@@ -80,7 +80,7 @@ class CapturedGraph:
         self.graph.replay()
 
     def release(self) -> None:
-        """Release streams and memory, and give the events to the next capture."""
+        """Release streams and memory; return the events to the pool for the next capture."""
         tasks = self._recorder.tasks
         self._recording.forget(self.graph)
         self._recording.events.give_back(task.event for task in tasks)

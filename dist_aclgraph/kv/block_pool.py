@@ -113,7 +113,7 @@ class BlockPool:
             self.events.cleared()
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` free blocks, and give each of them one reference.
+        """Return ``count`` free blocks, and add one reference to each block.
 
         Blocks without cached contents are taken first, then the cached blocks that were freed
         first.

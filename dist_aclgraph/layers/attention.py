@@ -3,7 +3,7 @@ of a graph; the lengths of a task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
 ``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists. In graphs
-whose lengths are never updated, it attends in layout BSND, and a mask hides keys.
+whose lengths are never updated, the layout is BSND, and a mask hides keys.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ class PagedAttention:
             heads, or a shard of the tokens.
         window: number of latest keys that a query sees, including its own key; None means all keys.
             With a window, ranks do not share contexts.
-        sinks: [num_heads], logits that take a part of each head's attention without adding a value;
-            None without sinks. With sinks, ranks do not share contexts.
+        sinks: [num_heads], for each head one more logit of the softmax, without a value; None
+            without sinks. With sinks, ranks do not share contexts.
         scale: factor of the scores; None means ``head_dim ** -0.5``.
     """
 

@@ -70,8 +70,8 @@ class GatedDelta:
     """Linear attention of this rank's heads.
 
     Attributes:
-        unit: [key_dim] float32, filled with ``key_dim ** -0.5``: as the weight of an RMS norm, it
-            gives rows of length one.
+        unit: [key_dim] float32, filled with ``key_dim ** -0.5``. An RMS norm with this weight
+            returns rows of length one.
     """
 
     num_key_heads: int

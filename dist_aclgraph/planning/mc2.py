@@ -34,7 +34,7 @@ class Mc2Batch(NamedTuple):
     top_k: int
 
 
-# The operators' documents give these formulas for the bytes of HCCL's buffer.
+# These formulas for the bytes of HCCL's buffer are in the operators' documents.
 
 
 def a2_fullmesh_bytes(batch: Mc2Batch) -> int:

@@ -5,7 +5,7 @@ A block may be written to a file when it is in the prefix cache, because its con
 change. A block that was read from a file enters the prefix cache when all workers have it. So a
 failed copy job only makes the cached prefix shorter: the missing tokens are computed.
 
-While a copy job runs, it holds references to its blocks, so that the pool gives them to no request.
+While a copy job runs, it holds references to its blocks, so that the pool does not allocate them.
 A request whose blocks are read has no row and waits; the other requests run.
 """
 

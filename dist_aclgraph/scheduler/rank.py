@@ -41,7 +41,7 @@ NO_INDICES = np.empty(0, np.intp)
 
 
 class RankScheduler:
-    """Owns the rows and the block pool of one data-parallel rank. ``Scheduler`` gives requests to
+    """Owns the rows and the block pool of one data-parallel rank. ``Scheduler`` assigns requests to
     the ranks.
 
     The caller runs one step with these methods, in this order: ``lack``, ``begin``, ``start`` for

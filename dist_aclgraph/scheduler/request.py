@@ -35,16 +35,16 @@ class Request:
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
-        compiled_row: the row that the request has left to wait for its grammar, which workers
-            compile for this row; otherwise -1.
+        compiled_row: while the request waits for its grammar, its previous row, for which workers
+            compile the grammar; otherwise -1.
         block_ids: the block table.
         hashes: hashes of the first full blocks, computed when they are needed. A preemption keeps
             the hashes.
         prompt_end: position where the output begins. If a request was submitted again, the last
             part of its submitted prompt is existing output.
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
-            admission. If another group has begun the request, that group has counted them, and this
-            number is 0.
+            admission. If another group has begun the request, that group has counted the tokens,
+            and this number is 0.
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.

@@ -352,8 +352,7 @@ class Scheduler:
         return failed
 
     def rewind(self, epoch: int) -> None:
-        """Undo the steps in flight. Called after the group has resumed: its KV is still valid, but
-        its epoch is new.
+        """Undo the steps in flight, after the group has resumed in a new epoch with valid KV.
 
         After this call, ``schedule()`` decides steps for the same tokens, and sends all rows to
         workers again. If the model has recurrent state, requests wait again, and start from
@@ -453,7 +452,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph gives all results of the steps, and its padding fits."""
+        """Whether a graph computes all results that the steps need, and its padding fits."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)

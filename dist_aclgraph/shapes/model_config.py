@@ -80,8 +80,8 @@ class ModelConfig:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Length of the context without scaling. As in vLLM, ``model_max_length`` has priority;
-        Command R has it beside a smaller value.
+        """Length of the context without scaling. As in vLLM, ``model_max_length`` has priority over
+        ``max_position_embeddings``, which is smaller in Command R.
         """
         longer = "model_max_length"
         key = longer if self.has(longer) else "max_position_embeddings"

@@ -258,7 +258,7 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 
 
 def _check_chip(config: Config) -> None:
-    """Refuse NPUs of an unknown chip, unless the configuration gives their memory."""
+    """Refuse NPUs of an unknown chip, unless ``device.memory_mb`` is configured."""
     device = config.device
     if device.kind != "npu" or device.memory_mb is not None or family_of(device.chip):
         return

@@ -21,7 +21,7 @@ from dist_aclgraph.simulate.load import Arrival
 
 BY_CACHE = "by what is cached and waits"
 BY_COUNT = "fewest outstanding"
-# See ``RequestRouter.for_role``; takes the prompt and ``may_hand_over``.
+# See ``RequestRouter.for_role``. Arguments: the prompt, and ``may_hand_over``.
 ChooseRole = Callable[..., tuple[bool, Collection[str]]]
 
 WITH_COPIES, WITHOUT_COPIES = "with copies", "without copies"

@@ -269,7 +269,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Tells workers to restart their devices after all devices of the group have been stopped.
 
     Workers forget rows and steps in flight. Later messages belong to ``next_epoch``. ``keeps_kv``
-    tells whether steps may read the existing KV cache.
+    means that steps may read the existing KV cache.
     """
 
     epoch: int

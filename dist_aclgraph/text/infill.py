@@ -1,4 +1,4 @@
-"""Prompts that ask for the text between a prefix and a suffix.
+"""Prompts after which a model writes the text between a prefix and a suffix.
 
 The forms are those of the models' cards: Qwen2.5-Coder and CodeGemma, StarCoder 2 and Granite,
 DeepSeek, Seed-Coder, and Codestral.

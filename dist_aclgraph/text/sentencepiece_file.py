@@ -36,8 +36,8 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a model of SentencePiece.
 
     Args:
-        described: the content of the checkpoint's tokenizer_config.json; it tells which tokens are
-            added to a text. A key that is null counts as absent.
+        described: the content of the checkpoint's tokenizer_config.json, with the rules for tokens
+            that are added to a text. A key that is null counts as absent.
 
     Raises:
         ModelError: the file cannot be read.

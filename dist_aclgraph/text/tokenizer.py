@@ -160,7 +160,7 @@ class Tokenizer:
             )
 
     def _check_parts(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that is too long after encoding only a part of it.
+        """Encode a long text part by part; refuse the text once the parts have too many tokens.
 
         A cut between parts can split a token into as many tokens as the token has characters.
         """

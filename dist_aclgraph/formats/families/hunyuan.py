@@ -5,8 +5,9 @@
     {...}
     ```</tool_call></tool_calls>
 
-The calls may also be a list, ``<tool_calls>[{"name": "f", "arguments": {...}}]</tool_calls>``, for
-which some templates ask. Text after the reasoning is between ``<answer>`` and ``</answer>``.
+With some templates, the calls are a list:
+``<tool_calls>[{"name": "f", "arguments": {...}}]</tool_calls>``. Text after the reasoning is
+between ``<answer>`` and ``</answer>``.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ SHARED = 5  # entries on the shared experts' lane: wait, two products, activatio
 # reset of its event need four entries each.
 ATTENTION = 10
 # If lengths are never updated, a layer has the cache write and attention. The mask needs indices, a
-# comparison, and a copy of the block table; each graph makes it once.
+# comparison, and a copy of the block table; each graph computes the mask once.
 PADDED_ATTENTION, MASK = 2, 3
 # Upper limit of the additional operators if the cache is sharded: queries are joined; results are
 # converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
