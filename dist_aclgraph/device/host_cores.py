@@ -1,9 +1,9 @@
 """Chooses the host's cores on which each NPU's rank runs; the cores are near the NPU.
 
-Every rank computes the cores of all NPUs of its host, from the same files and from all cores of the
-host. So the ranks get disjoint cores without any communication. Ranks in different containers also
-get disjoint cores, because in a container the kernel's files show the NPUs of the whole host. A
-rank is bound only if it may use all cores of the host. Otherwise ranks in different containers
+Every rank divides all cores of its host among all NPUs of the host, by the same files of the
+kernel. So the ranks get disjoint cores without any communication. Ranks in different containers
+also get disjoint cores, because in a container the kernel's files show the NPUs of the whole host.
+A rank is bound only if it may use all cores of the host. Otherwise ranks in different containers
 could begin with different sets of cores, and choose the same core twice. The cores of an NPU stay
 reserved while its deployment is idle. This module was not tested on a host with NPUs.
 """

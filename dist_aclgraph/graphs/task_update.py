@@ -17,9 +17,9 @@ Orders on the device:
   recorded only after the last replay has reset the event; otherwise the record is lost, and the
   device waits for ever. So the update stream waits for the end of the last replay before it opens
   the first task for the next replay.
-2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
-  update stream waits for the recorded events and resets them, as a replay would do, and the main
-  stream waits for the resets before the replay. All tasks are patched after the replay is queued.
+2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: like
+  a replay, the update stream waits for the recorded events and resets them. The main stream waits
+  for these resets before the replay. All tasks are patched after the replay is queued.
 3. Steps of other graphs and eager steps change nothing: tasks stay open until their graph is
   replayed. Before this replay, open tasks are closed if their lengths differ from the step's.
 4. A graph is released only while the device is idle. By then, updates that were sent ahead have
@@ -143,7 +143,7 @@ class TaskRecorder:
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
 
     def clear_events(self) -> None:
-        """Reset the events, which other graphs may have recorded, before the first replay."""
+        """Reset the events before the first replay, because other graphs may have recorded them."""
         for task in self.tasks:
             npu.clear_event(task.event, self._stream)
         self._stream.synchronize()

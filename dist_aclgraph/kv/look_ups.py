@@ -1,8 +1,8 @@
 """Looks up block files without waiting for a disk.
 
 A file system on a network can hang: then a call that looks up a file does not return. So files on
-a disk are looked up on a thread. A look-up that takes too long counts as one that has found no file
-on the disk, and for a while only the files in memory are looked up.
+a disk are looked up on a thread. If a look-up takes too long, the caller assumes that the disk has
+no file, and for a while only the files in memory are looked up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
 from dist_aclgraph.logs import event
 
 LIMIT_S = 1.0  # maximum time of a look-up on the disk
-PAUSE_S = 30.0  # after a look-up was too late, the disk is not used for this time
+PAUSE_S = 30.0  # time for which the disk is not used after a look-up that was too late
 # The caller waits this long for an answer, because most answers come sooner than the next step. If
 # an earlier call still has no answer, the caller does not wait. So many look-ups delay a step only
 # once.
@@ -30,9 +30,9 @@ GRACE_S = 0.001
 T = TypeVar("T")
 HasFile = Callable[[BlockHash], bool]
 Answer = Callable[[], T | None]  # returns the result of a look-up; None while it is unknown
-# Begins to fetch the files of blocks into the node's first tier. Takes the blocks' hashes, and the
-# number of blocks before the first of them. The answer is True when the fetch has ended, with or
-# without success.
+# Begins to fetch the files of blocks into the node's first tier. Arguments: the hashes of the
+# blocks, and the number of blocks before the first block. The answer is True when the fetch has
+# ended, with or without success.
 FetchBlocks = Callable[[Sequence[BlockHash], int], Answer[bool]]
 
 logger = logging.getLogger(__name__)

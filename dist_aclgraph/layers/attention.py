@@ -146,8 +146,8 @@ class AttentionMetadata:
             if ``kv_lens`` are the lengths of the requests.
         on_device: lengths and slots for kinds of attention that read lengths on the device; None
             for other kinds.
-        on_shards: with such a kind, the tokens that attend to each shard on the shard's rank; None
-            if the cache is not sharded, or if there are no such tokens.
+        on_shards: if attention chooses keys, the tokens that attend to each shard on the shard's
+            rank; None if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
         states: the slots of recurrent states that the step uses; None if no layer has such a state,
             or if no request is live.

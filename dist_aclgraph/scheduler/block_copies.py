@@ -258,8 +258,8 @@ class BlockCopies:
         The binary search assumes that no file exists after the first missing file, because files of
         later blocks are deleted first (``block_files``). If the assumption is wrong, the result may
         be too large, and a missing file is noticed when it is read. The first file is always looked
-        up, because it can be missing alone: while the device's cache has a prefix, no request reads
-        the prefix's files, so they can be deleted before the files of later blocks.
+        up, because the files of a prefix can be deleted before the files of later blocks: while the
+        device's cache has the prefix, no request reads its files.
         """
 
         def is_missing(index: int) -> bool:

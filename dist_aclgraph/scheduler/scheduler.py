@@ -282,9 +282,9 @@ class Scheduler:
 
         Results of another epoch or step are ignored. If a token was beyond the capacity of the
         exchange between experts, the results of the step are void, and ``schedule()`` issues the
-        step again. If the logits of a request are NaN or infinite, its blocks might be the cause:
-        the request waits again, and is computed once more from its first token, in clean blocks
-        that it does not share. If its logits are NaN or infinite again, the request ends. If a rank
+        step again. If the logits of a request are NaN or infinite, its blocks might be the cause.
+        Then the request waits again, and is computed from its first token in clean blocks that no
+        other request uses. If its logits are NaN or infinite again, the request ends. If a rank
         had not compiled a request's grammar, the request gets no token, and waits until all ranks
         have compiled it.
 

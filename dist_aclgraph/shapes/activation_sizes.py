@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU, and is usually too high: it sums all tensors of a layer
-as if no tensor were freed before the layer's end, and it counts every exchange of tokens as an
-all-gather. The workspaces of operators are left out.
+The estimate was never compared with an NPU. It is usually too high, because it sums all tensors of
+a layer, although some tensors are freed before the layer's end, and because it counts every
+exchange of tokens as an all-gather. The workspaces of operators are left out.
 """
 
 from __future__ import annotations

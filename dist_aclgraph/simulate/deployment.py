@@ -250,7 +250,7 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers, but only the first of several offers that differ only in their rank."""
+    """Return the different offers; of offers that differ only in their rank, return the first."""
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
         found.setdefault(content_of(offer), offer)
