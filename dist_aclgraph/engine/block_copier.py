@@ -246,7 +246,7 @@ class BlockCopier:
         slot.state = "on device"
 
     def _scatter(self, slot: _Slot, piece: _Piece) -> None:
-        """Launch the copy of the slot's pinned memory to the blocks that were read from files."""
+        """Launch the copy of blocks that were read from files: from pinned memory to the cache."""
         count = piece.num_whole
         index = self._npu.upload(piece.block_ids[:count])
         with runtime().stream(self._stream):

@@ -57,7 +57,7 @@ class CapturedGraph:
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
             lens: the step's lengths, padding included. If lengths were sent ahead, ``after_replay``
-                must get the same lengths; otherwise the lengths can still change until then.
+                must get the same lengths; otherwise it can get other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.

@@ -91,9 +91,9 @@ FUSIONS = (
     ),
     Fusion(
         "expert_swiglu_quant",
-        # Replaces npu_grouped_matmul and one or two operators after it. The first version of this
-        # operator, which CANN 8.5 has, needs cumulative counts, and on CANN 8.5 the operator that
-        # sorts rows does not compute them.
+        # Replaces npu_grouped_matmul and one or two operators after it. CANN 8.5 has version 1 of
+        # this operator, which needs cumulative counts. But on CANN 8.5, the operator that sorts
+        # rows does not compute cumulative counts.
         "npu_grouped_matmul_swiglu_quant_v2",
         dtypes=("bfloat16", "float16"),
         multiple=32,  # the kernel writes rows one after another, in steps of 32 bytes

@@ -45,7 +45,7 @@ class CopyCounts:
     """Counts of blocks since the start of an engine."""
 
     saved: int = 0
-    unsaved: int = 0  # blocks for which there was no time or no room
+    unsaved: int = 0  # blocks that were not written, because time or room was too short
     loaded: int = 0
     missed: int = 0  # blocks whose files were found, but could not be read
 
@@ -107,7 +107,7 @@ class BlockCopies:
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
-        self._is_late = False  # whether no job has ended for too long; see ``note_late``
+        self._is_late = False  # whether the copy jobs take too long; see ``note_late``
         self.counts = CopyCounts()
 
     @property
@@ -163,10 +163,10 @@ class BlockCopies:
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
     def note_late(self) -> list[Request]:
-        """Record that no job has ended for too long, for example because a worker's thread for
-        files waits for a disk that does not answer.
+        """Record that the copy jobs are late, for example because a worker's thread for files waits
+        for a disk that does not answer.
 
-        Until a job ends, no request waits for copies.
+        Until the next job ends, no request waits for copies.
 
         Returns:
             The requests for which jobs read blocks.

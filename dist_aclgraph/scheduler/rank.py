@@ -94,7 +94,7 @@ class RankScheduler:
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # number of verifications of a request's drafts in which drafts could be accepted
+        # How often a step has verified a request's drafts, if the request may accept drafts.
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)

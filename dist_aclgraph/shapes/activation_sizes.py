@@ -107,7 +107,7 @@ def prompt_bytes(
     keys = round(chunk_tokens * copies * kept) + chunk_tokens * heads * made
     found = heads * value_dim if chunk_tokens else 0
     if spec.latent and spec.latent.has_whole_heads:
-        # Joined queries; then queries and results with as many heads of zeros.
+        # Joined queries; then queries and results, each with the same number of heads of zeros.
         found += 5 * heads * value_dim
     # Results of two chunks, and the merged result.
     floats = 4 * heads * value_dim + 3 * heads if chunk_tokens else 0

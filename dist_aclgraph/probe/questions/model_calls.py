@@ -45,8 +45,8 @@ def _decode_of_one_head(bench: Bench) -> Answer:
 
 
 def _masked_decode(bench: Bench) -> Answer:
-    """A decode step with ``graph.updates: none``: all requests read as many keys, and a mask hides
-    the keys that a request does not have.
+    """A decode step with ``graph.updates: none``: all requests read the same number of keys, and a
+    mask hides the keys that a request does not have.
     """
     torch, num_keys = bench.torch, LONG[-1]
     query = _random(bench, len(LONG), 8, DIM)
