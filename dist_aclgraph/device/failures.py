@@ -81,8 +81,8 @@ def fault_of_code(code: int) -> DeviceFault | None:
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error: for our errors by the type, for torch_npu's by CANN's codes and
-    words.
+    """Return the cause of an error: from the type of our errors, or from CANN's codes and words in
+    torch_npu's errors.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"

@@ -110,7 +110,7 @@ class ShardRows:
     Attributes:
         place: place of this rank, with its shard.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
-        query_ends: [1] int32, n: all tokens count as one request, whose keys are the whole cache.
+        query_ends: [1] int32, n, because the n tokens count as one request, which has all keys.
     """
 
     place: ContextPlace

@@ -94,8 +94,8 @@ class LatentSpec:
     Attributes:
         q_rank: width of the low-rank projection of queries; None without such a projection.
         kv_rank: width of the latent.
-        plain_dim, rope_dim: widths of the parts of a query or key head without and with rotary
-            embedding.
+        plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
+            rotary embedding, and the part with it.
         value_dim: width of a value head.
         interleaves: true: the checkpoint rotates pairs of neighbouring elements; false: it rotates
             pairs of elements that are half a head apart.

@@ -1,5 +1,5 @@
-"""Gemma 3: norms before and after attention and the MLP, which add one to their weights; windows in
-most layers, which have another rotary embedding than the other layers.
+"""Gemma 3: norms before and after attention and the MLP, with one added to their weights. Most
+layers have a window; these layers have a separate rotary embedding.
 """
 
 from __future__ import annotations
