@@ -18,12 +18,12 @@ PARTS = ("before attention", "in attention", "after attention")
 BEFORE, INSIDE, AFTER = range(len(PARTS))
 EMBEDDING = -1
 HEAD = 253  # no model has as many layers
-NUM_STEPS = 256  # A rank records this number of steps, and marks tell a step modulo this number.
+NUM_STEPS = 256  # A rank records its last 256 steps; a mark contains its step modulo 256.
 
 _KINDS_BITS, _NUMBER_BITS, _PART_BITS, _LAYER_BITS = 3, 4, 2, 8
 _STAGE_BITS = _KINDS_BITS + _NUMBER_BITS
 _PASS_BITS = _STAGE_BITS + _PART_BITS + _LAYER_BITS
-MAX_NUMBER = 2**_NUMBER_BITS - 1  # later collectives of a part count as the last one of these
+MAX_NUMBER = 2**_NUMBER_BITS - 1  # all later collectives of a part get this number, too
 NUM_CODES_OF_PASS = 2**_PASS_BITS
 
 

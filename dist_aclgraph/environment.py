@@ -191,7 +191,7 @@ def launch_blocking() -> bool:
 
 
 def binds_cores_itself() -> bool:
-    """Return whether the environment asks torch_npu to bind its threads to cores."""
+    """Return whether an environment variable makes torch_npu bind its threads to cores."""
     return os.environ.get("CPU_AFFINITY_CONF", "0")[:1] not in ("", "0")
 
 
@@ -246,9 +246,9 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     os.environ.setdefault(GCS_WAIT_VARIABLE, "3600" if waits_for_gcs else "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        # A client of Ray can run any code, so Ray listens on loopback only: the value 0 forbids
-        # clusters of several machines, on all systems. Also, Ray requires a token, unless the user
-        # has set RAY_AUTH_MODE.
+        # A client of Ray can run any code, so Ray listens on loopback only. In spite of the name,
+        # the value 0 forbids clusters of several machines on Linux, too. Ray also requires a token,
+        # unless the user has set RAY_AUTH_MODE.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         # The limit is long, because a worker may have to wait for cores or for the fork server.
         # This package itself limits the wait.

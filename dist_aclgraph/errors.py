@@ -202,7 +202,7 @@ class InvalidParameterError(RequestError):
 
 
 class UnusableToolError(InvalidParameterError):
-    """Some tools have schemas that no grammar of their arguments can follow.
+    """For some tools, no grammar can follow the schemas of their arguments.
 
     Attributes:
         tools: names of these tools. The message describes the first one.

@@ -1,4 +1,4 @@
-"""Checks that packages are installed that only some commands need."""
+"""Checks that the packages for optional commands are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder on this node for the log files of one start of a service.
+"""The folder for the log files that one run of a service writes on this node.
 
 Each process holds a shared lock on a file in its folder until the process ends. When a new folder
 is created, old folders whose lock is free are removed. A folder without a lock file was not made by

@@ -241,7 +241,7 @@ def _text_of(value: Any) -> str:
     text = str(value)
     if _BARE.fullmatch(text):
         return text
-    # Quotes and escapes, so that a client's text cannot look like another value or another line.
+    # With quotes and escapes, a client's text cannot look like another value or another line.
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 

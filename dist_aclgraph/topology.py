@@ -29,8 +29,8 @@ ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """Return None: models without experts need no exchange; layouts in which each TP group has all
-    experts need none, either.
+    """Return None: no exchange is needed if the model has no experts, or if each TP group has all
+    experts.
     """
     return None
 

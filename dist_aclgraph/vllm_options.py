@@ -194,7 +194,7 @@ REFUSED: dict[str, str] = {
 }
 # refused options that begin with a single dash
 REFUSED_SHORT = {"-pp": "pp", "-O": "optimization_level"}
-# Values of these options that ask for our normal behaviour. An option with such a value has no
+# Values of these options that mean our normal behaviour. An option with such a value has no
 # effect.
 HARMLESS: dict[str, Collection[Any]] = {
     "additional_config": ({},),
@@ -274,7 +274,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS | SAME and not is_off and not is_harmless(name, value):
             raise ConfigError(refusal(name))
     keys: dict[str, Any] = {}
-    for name, option in OPTIONS.items():  # in this order, because enforce_eager precedes the mode
+    for name, option in OPTIONS.items():  # in the table's order: enforce_eager replaces a mode
         value = given.get(name)
         if value is None or value in EMPTY or name == EXPERT_PARALLEL:
             continue
@@ -288,7 +288,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Return whether an option that the table does not contain asks for our normal behaviour.
+    """Return whether the value of an option outside the table means our normal behaviour.
 
     Args:
         value: a value, or its text on the command line.

@@ -279,7 +279,7 @@ def make_groups(
         if watchdog_s is not None and group is not None and group.handle is not None:
             group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
-        assert mc2.hccl_name  # All members have joined, so this creates the communicator.
+        assert mc2.hccl_name  # All members have joined, so reading the name makes a communicator.
     return groups
 
 

@@ -27,20 +27,20 @@ class CollectiveMarks:
         """Mark that the device begins a step, after all queued work."""
 
     def begin_pass(self, first_layer: int) -> None:
-        """The next collectives belong to a pass through layers: to the decoder's if
-        ``first_layer`` is 0, otherwise to the next-token module's.
+        """Mark that the next collectives belong to a pass through the decoder's layers if
+        ``first_layer`` is 0, otherwise to a pass through the next-token module.
         """
 
     def enter(self, layer: int, part: int) -> None:
-        """The next collectives belong to this part of this layer, see ``CollectivePlace``."""
+        """Mark that the next collectives belong to a part of a layer, see ``CollectivePlace``."""
 
     def before(self, kind: Kind) -> None:
         """Mark that the device begins a collective, after all queued work."""
 
     def read(self) -> tuple[int, int] | None:
         """Return the device's last step modulo ``NUM_STEPS``, and the code of the last collective
-        of this step; the code is 0 before the first collective. None without marks. Any thread may
-        call this.
+        of this step; the code is 0 before the first collective. Return None if marks are off. Any
+        thread may call this method.
         """
         return None
 

@@ -14,7 +14,7 @@ FusionName = Literal[
     "norm_quant", "swiglu_quant", "routing_quant", "expert_swiglu_quant", "nz_weights"
 ]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
-ASSUMED_CANN = "9.1.0"  # version of CANN for the newest torch_npu with a published CANN
+ASSUMED_CANN = "9.1.0"  # the newest CANN for which a version of torch_npu is published
 # CANN reads its version from a variable that CANN's set_env.sh sets.
 UNKNOWN_CANN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
@@ -253,7 +253,7 @@ class DeviceConfig(Section):
     @field_validator("fusions", mode="before")
     @classmethod
     def _check_fusions(cls, value: Any) -> Any:
-        # pydantic would name the type of this key instead of the key.
+        # pydantic's own error would contain the type of this key in place of its name.
         known = get_args(FusionName)
         is_list = isinstance(value, list | tuple) and all(name in known for name in value)
         if is_list or value in ("auto", "none"):
@@ -264,7 +264,7 @@ class DeviceConfig(Section):
 
     @property
     def npus_of_node(self) -> int:
-        """The number of NPUs of each node, as plans assume."""
+        """The number of NPUs that plans assume on each node."""
         family = family_of(self.chip)
         return self.node_npus or (family.node_npus if family else NODE_NPUS)
 
@@ -280,12 +280,12 @@ class DeviceConfig(Section):
 
     @property
     def npu_cann(self) -> str:
-        """The version of CANN, as plans for NPUs assume; "" if the NPU does not report it."""
+        """The version of CANN that plans for NPUs assume; "" if the NPU does not report it."""
         return ASSUMED_CANN if self.cann is None else self.cann
 
     @property
     def npu_bytes(self) -> int:
-        """The memory of an NPU in bytes, as plans assume."""
+        """The bytes of memory that plans assume on each NPU."""
         family = family_of(self.chip)
         return (self.memory_mb or (family.memory_mb if family else DIE_64_GB_MB)) << 20
 
@@ -297,5 +297,5 @@ class DeviceConfig(Section):
 
     @property
     def expansion(self) -> HcclExpansion:
-        """The processor that unrolls collectives, as plans assume."""
+        """The processor that unrolls collectives; assumed if it is not configured."""
         return self.hccl_expansion or ("AICPU" if generation_of(self.chip) == "A3" else "FFTS")

@@ -1,4 +1,4 @@
-"""The configuration keys of the events that tell routers which blocks are cached."""
+"""The configuration keys of the events that report cached blocks to routers."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class TimeoutConfig(Section):
     def collective_s(self) -> int:
         """How long the device waits in a collective for other ranks, in seconds.
 
-        A lost rank is found after the limit of a step. This limit must be longer. Otherwise the
-        peers of the lost rank would fail first, and would be reported as the cause.
+        A lost rank is found after the time limit of a step. The wait in a collective must be longer
+        than this limit. Otherwise the peers would fail first, and would be reported as the cause.
         """
         return math.ceil(self.step_s + self.link_s)
 
@@ -183,8 +183,8 @@ class Config(Section):
 
     @property
     def has_decode_graphs(self) -> bool:
-        """Whether decode batches have separate graphs. With drafts, these graphs propose drafts;
-        graphs of mixed batches do not.
+        """Whether decode batches have separate graphs. With drafts, only these graphs propose
+        drafts, not the graphs of mixed batches.
         """
         mode = self.graph.mode
         return mode in DECODE_MODES or (mode == "FULL" and self.speculative.num_tokens > 0)

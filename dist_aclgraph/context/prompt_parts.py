@@ -99,8 +99,8 @@ def plan_parts(
         query_lens: [num_reqs], number of queries of each request.
         kv_lens: [num_reqs], KV length of each request, its queries included.
         max_tokens: maximum number of KV tokens of a chunk.
-        cuts_requests: whether a request with more KV tokens has several chunks. If false, it has
-            one longer chunk.
+        cuts_requests: whether a request with more than ``max_tokens`` KV tokens is cut into several
+            chunks. If false, the request has one longer chunk.
     """
     first = int(np.searchsorted(np.cumsum(query_lens), split.num_whole_tokens, "right"))
     queries = _queries_of(split.pieces[rank], query_lens, kv_lens, split.num_whole_tokens)

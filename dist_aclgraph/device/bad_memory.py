@@ -70,7 +70,7 @@ class BadMemory:
         """Return the faulty memory, in whole pages; empty if CANN is too old to list faulty memory.
 
         Raises:
-            DeviceError: CANN gives no list, for example after an error that cannot be repaired.
+            DeviceError: CANN returns no list, for example after an error that cannot be repaired.
         """
         infos, count = self._told()
         return tuple(

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def _with_our_errors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return the function; it raises ``EmulatorBuildError`` or ``DeviceError``."""
+    """Return a function that raises our error types in place of npu_emulator's."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -56,7 +56,7 @@ _FAULT_OF_REASON: dict[str, DeviceFault] = {
     "suspect remote error": "remote",
     "hccl op retry failed": "retry",
 }
-_STOPPED = "FORCE STOP"  # in errors without a code, which torch_npu's task queue raises
+_STOPPED = "FORCE STOP"  # text of errors of torch_npu's task queue, which have no code
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
@@ -81,8 +81,8 @@ def fault_of_code(code: int) -> DeviceFault | None:
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error: for our errors by the type, for torch_npu's by CANN's codes and
-    words.
+    """Return the cause of an error: from the type of our errors, or from CANN's codes and words in
+    torch_npu's errors.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"

@@ -1,11 +1,11 @@
 """Chooses the host's cores on which each NPU's rank runs; the cores are near the NPU.
 
-Every rank computes the cores of all NPUs of its host, from the same files and from all cores of the
-host. So the ranks get disjoint cores without any communication. This also holds between containers,
-because in a container the kernel's files show the NPUs of the whole host. A rank is bound only if
-it is allowed to use all cores of the host. Otherwise ranks in different containers could begin with
-different sets of cores, and choose the same core twice. An NPU of an idle deployment keeps its
-cores. This module was not tested on a host with NPUs.
+Every rank divides all cores of its host among all NPUs of the host, by the same files of the
+kernel. So the ranks get disjoint cores without any communication. Ranks in different containers
+also get disjoint cores, because in a container the kernel's files show the NPUs of the whole host.
+A rank is bound only if it may use all cores of the host. Otherwise ranks in different containers
+could begin with different sets of cores, and choose the same core twice. The cores of an NPU stay
+reserved while its deployment is idle. This module was not tested on a host with NPUs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def share_cores(
     """Return disjoint cores for the rank of each NPU; no cores for the NPUs of a node that has too
     few cores.
 
-    The NPUs of a NUMA node share the node's cores. On each node, as many cores as for one NPU are
-    reserved for the processes without an NPU (engine, controller, ingress). If the node of an NPU
+    The NPUs of a NUMA node share the node's cores. One more share of the same size is reserved on
+    each node for the processes without an NPU (engine, controller, ingress). If the node of an NPU
     is unknown, all cores count as one node.
 
     Args:
@@ -137,7 +137,7 @@ def own_addresses() -> list[str]:
 
 
 def addresses_on_host(addresses: Sequence[str]) -> list[str]:
-    """Return the PCI addresses of all NPUs of the host, which may have more than a container.
+    """Return the PCI addresses of all NPUs of the host; a container may see only some of them.
 
     The host's NPUs are all PCI functions with the same vendor and device id as ``addresses``. The
     class of the functions does not identify NPUs, because Kunpeng's compression engines have the

@@ -18,8 +18,8 @@ DeviceKind = Literal["npu", "emulated"]
 def npus_here() -> list[str]:
     """Return the names of this machine's NPUs, in the order of their ids.
 
-    A name contains the number that the host gives to the NPU. In a container with only some of the
-    host's NPUs, CANN's ids are the positions in this list.
+    A name contains the number of the NPU on the host. In a container with only some of the host's
+    NPUs, CANN's ids are the positions in this list.
     """
     names = (path.name for path in DEV.glob("davinci[0-9]*"))
     return sorted(names, key=lambda name: int(name.removeprefix("davinci")))

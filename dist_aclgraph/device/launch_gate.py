@@ -1,9 +1,9 @@
-"""A gate: no thread launches work while another thread stops the device.
+"""A lock that prevents threads from launching work while another thread stops the device.
 
 A stop removes the queued work of a device, but work that is launched after the stop runs. Such work
 would use inputs whose copies were aborted; for example, it would write to the KV cache slots of an
-earlier step. So the device is stopped only while no thread launches, and no thread launches before
-the device works again.
+earlier step. So a thread that stops the device first waits until no thread launches work. No work
+is launched before the device works again.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class LaunchGate:
         self._check()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until no thread launches, and close the gate. A closed gate lets no thread launch.
+        """Wait until no thread launches work, and close the gate; then no thread can launch work.
 
         Raises:
-            DeviceError: a thread launches for longer than the limit.
+            DeviceError: a thread launches work for longer than the limit.
         """
         if not self._lock.acquire(timeout=timeout_s):
             raise DeviceError(f"the host has launched work for {timeout_s:g} s without a pause")

@@ -193,8 +193,8 @@ class Npu:
         """Abort all running and queued work of the device; waiting threads get an error.
 
         The thread that works with the device must not call this; that thread launches nothing until
-        ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So a thread
-        without Python ends the process if the stop takes longer than ``timeout_s``.
+        ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So a C thread
+        (of ``faulthandler``) ends the process if the stop takes longer than ``timeout_s``.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -298,7 +298,7 @@ def _import_torch_npu() -> None:
 
 
 def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:
-    """Load torch_npu on the device that ``config`` means and return it.
+    """Load torch_npu on the device that ``config`` selects; return the open device.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -370,8 +370,8 @@ class GraphPool:
 def release_failed_capture(pool: Any) -> None:
     """Release the memory of a capture that CANN has refused to end.
 
-    torch_npu raises CANN's error before it tells its allocator that the capture has ended, and
-    ``reset`` does nothing for such a graph. So the pool would never release its memory.
+    torch_npu raises CANN's error before its allocator records the end of the capture, and ``reset``
+    does nothing for such a graph. So the pool would never release its memory.
 
     Args:
         pool: handle of the pool of the capture.
@@ -406,7 +406,7 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
     """
     with tempfile.NamedTemporaryFile(prefix="graph-", suffix=".json") as file:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # hides a warning that the function was called
+            warnings.simplefilter("ignore")  # debug_dump warns at each call
             # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
@@ -434,7 +434,7 @@ def external_event() -> Any:
 
 def clear_event(event: Any, stream: Any) -> None:
     """Reset an external event of unknown state, on ``stream``."""
-    # torch_npu 2.13 resets an event when a stream waits for it, and its ``reset`` does nothing.
+    # In torch_npu 2.13, ``wait`` also resets the event, and ``reset`` does nothing.
     event.record(stream)
     event.wait(stream)
     event.reset(stream)

@@ -17,15 +17,15 @@ NZ_ROWS = 16  # rows of a block
 
 
 def to_fractal_nz(weight: Tensor) -> Tensor:
-    """Return matrices in FRACTAL_NZ: themselves, or a copy with zeros where blocks are not full.
+    """Return matrices in FRACTAL_NZ; a copy is padded with zeros to full blocks.
 
-    Not in captures: before CANN 9.1, the graph engine makes the copy.
+    Do not call this in a capture: before CANN 9.1, the graph engine makes the copy.
 
     Args:
         weight: [..., rows, columns], contiguous.
 
     Raises:
-        DeviceError: CANN or torch_npu do not make the copy.
+        DeviceError: CANN or torch_npu cannot make the copy.
     """
     # Without this option, torch_npu keeps ND. With it, some operators would choose formats
     # themselves, so it is set for this call only.

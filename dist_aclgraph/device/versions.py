@@ -34,8 +34,8 @@ class Line:
     reduce_scatter: str = "reduce_scatter_tensor"
 
 
-# Versions for CANN 9.1.0: vllm-ascend (182b75e) uses 2.10.0.post4; Ascend/pytorch's
-# COMPATIBILITY.en.md names 2.12.0, which is its newest release series.
+# Sources: for CANN 9.1.0, vllm-ascend (182b75e) uses 2.10.0.post4, and COMPATIBILITY.en.md of
+# Ascend/pytorch lists 2.12.0 as the newest version.
 LINES = {
     "2.10": Line("2.10.0", "2.10.0.post4"),
     "2.12": Line("2.12.0", "2.12.0"),

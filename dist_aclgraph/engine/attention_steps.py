@@ -43,10 +43,10 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: a request with more queries does not attend directly, if the cache is sharded
-            or this kind of attention does not accept long queries.
-        max_tokens: number of tokens whose keys are read together for requests that do not attend
-            directly.
+        max_queries: a request with more queries does not attend directly (through its block table)
+            if the cache is sharded, or if this kind of attention does not accept long queries.
+        max_tokens: for requests that do not attend directly, number of tokens whose keys are read
+            together.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # The place for rows that attend directly. Rows on the device read keys that every rank
-        # keeps whole.
+        # The place whose keys are read by rows that attend directly. Attention that reads lengths
+        # on the device reads a cache that every rank keeps whole.
         self._rows_place = place.whole if kind.reads_device_rows else place
         self._remaps_choices = kind.reads_device_rows and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)

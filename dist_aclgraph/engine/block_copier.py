@@ -97,7 +97,7 @@ class _Slot:
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
-        # Both events are reused for each piece, because a new event takes memory of the device.
+        # Both events are reused for each piece, because a new event allocates device memory.
         self.ready: Any = runtime().Event()
         self.done: Any = runtime().Event()
 
@@ -246,7 +246,7 @@ class BlockCopier:
         slot.state = "on device"
 
     def _scatter(self, slot: _Slot, piece: _Piece) -> None:
-        """Launch the copy of the slot's pinned memory to the blocks that were read from files."""
+        """Launch the copy of blocks that were read from files: from pinned memory to the cache."""
         count = piece.num_whole
         index = self._npu.upload(piece.block_ids[:count])
         with runtime().stream(self._stream):
@@ -277,7 +277,7 @@ class BlockCopier:
                     piece = work.piece
                     assert piece is not None
                     piece.num_whole = self._work(work, piece)
-            except Exception:  # the work counts as failed, and the thread must go on
+            except Exception:  # the work counts as failed, and the thread continues
                 logger.exception("copying KV blocks failed")
             self._from_files.put(work)
 

@@ -43,7 +43,7 @@ class CacheCopier:
 
     Args:
         states: copies states; None if the model has no recurrent state.
-        slots: gives the places of checkpoints in the state cache; None if the model has no
+        slots: computes the slots of checkpoints in the state cache; None if the model has no
             recurrent state.
     """
 

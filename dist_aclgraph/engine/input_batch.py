@@ -1,7 +1,7 @@
 """The running batch of a worker: rows that each step's message updates.
 
 If a decode step has the same requests as the previous decode step, its inputs are computed from the
-previous inputs (``_go_on``); unchanged values stay the same arrays.
+previous inputs (``_go_on``); arrays that do not change are used again.
 
 The batch is in host memory only, and does not contain tokens that a step in flight samples. The
 next step names these tokens by reference, and the device fills them in. Every rank of a tensor
@@ -59,7 +59,7 @@ class InputBatch:
             num_latest: number of latest tokens that the device keeps.
         """
         self._place = place
-        # One row more than the host has, because the device has a spare row.
+        # The device has one row more than the host: a spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
         # For each row, the index of its sample in the last step that sampled the row; and the rows

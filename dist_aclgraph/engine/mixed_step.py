@@ -1,4 +1,4 @@
-"""The inputs of a step outside full graphs; ranks that share experts pad them to equal shapes."""
+"""The inputs of a step outside full graphs; ranks that share experts pad inputs to equal shapes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dist_aclgraph.steps.step import RankPlan, StepSize
 
 
 def padded_size(plan: RankPlan, inputs: HostStep) -> StepSize:
-    """Return this rank's size; if experts are spread, return the largest size of all ranks.
+    """Return this rank's size; if ranks share experts, return the largest size of all ranks.
 
-    So all ranks call the same collectives with equal shapes. Ranks that split a prompt always use
-    the largest number of tokens of any rank.
+    Ranks that share experts must call the same collectives with equal shapes. Ranks that split a
+    prompt always use the largest number of tokens of any rank.
     """
     if plan.exchange is not None:
         return plan.largest

@@ -115,8 +115,7 @@ class MixedWork:
                 step=ExpertStep(plan.exchange, work.tally),
             )
         if self.states is not None and plan.batch.kept:
-            # This comes before the results are sent: when the engine has the result of a step, the
-            # step's checkpoints must be complete.
+            # A step's checkpoints must be complete before the engine gets the result of the step.
             self.states.keep(plan.batch.kept, self.caches.state_tensors())
         chosen = self._choose(hidden, step, size.num_samples)
         return MixedOutput(step, metadata, hidden, *chosen, span)
@@ -135,8 +134,8 @@ class MixedWork:
     def _choose(
         self, hidden: Tensor, step: DeviceStep, num_samples: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return hidden state and logits of the places, the most probable token of each, and its
-        logit.
+        """Return for each place the hidden state, the logits, the most probable token, and the
+        logit of this token.
 
         Args:
             num_samples: the padded number of requests that sample.
@@ -156,7 +155,7 @@ class MixedWork:
         return hidden[:n], logits[:n], chosen.int()[:n], best[:n]
 
     def collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of [n, hidden] at places, even at places on other prefill ranks."""
+        """Return the rows of [n, hidden] at places, even if other prefill ranks run the tokens."""
         rows = hidden.index_select(0, places)
         if shared is None:
             return rows

@@ -56,10 +56,10 @@ class StateSteps:
     def of_step(self, inputs: HostStep) -> StateMetadata:
         """Return the metadata of any mixture of live requests.
 
-        With drafts, a request is direct if it verifies drafts. Without drafts, it is direct if it
-        has one token. The rows of a batch begin with the requests that decode. Whether a token is
-        direct must not depend on whether it samples: a request that comes from another group runs
-        its known output without sampling, but must round its state in the same way.
+        A direct request updates its state token by token. With drafts, a request is direct if it
+        verifies drafts. Without drafts, it is direct if it has one token, even if it samples none:
+        a request from another group runs its known output without sampling, but must round its
+        state in the same way. The requests that decode are the first requests of a batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -124,7 +124,7 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the arrays that tell where direct requests read and write their states.
+        """Return the slots from which direct requests read, and to which they write, their states.
 
         Args:
             bases: [n] int32, the base of each request; 0 for padding.

@@ -33,7 +33,7 @@ from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
 # Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens beyond the capacity
-# of an exchange. Axis 2 gives each number 32 bytes, because operators load 32 bytes at once.
+# of an exchange. Axis 2 pads each number to 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
 # A number is NaN or infinite if all bits of its exponent are set.

@@ -89,8 +89,8 @@ class StepsInFlight:
         self._flights: deque[Flight] = deque()
         # Steps that were read, but not reported; each with its ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # When the device had enough of the step behind the oldest step, so that only the oldest
-        # step delays it; 0 until then.
+        # The time at which the device had enough work of the second oldest step. From this time on,
+        # the host waits only for the oldest step. 0 before this time.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -234,8 +234,8 @@ class StepsInFlight:
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:
-        """Continue to count tokens beyond capacity at the device's counter.
+        """Exclude aborted steps from the reported numbers of tokens beyond capacity.
 
-        The counter includes tokens of aborted steps, and later steps report only their own tokens.
+        The device's counter includes tokens of these steps, so later counts begin at its value.
         """
         self._num_unplaced = int(self.tally[0, 1, 0])

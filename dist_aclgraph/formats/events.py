@@ -27,7 +27,7 @@ class CallBegin(msgspec.Struct, frozen=True):
 
     Attributes:
         index: position of the call in the answer, from 0.
-        call_id: the id that the model itself gives the call; empty if the format has no ids.
+        call_id: the id that the model has written for the call; empty if the format has no ids.
     """
 
     index: int

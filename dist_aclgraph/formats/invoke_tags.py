@@ -92,7 +92,7 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
 
 
 def _attributes(head: str) -> dict[str, str]:
-    """Return the attributes of a tag, whose values may be in quotes of either kind, or in none."""
+    """Return the attributes of a tag. Values may be in single, double or no quotes."""
     return {name: "".join(values) for name, *values in _ATTRIBUTE.findall(head)}
 
 
@@ -102,7 +102,7 @@ def lark_call(
     """Return an expression for one call.
 
     Args:
-        says_type: whether an attribute of each parameter tells whether it is a string.
+        says_type: whether each parameter has an attribute that marks strings.
     """
 
     def around(is_text: bool) -> tuple[str, str]:

@@ -74,8 +74,8 @@ def copy_call(
 
 
 def copy_arguments(scanner: Scanner) -> Scan[bool]:
-    """Pass on the arguments, which may also be a JSON text within a string. If there are none, they
-    are an empty object.
+    """Pass on the arguments; if there are none, pass on an empty object. The arguments may also be
+    a string that contains JSON text.
 
     Returns:
         whether the arguments are complete.

@@ -156,7 +156,7 @@ class Lark:
         inner = f"/{_escaped(pattern)}/"
         if texts := self._spelled(excluded):
             inner = f"({inner} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/)"
-        # The pattern matches as much as possible, so the pattern must include the text after it.
+        # A pattern matches as much text as possible. So ``end`` must be a part of the pattern.
         name = self._terminal(f"{inner} {_quoted(first)}" if first else inner)
         return f"{name} {self.text(rest)}" if rest else name
 
@@ -165,7 +165,7 @@ class Lark:
     ) -> str:
         """Return an expression for text in which a call may begin at any place.
 
-        The text contains none of ``begins``. So each call follows the grammar.
+        The text before a call contains none of ``begins``, so each call must match the grammar.
 
         Args:
             each: expressions for one call of each tool.
@@ -189,8 +189,8 @@ class Lark:
         return f"{self.until(ANY, begin, begins)} {rest}{call[found.end() :]}"
 
     def text_unless(self, opens: str, tag: str) -> str:
-        """Return an expression for text whose first character is not ``opens``, and that does not
-        begin with ``tag``; white space may precede both.
+        """Return an expression for text that begins neither with the character ``opens`` nor with
+        ``tag``. White space at the beginning of the text does not count.
         """
         sign = f"/{SPACE}*([^\\s\\x1c-\\x1f\\{opens}](.|\\n)*)?/"
         if texts := self._spelled([tag]):
@@ -203,7 +203,7 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts without a marker token; other tokens can spell each of them."""
+        """Return the texts that contain no marker token, so that other tokens can spell them."""
         return [text for text in texts if not self._cut(text)[1]]
 
     def _parameter(
@@ -250,8 +250,8 @@ class Lark:
 
         Args:
             schema: the schema of the arguments; None allows all arguments.
-            around: returns the texts before and after a parameter's name; gets whether the value is
-                a string.
+            around: returns the texts before and after a parameter's name. Its argument is true if
+                the value is a string.
             end: the text after each value.
             ends: the texts at which the reader ends a value that is a string.
 
@@ -260,7 +260,7 @@ class Lark:
         """
         found = None if schema is None else parameters_of(tool, schema)
         if found is None or schema is None:
-            # A format that does not tell strings from other values has one expression for both.
+            # A format that does not mark strings has one expression for strings and other values.
             values = {around(False): f"{self.json({})} {self.text(end)}"}
             values[around(True)] = self.until(ANY, end, ends)
             each = [
@@ -288,7 +288,7 @@ def parameters_of(
 
     Args:
         root: the schema of a tool's arguments, which the format writes one by one.
-        not_writable: finds names, given without marks, that the format cannot write.
+        not_writable: matches a name (without its combining marks) that the format cannot write.
 
     Raises:
         InvalidParameterError: arguments with these parameters might not match the schema.

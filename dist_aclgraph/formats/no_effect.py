@@ -16,7 +16,7 @@ FORMATS = frozenset(
         *("uri-template", "json-pointer", "relative-json-pointer", "regex"),
     )
 )
-# Values of keywords with which they allow every value.
+# For each keyword, the values with which the keyword restricts nothing.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "not": (False,),

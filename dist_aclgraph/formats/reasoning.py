@@ -29,7 +29,7 @@ THOUGHTS = (
 def find_thought(template: str) -> Thought | None:
     """Return the markers of reasoning that a chat template contains; None without markers.
 
-    Some templates only open the reasoning of the answer, and never write the marker that ends it.
+    Some templates contain only the begin marker, because they only open the answer's reasoning.
     """
     closed = (each for each in THOUGHTS if each.end in template)
     opened = (each for each in THOUGHTS if each.begin in template)
@@ -49,8 +49,8 @@ def read_thought(
     Args:
         is_open: whether the prompt has already opened the reasoning. Then only the marker that ends
             the reasoning is necessary.
-        calls: markers of calls that also end the reasoning if they are tokens. The marker that
-            should have ended it may follow later, and is left out.
+        calls: markers of calls that also end the reasoning if they are tokens. If the usual end
+            marker of the reasoning follows later, it is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()

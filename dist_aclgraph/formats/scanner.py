@@ -436,7 +436,7 @@ class Reader:
         return scanner.take_events()
 
     def finish(self, text: str = "") -> list[Event]:
-        """End the answer with text that belongs to no further token; return the last events."""
+        """End the answer; ``text`` is its last text, which has no token. Return the last events."""
         self._scanner.feed(text)
         self._scanner.is_closed = True
         for _ in self._scan:

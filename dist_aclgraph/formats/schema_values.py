@@ -126,8 +126,8 @@ def patterns_of(schema: Any, root: Any, excluded: Sequence[str]) -> list[str | N
 
 
 def _branches_of(keys: set[str], schema: Mapping[str, Any], root: Any) -> list[Any] | None:
-    """Return the branches of a schema with these keywords; None unless each value that matches one
-    branch matches the schema.
+    """Return the branches of a schema with these keywords; None if a value can match a branch, but
+    not the schema.
     """
     for key in keys & {"anyOf", "oneOf", "allOf"}:
         found = schema[key]

@@ -13,6 +13,6 @@ Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas, by the tool'
 def without_marks(text: str) -> str:
     """Return a text without combining marks, such as the vowel signs of Hindi and Thai.
 
-    Patterns of names match this text, because ``re`` counts no combining mark as a letter.
+    Patterns of names are applied to this text, because for ``re`` combining marks are no letters.
     """
     return "".join(sign for sign in text if not unicodedata.category(sign).startswith("M"))

@@ -34,9 +34,8 @@ class Arguments:
     def copy_value(
         self, name: str, ends: Sequence[str], *, trims: bool = False, is_text: bool | None = None
     ) -> Scan[str | None]:
-        """Read the text of a value up to one of ``ends``; return which of ``ends`` it was, or None
-        at the end of the answer. Strings are passed on piece by piece, other values when they are
-        complete.
+        """Read the text of a value up to one of ``ends``; return this end, or None if the answer
+        has ended. Strings are passed on piece by piece, other values when they are complete.
 
         Args:
             trims: whether the value omits one newline at each end of the text.
@@ -61,11 +60,10 @@ class Arguments:
         return end
 
     def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
-        """Return the text of a value that need not be a string, and which of ``ends`` follows it.
+        """Return the text of a value of any type, and the one of ``ends`` that follows the value.
 
         A string within JSON may contain one of ``ends``, but no marker token. If such a string is
-        never closed, the value ends at the first of ``ends``, and so do all later values of the
-        answer.
+        never closed, this value and all later values of the answer end at the first of ``ends``.
         """
         first, end = yield from self._scanner.read_until(ends)
         pieces, last = [first], end

@@ -14,7 +14,7 @@ def read_wrapped(
     """Read an answer, and leave out the two markers around its text.
 
     Markers that are tokens are left out everywhere. Other markers are left out only if the answer
-    begins with the first of them, because text can also contain them.
+    begins with the first marker, because ordinary text can also contain the markers.
 
     Args:
         read_answer: reads the answer without these markers.

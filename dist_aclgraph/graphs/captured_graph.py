@@ -17,8 +17,8 @@ Forward = Callable[[TaskRecorder | None], None]
 class CapturedGraph:
     """Owns an NPU graph, its task handles and its events.
 
-    Accepts only inputs with the numbers of rows and tokens of its capture, in the buffers whose
-    addresses it contains. Other inputs are always refused.
+    The inputs must have the numbers of rows and tokens of the capture, and must be in the buffers
+    whose addresses the graph contains. Other inputs are always refused.
 
     Attributes:
         graph: torch_npu's graph.
@@ -57,7 +57,7 @@ class CapturedGraph:
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
             lens: the step's lengths, padding included. If lengths were sent ahead, ``after_replay``
-                must get the same lengths; otherwise the lengths can still change until then.
+                must get the same lengths; otherwise it can get other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.
@@ -80,7 +80,7 @@ class CapturedGraph:
         self.graph.replay()
 
     def release(self) -> None:
-        """Release streams and memory, and give the events to the next capture."""
+        """Release streams and memory; return the events to the pool for the next capture."""
         tasks = self._recorder.tasks
         self._recording.forget(self.graph)
         self._recording.events.give_back(task.event for task in tasks)

@@ -20,9 +20,8 @@ class DraftInputs(NamedTuple):
         slots: [num_reqs, 3 k] int32, slots of 3 k positions, the first place first; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
             with fewer places repeats its last place.
-        behind: [num_reqs] int32, only in graphs. If the device must add the number of a row's
-            accepted drafts to the positions, this row; if the host knows the positions, the spare
-            row.
+        behind: [num_reqs] int32, only in graphs. The row whose number of accepted drafts the device
+            must add to the positions; the spare row if the host knows the positions.
     """
 
     rows: Tensor

@@ -34,8 +34,8 @@ class EventPool:
     def give_back(self, events: Iterable[Any]) -> None:
         """Keep events of a released graph."""
         for event in events:
-            # The next capture waits for the event. torch_npu refuses a second wait for an event
-            # that was not recorded since the first wait.
+            # The next capture waits for the event again. torch_npu allows this only if the event
+            # was recorded after the previous wait.
             event.record(self._stream)
             self._free.append(event)
 

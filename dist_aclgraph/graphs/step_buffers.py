@@ -115,7 +115,7 @@ class StepBuffers:
         self.num_written = 0
         # the contents of the block table on the device
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
-        # the block table of the last step; None if ``_table`` differs from it
+        # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
         self._written_rows = 0  # number of rows of the last step
         self._written_width = 0  # number of columns of the last step; later columns are zero
@@ -259,8 +259,9 @@ class StepBuffers:
         """Update the host's copy of the block table; return the rows to send, or None.
 
         A row is as wide as the longest possible request, so unchanged rows before the first and
-        after the last change are not sent. The blocks after a step's last column become the dummy
-        block: if lengths are never updated, attention reads them, and a mask does not hide NaN.
+        after the last change are not sent. Entries after a step's last column are set to the dummy
+        block: if lengths are never updated, attention reads all entries, and a mask does not hide
+        NaN.
         """
         if block_table is self._latest_table:
             return None

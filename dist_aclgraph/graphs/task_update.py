@@ -8,8 +8,8 @@ and lets the graph continue. Lengths are sent either
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
 - *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
   next step. A task is *open* if it is patched and its event is recorded before its replay is
-  queued. Open tasks are always the first tasks of the graph: if other work arrives for the host, it
-  stops between two layers, and patches the remaining tasks after the replay is queued.
+  queued. Open tasks are always the first tasks of the graph: if other work arrives, the host stops
+  between two layers, and patches the remaining tasks after the replay is queued.
 
 Orders on the device:
 
@@ -17,9 +17,9 @@ Orders on the device:
   recorded only after the last replay has reset the event; otherwise the record is lost, and the
   device waits for ever. So the update stream waits for the end of the last replay before it opens
   the first task for the next replay.
-2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
-  update stream waits for the recorded events and resets them, as a replay would do, and the main
-  stream waits for the resets before the replay. All tasks are patched after the replay is queued.
+2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: like
+  a replay, the update stream waits for the recorded events and resets them. The main stream waits
+  for these resets before the replay. All tasks are patched after the replay is queued.
 3. Steps of other graphs and eager steps change nothing: tasks stay open until their graph is
   replayed. Before this replay, open tasks are closed if their lengths differ from the step's.
 4. A graph is released only while the device is idle. By then, updates that were sent ahead have
@@ -72,8 +72,8 @@ class UpdatableTask:
         try:
             self._update(stream)
         except RuntimeError:
-            # If the operator has failed, the update is still open. Otherwise no update is open, and
-            # CANN refuses to end an update. Only the first error names the cause, e.g. a stopped
+            # End the update if it is still open, because the operator has failed. If no update is
+            # open, CANN raises a second error. Only the first error names the cause, e.g. a stopped
             # device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
@@ -92,7 +92,7 @@ class UpdatableTask:
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            # No step uses these lengths, so every step sends its lengths.
+            # No step has these lengths, so the next step must send its lengths.
             self.arguments[name] = [-1] * len(self.arguments[name])
         npu.clear_event(self.event, stream)
 
@@ -143,7 +143,7 @@ class TaskRecorder:
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
 
     def clear_events(self) -> None:
-        """Reset the events, which other graphs may have recorded, before the first replay."""
+        """Reset the events before the first replay, because other graphs may have recorded them."""
         for task in self.tasks:
             npu.clear_event(task.event, self._stream)
         self._stream.synchronize()

@@ -82,7 +82,7 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return os.path.exists(self.path_of(block_hash))  # also False if the disk fails
+        return os.path.exists(self.path_of(block_hash))  # if the disk fails, the result is False
 
     def num_bytes(self) -> int:
         """Return the size of all block files below the root, as last counted; 0 without a count."""
@@ -116,7 +116,7 @@ class BlockFiles:
                 _move(os.readv, file.fileno(), buffers)
             except OSError as e:
                 return self._refuse(path, str(e))
-            with suppress(OSError):  # only the order of deletion depends on it
+            with suppress(OSError):  # only the order of deletion depends on the time of use
                 _touch(file.fileno(), depth)
         if header != _header(block_hash, size, buffers):
             return self._refuse(path, "its contents do not match its header")
@@ -221,7 +221,7 @@ class BlockFiles:
                 new.fd = -1
             yield new
             if is_reserved:
-                if _is_removed(new.fd):  # perhaps another file has its name now
+                if _is_removed(new.fd):  # another process may have made a file with the same name
                     raise OSError("another process has removed the unfinished file")
                 os.rename(unfinished, path)
                 new.exists = True
@@ -247,7 +247,7 @@ class BlockFiles:
 
     def touch(self, block_hash: BlockHash, depth: int = 0) -> None:
         """Let a block's file count as used now, if it exists."""
-        with suppress(OSError):  # only the order of deletion depends on it
+        with suppress(OSError):  # only the order of deletion depends on the time of use
             _touch(self.path_of(block_hash), depth)
 
     def delete(self, block_hash: BlockHash) -> None:

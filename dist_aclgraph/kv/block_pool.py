@@ -42,9 +42,9 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether each reference to a block counts as one used block. Attention on CANN
-            8.5 requires this, because it counts a shared block once for each request, and refuses a
-            batch whose counted blocks are more than the blocks of the cache.
+        counts_shared: whether each reference to a block counts as one used block. Necessary on CANN
+            8.5: attention counts a shared block once for each request, and refuses a batch with
+            more counted blocks than the cache has blocks.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
             freed when the last block before it leaves the prefix cache.
         events: the pool reports evictions to it; ``store_block`` reports stored blocks, because it
@@ -113,7 +113,7 @@ class BlockPool:
             self.events.cleared()
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` free blocks, and give each of them one reference.
+        """Return ``count`` free blocks, and add one reference to each block.
 
         Blocks without cached contents are taken first, then the cached blocks that were freed
         first.

@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 Encoding = Literal["array", "map"]
-# The device's memory; routers have no other name for it in common.
+# Name of the device's memory in events; all routers understand only this name.
 DEVICE = "GPU"
 NAME_BYTES = 8  # routers name a block by an unsigned integer of 64 bits
 

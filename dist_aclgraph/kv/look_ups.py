@@ -1,8 +1,8 @@
 """Looks up block files without waiting for a disk.
 
 A file system on a network can hang: then a call that looks up a file does not return. So files on
-a disk are looked up on a thread. A look-up that takes too long counts as one that has found no file
-on the disk, and for a while only the files in memory are looked up.
+a disk are looked up on a thread. If a look-up takes too long, the caller assumes that the disk has
+no file, and for a while only the files in memory are looked up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
 from dist_aclgraph.logs import event
 
 LIMIT_S = 1.0  # maximum time of a look-up on the disk
-PAUSE_S = 30.0  # after a look-up was too late, the disk is not used for this time
+PAUSE_S = 30.0  # time for which the disk is not used after a look-up that was too late
 # The caller waits this long for an answer, because most answers come sooner than the next step. If
 # an earlier call still has no answer, the caller does not wait. So many look-ups delay a step only
 # once.
@@ -30,9 +30,9 @@ GRACE_S = 0.001
 T = TypeVar("T")
 HasFile = Callable[[BlockHash], bool]
 Answer = Callable[[], T | None]  # returns the result of a look-up; None while it is unknown
-# Begins to fetch the files of blocks into the node's first tier. Takes the blocks' hashes, and the
-# number of blocks before the first of them. The answer is True when the fetch has ended, with or
-# without success.
+# Begins to fetch the files of blocks into the node's first tier. Arguments: the hashes of the
+# blocks, and the number of blocks before the first block. The answer is True when the fetch has
+# ended, with or without success.
 FetchBlocks = Callable[[Sequence[BlockHash], int], Answer[bool]]
 
 logger = logging.getLogger(__name__)
@@ -77,13 +77,13 @@ class LookUps:
         return self._files.has_state is not None
 
     def ask(self, look_up: LookUp[T]) -> Answer[T]:
-        """Begin a look-up, which must not return None; return its answer."""
+        """Begin a look-up; return its answer. The look-up itself must not return None."""
         result = look_up(self._files)
         return lambda: result
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, as last known. Any thread may call this."""
-        for _ in range(2):  # the answer of the last look-up, and perhaps of a new one
+        for _ in range(2):  # first the earlier look-up; then a new look-up may be ready at once
             if (found := self._counted()) is None:
                 break
             self._num_bytes, self._counted = found, self.ask(lambda files: files.num_bytes())
@@ -161,7 +161,7 @@ class DiskLookUps(LookUps):
             if not call.is_late:
                 try:
                     call.result = call.run()
-                except Exception:  # the caller looks in memory; the thread must go on
+                except Exception:  # the thread continues; the caller looks up files in memory
                     logger.exception("looking up KV files failed")
             call.done.set()
 

@@ -338,8 +338,8 @@ def cache_identity(config: Config) -> str:
     equal KV in both.
 
     The name depends on the model's files, and on all settings that change values or their layout
-    within a block. For each file, it depends on the file's name, size, time and on samples of the
-    contents, because reading all weights would take minutes.
+    within a block. Of each file, only the file's name, size, time and samples of its contents are
+    used, because reading all weights would take minutes.
     """
     directory = Path(config.model)
     files = [directory / MODEL_CONFIG]

@@ -3,7 +3,7 @@ of a graph; the lengths of a task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
 ``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists. In graphs
-whose lengths are never updated, it attends in layout BSND, and a mask hides keys.
+whose lengths are never updated, the layout is BSND, and a mask hides keys.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DeviceRows:
     """The lengths of the requests that attend directly, and the slots of new keys, on the device.
 
     Operators that read lengths on the device need no update in a captured graph. If the cache is
-    sharded, these rows are those of the keys that every rank keeps whole.
+    sharded, lengths and slots belong to the cache of index keys, which every rank keeps whole.
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
@@ -110,7 +110,7 @@ class ShardRows:
     Attributes:
         place: place of this rank, with its shard.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
-        query_ends: [1] int32, n: all tokens count as one request, whose keys are the whole cache.
+        query_ends: [1] int32, n, because the n tokens count as one request, which has all keys.
     """
 
     place: ContextPlace
@@ -141,13 +141,13 @@ class AttentionMetadata:
             is still 1); None if the cache is not sharded.
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
-        hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. If it
-            is given, every request has one query, and all ``kv_lens`` are kv_len, whose tail is
-            padding. None if ``kv_lens`` are the lengths of the requests.
+        hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. With
+            this mask, every request has one query and kv_len keys; the last keys are padding. None
+            if ``kv_lens`` are the lengths of the requests.
         on_device: lengths and slots for kinds of attention that read lengths on the device; None
             for other kinds.
-        on_shards: the tokens of such a kind that attend to each shard on its rank; None if the
-            cache is not sharded, or if there are no such tokens.
+        on_shards: if attention chooses keys, the tokens that attend to each shard on the shard's
+            rank; None if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
         states: the slots of recurrent states that the step uses; None if no layer has such a state,
             or if no request is live.
@@ -228,8 +228,8 @@ class PagedAttention:
             heads, or a shard of the tokens.
         window: number of latest keys that a query sees, including its own key; None means all keys.
             With a window, ranks do not share contexts.
-        sinks: [num_heads], logits that take a part of each head's attention without adding a value;
-            None without sinks. With sinks, ranks do not share contexts.
+        sinks: [num_heads], for each head one more logit of the softmax, without a value; None
+            without sinks. With sinks, ranks do not share contexts.
         scale: factor of the scores; None means ``head_dim ** -0.5``.
     """
 
@@ -280,7 +280,7 @@ class PagedAttention:
     def _attend_padded(
         self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> None:
-        """Attend with one query for each request, to keys of which a mask hides the padding."""
+        """Attend with one query for each request; a mask hides the padding of the keys."""
         assert self.window is None and self.sinks is None
         arguments: Arguments = {
             "query": q.unsqueeze(1),  # [num_reqs, 1, num_heads, head_dim]

@@ -70,7 +70,7 @@ class ContextParallel:
         if size == 1:
             return q
         every = self.dcp.all_gather(q.contiguous())[:size]
-        # With one head, flatten would give a view, which operators do not accept.
+        # With one head, flatten returns a view, which operators do not accept.
         return every.transpose(0, 1).flatten(1, 2).contiguous()
 
     def merge(self, out: Tensor, sums: Tensor, is_empty: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class ExpertLayer:
         """Whether the tensor parallel group has all experts, and the step requests no exchange."""
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
-        # If experts are spread, a step without an exchange would add only the results of this
+        # If other ranks have experts, a step without an exchange would add only the results of this
         # group's experts.
         assert has_all or step.exchange is not None
         return has_all and step.exchange in (None, "all_gather")

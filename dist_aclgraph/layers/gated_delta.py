@@ -55,8 +55,8 @@ class ShortConvolution:
         before = _begin(states, at).flatten(0, 1)
         padded = torch.cat([x, before]).index_select(0, at.padded)
         count = padded.shape[0] - self.width + 1
-        # Add one of the ``width`` inputs of all tokens at a time: all inputs at once would need
-        # ``width`` times the memory.
+        # Each pass adds one of a token's ``width`` inputs, for all tokens. A single pass for all
+        # inputs would need ``width`` times the memory.
         total = padded[:count].float() * self.weight[0]
         for i in range(1, self.width):
             total = torch.addcmul(total, padded[i : i + count].float(), self.weight[i])
@@ -70,8 +70,8 @@ class GatedDelta:
     """Linear attention of this rank's heads.
 
     Attributes:
-        unit: [key_dim] float32, filled with ``key_dim ** -0.5``: as the weight of an RMS norm, it
-            gives rows of length one.
+        unit: [key_dim] float32, filled with ``key_dim ** -0.5``. An RMS norm with this weight
+            returns rows of length one.
     """
 
     num_key_heads: int

@@ -43,7 +43,7 @@ def quantised(rows: Rows) -> Int8Rows:
 
 
 def in_floats(rows: Rows) -> Tensor:
-    """Return the rows, which must not be in int8: only layers that accept int8 rows get them."""
+    """Return the rows, which are never in int8: callers send int8 rows only to int8 products."""
     assert not isinstance(rows, Int8Rows)
     return rows
 

@@ -4,8 +4,8 @@ latents.
 
 Operators: ``npu_kv_rmsnorm_rope_cache`` normalises and rotates a step's rows and writes them to the
 cache; ``npu_transpose_batchmatmul`` computes one product for each head;
-``npu_fused_infer_attention_score_v2`` takes the rotated parts of queries and keys as separate
-arguments.
+``npu_fused_infer_attention_score_v2`` has separate arguments for the rotated parts of queries and
+keys.
 """
 
 from __future__ import annotations

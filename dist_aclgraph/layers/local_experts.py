@@ -26,7 +26,7 @@ NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 # An activation maps the result of the product of gate and up to the input of the next product.
 Activation = Callable[[Tensor], Rows]
 
-# Constants of xIELU, which checkpoints store with the same values.
+# Constants of xIELU; all checkpoints store these values.
 XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 

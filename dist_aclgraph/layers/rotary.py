@@ -118,7 +118,7 @@ class RotaryTables:
 
 
 class RotaryTableSet:
-    """Owns the tables of a decoder with several rotary embeddings, and for queries that grow.
+    """Owns the tables of a decoder with several rotary embeddings, or with a factor for queries.
 
     Every table is stored once; layers name their tables by an index.
     """

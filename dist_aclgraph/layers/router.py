@@ -21,8 +21,8 @@ GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 class ExpertCopies:
     """Chooses one of the copies of each token's experts.
 
-    Neighbouring tokens choose different copies, and so do the first tokens of different
-    data-parallel ranks. All ranks of a tensor parallel group choose the same copies.
+    Neighbouring tokens choose different copies. The first tokens of different data-parallel ranks
+    also choose different copies. All ranks of a tensor parallel group choose the same copies.
 
     Attributes:
         slots: [num_experts + 1, most copies] int32, see ``ExpertPlacement.slot_table``.

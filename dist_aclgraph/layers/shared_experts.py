@@ -19,7 +19,7 @@ class SideStream:
 
     The work allocates and frees its temporary tensors on this stream, and writes results to tensors
     of the main stream. Temporary tensors are freed before the main stream waits for this stream. So
-    the allocator can give their memory to the next work without an event, also in graphs.
+    the next work can reuse their memory without an event, even in graphs.
     """
 
     def __init__(self) -> None:

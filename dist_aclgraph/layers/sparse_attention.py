@@ -332,8 +332,8 @@ class SparseLatentAttention:
         kv_lens: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [n, heads, 512], the attended latents; and [1, n, heads] float32 each, the
-        greatest score of each row and the sum of its exponentials, if they are asked for.
+        """Return the attended latents, [n, heads, 512]; and if ``arguments`` request them, the
+        greatest score of each row and the sum of its exponentials, [1, n, heads] float32 each.
 
         Args:
             keys: latents and rotated keys.

@@ -164,7 +164,7 @@ class PromptStates:
             equal the source. No two requests name the same slot.
         is_new: [n] bool, whether the request has no state yet, and begins with zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
-            first state], which put the rows of a request's state before its tokens.
+            first state]: for each request, first the rows of its state, then its tokens.
         outputs: [t] int32, index in ``padded`` of the first of each token's ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last inputs of each request.
         ends: cumulative lengths, on the host.

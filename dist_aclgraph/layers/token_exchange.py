@@ -169,7 +169,7 @@ class Mc2Exchange:
             expand_scales=scales if operators.takes_scales else None,
             comm_alg=operators.comm_alg,
         )
-        # The operator does not write masked rows, in which a NaN would spread to other rows.
+        # The operator does not write masked rows; a NaN in these rows would spread to other rows.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
     def _experts_of_padding(self, experts: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ class PagedKind(AttentionKind, Protocol):
             cache is not sharded.
         ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
         reads_device_rows: whether attention reads the lengths of requests on the device. Such
-            attention attends to chosen keys. If the cache is sharded, the lengths are those of the
-            index keys, which every rank keeps whole.
+            attention attends to chosen keys. If the cache is sharded, the lengths count the index
+            keys, which every rank keeps whole.
     """
 
     slot_dtype: torch.dtype

@@ -388,13 +388,13 @@ class Checkpoint:
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def refuse_unread_biases(self) -> None:
-        """Check, after all weights are read, that no weight has a stored bias that was not read.
+        """After all weights are read, refuse stored biases of these weights that were not read.
 
-        Tools can add biases that the model does not have. Weights that were not read, such as those
-        of other ranks' experts, are not checked.
+        Tools can add biases that the model does not have. Other weights, such as the weights of
+        other ranks' experts, are not checked.
 
         Raises:
-            UnsupportedModelError: such a bias is not zero.
+            UnsupportedModelError: a bias that was not read is not zero.
         """
         modules = {name.rpartition(".weight")[0] for name in self._read_names}
         for name in sorted(self._file_of.keys() - self._read_names):
@@ -444,7 +444,7 @@ class _Rows:
         return str(self._source.get_dtype())
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the rows, or that of the stored tensor if it has other rows."""
+        """Return the shape of these rows; or the stored shape, if its number of rows is wrong."""
         stored = list(self._source.get_shape())
         return [self._rows.count, *stored[1:]] if stored[:1] == [self._rows.total] else stored
 

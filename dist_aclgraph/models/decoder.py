@@ -132,8 +132,8 @@ def _load_head(
         return tied
     part = vocabulary_part(spec.vocab_size, slices.group)
     weight = slices.columns(name, spec.vocab_size, spec.hidden_size, *part)
-    # As in transformers, a stored head that differs from the embedding is used, also if config.json
-    # says that they are tied.
+    # As in transformers, a stored head that differs from the embedding is used, even if config.json
+    # ties the head to the embedding.
     if is_tied and torch.equal(weight, embedding.weight.t()):
         return tied
     return VocabularyHead(slices.place(weight), *sizes)

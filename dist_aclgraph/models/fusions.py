@@ -30,7 +30,7 @@ class Fusion:
         dtypes: possible types of activations.
         multiple: the width of the quantised rows must be a multiple of this number.
         widest: largest width of the quantised rows; None if there is no limit.
-        place: a description of a place with {} for the width, for the report.
+        place: the report's description of a place where the operator fits; {} is the width.
     """
 
     name: FusionName
@@ -91,9 +91,9 @@ FUSIONS = (
     ),
     Fusion(
         "expert_swiglu_quant",
-        # Replaces npu_grouped_matmul and one or two operators after it. The first version of this
-        # operator, which CANN 8.5 has, needs cumulative counts, and on CANN 8.5 the operator that
-        # sorts rows does not compute them.
+        # Replaces npu_grouped_matmul and one or two operators after it. CANN 8.5 has version 1 of
+        # this operator, which needs cumulative counts. But on CANN 8.5, the operator that sorts
+        # rows does not compute cumulative counts.
         "npu_grouped_matmul_swiglu_quant_v2",
         dtypes=("bfloat16", "float16"),
         multiple=32,  # the kernel writes rows one after another, in steps of 32 bytes
@@ -114,8 +114,8 @@ FUSIONS = (
 class Fusions:
     """The fused operators of one rank, decided before its weights are loaded.
 
-    While layers are loaded, each place where an operator fits asks once, and this object counts
-    these places for the report.
+    The loader calls ``use`` once for each place of the model where an operator fits. This object
+    counts the places for the report.
     """
 
     def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
@@ -139,7 +139,7 @@ class Fusions:
         return cls({fusion.name: "not in device.fusions" for fusion in FUSIONS})
 
     def use(self, name: FusionName, width: int) -> bool:
-        """Return whether a place of the model uses it.
+        """Return whether a place of the model uses the operator.
 
         Args:
             width: number of elements of the place's int8 rows; for nz_weights, number of outputs.

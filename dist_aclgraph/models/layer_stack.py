@@ -74,8 +74,8 @@ class DecoderLayer:
     """One decoder layer of this rank.
 
     Attributes:
-        post_attention_norm: norm of the input of the feed-forward part; None if this input is that
-            of attention.
+        post_attention_norm: norm of the input of the feed-forward part; None if attention and the
+            feed-forward part have the same input.
         index: the layer's index in the checkpoint.
         marks: marks the collectives of this rank.
         output_norms: norms of the results of attention and of the feed-forward part; None if the
@@ -152,7 +152,7 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
     is_first = index in (0, spec.num_layers)  # in the decoder, or in the next-token module
-    # A norm that gives rows in int8 needs a sum, and gives them to one product.
+    # An ``Int8Norm`` always adds a residual stream, and only one product can use its int8 rows.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
         slices.norm_before(input_norm, fuses_input),

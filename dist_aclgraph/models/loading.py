@@ -202,7 +202,7 @@ class WeightSlices:
         """Return a norm in the form for the layers that use its results.
 
         Args:
-            quantises_rows: whether only products in int8 use them.
+            quantises_rows: whether only products in int8 use the results.
         """
         if not isinstance(norm, RmsNorm):
             return norm

@@ -128,8 +128,8 @@ class Chip:
             return
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
-            # If the cache is full, such attention refuses a graph's padding. Then the step runs
-            # without a graph, so its shapes differ between runs.
+            # If attention counts shared blocks and the cache is full, attention refuses a graph's
+            # padding. Then the step runs without a graph, so the step has other shapes.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"

@@ -57,7 +57,7 @@ def choices(
         costs: cost of one step at each size, all in the same unit.
     """
     up_to = _weight_up_to(sizes, weights)
-    # pays[j, i]: cost in bucket j of the batches above size i - 1 and up to size j.
+    # pays[j, i]: cost of the batches larger than size i - 1, up to size j, if bucket j runs them.
     pays = (up_to[1:, None] - up_to[None, :]) * np.asarray(costs, np.float64)[:, None]
     n = len(sizes)
     pays[np.tri(n, n + 1, 0) == 0] = np.inf
@@ -98,8 +98,8 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
     """Return a step's cost at each size: seconds if any time was measured, else padded tokens.
 
     Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
-    proportional to the tokens. A step is at most as long as a step of a larger size: the difference
-    is noise, because a measured time also contains pauses of the host.
+    proportional to the tokens. A measured time also contains pauses of the host. So if a larger
+    size took less time, this smaller time is used.
     """
     if not seconds:
         return [float(size) for size in sizes]

@@ -121,7 +121,7 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 
 def _by_name(price: Price) -> dict[str, int]:
-    """Return how many streams each owner takes, for all graphs of a bucket together."""
+    """Return the number of streams that each owner uses for all graphs of a bucket together."""
     parts: Counter[str] = Counter()
     for term in price:
         parts[term.name] += term.total

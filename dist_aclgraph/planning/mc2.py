@@ -34,7 +34,7 @@ class Mc2Batch(NamedTuple):
     top_k: int
 
 
-# The operators' documents give these formulas for the bytes of HCCL's buffer.
+# These formulas for the bytes of HCCL's buffer are in the operators' documents.
 
 
 def a2_fullmesh_bytes(batch: Mc2Batch) -> int:
@@ -167,7 +167,7 @@ class Mc2:
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of tokens per rank that the operators accept, for any buffer size."""
+        """Number of tokens per rank that the operators accept with a buffer of any size."""
         rows = self.operators.max_rows if self.operators else 0
         return min(rows, MAX_ROWS_CANN_8) if self._is_a2_of_cann_8 else rows
 

@@ -215,7 +215,7 @@ def _how_to_shrink(part: MemoryPart, config: Config) -> str:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Return the parts for a rank's communication domains; other ranks have as many domains."""
+    """Return the parts for rank 0's communication domains; all ranks have equally many domains."""
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()

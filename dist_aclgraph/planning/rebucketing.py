@@ -141,9 +141,9 @@ def propose(
 def _with_old_graphs(
     old: GraphPlan, new: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel
 ) -> GraphPlan:
-    """Return the new plan with all graphs of the old plan for which there is room.
+    """Return the new plan, extended by the graphs of the old plan that fit within the limits.
 
-    A graph that is released because of a little noise would be captured again later.
+    Otherwise a little noise in the traffic would release a graph that is captured again later.
     """
     rank_limits = tightest_limits(share_cards(offers), new.families, budget_model)
     limits = [item.limit for item in rank_limits]

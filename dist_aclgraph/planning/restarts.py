@@ -102,9 +102,9 @@ class RestartBudget(Backoff):
 class StartLimit:
     """Decides how long the processes of a group may take to start, from the time of earlier starts.
 
-    Ray does not report the death of a process that has not registered yet, so only a time limit
-    detects it. Each start that exceeds the limit doubles the limit, because the machine might be
-    busy.
+    Ray does not report the death of a process that has not registered yet. Only a time limit
+    detects such a death. Each start that exceeds the limit doubles the limit, because the machine
+    might be busy.
 
     Attributes:
         slowest_s: how long the slowest earlier start took; None if no start has succeeded.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
-ONE_SIZE = 1e-9  # If sizes differ relatively by less than this, a slope is a rounding error.
+ONE_SIZE = 1e-9  # If the relative difference of sizes is smaller, a slope is a rounding error.
 
 
 class Line(NamedTuple):

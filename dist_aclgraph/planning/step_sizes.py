@@ -34,8 +34,8 @@ def input_sizes(
     Args:
         num_drafts: k, number of drafts of each request; 0 if the graph verifies no drafts.
         has_state: whether the model has recurrent state.
-        has_lens: whether attention in the graph reads query ends and KV lengths of requests with
-            different lengths on the device.
+        has_lens: whether attention in the graph reads query ends and KV lengths on the device, so
+            that requests can have different lengths.
     """
     by_request = [num_reqs] * 3 + [num_reqs * 3 * num_drafts] if num_drafts else [num_reqs]
     lens = [num_reqs] * (2 * has_lens + has_state)

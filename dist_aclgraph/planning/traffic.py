@@ -76,11 +76,11 @@ def prior(largest: int, unit: int = 1) -> dict[int, float]:
 def weights_of(
     traffic: Traffic | None, families: Sequence[GraphFamily]
 ) -> tuple[dict[int, float], ...]:
-    """Return for each family the weights of the batches that it would replay.
+    """Return for each family the weights of the batches that would replay its graphs.
 
-    Decode batches up to the largest decode bucket count for the family that only decodes. All other
-    batches count for the family that accepts any batch. A family without observed traffic gets the
-    prior; for any other family, a small fraction of the prior is added to the observed traffic.
+    Decode batches up to the largest decode bucket belong to the family that only decodes. All other
+    batches belong to the family that accepts any batch. If a family has no observed traffic, its
+    weights are the prior; otherwise a small fraction of the prior is added to its traffic.
     """
     traffic = traffic or Traffic()
     reach = max((f.buckets[-1] for f in families if f.query_len and f.buckets), default=0)

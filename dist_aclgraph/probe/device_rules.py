@@ -65,7 +65,7 @@ def rules_text(report: Report) -> str:
         for probe in PROBES
         if probe.setting
         and (row := rows.get(probe.name))
-        # A refusal has an error text; a hang has no duration.
+        # Leave out refusals, which have an error text, and hangs, which have no duration.
         and not row.text
         and row.us is not None
     ]

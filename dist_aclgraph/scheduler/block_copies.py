@@ -5,7 +5,7 @@ A block may be written to a file when it is in the prefix cache, because its con
 change. A block that was read from a file enters the prefix cache when all workers have it. So a
 failed copy job only makes the cached prefix shorter: the missing tokens are computed.
 
-While a copy job runs, it holds references to its blocks, so that the pool gives them to no request.
+While a copy job runs, it holds references to its blocks, so that the pool does not allocate them.
 A request whose blocks are read has no row and waits; the other requests run.
 """
 
@@ -28,8 +28,8 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
 
-# A batch of at least BATCH_BLOCKS blocks is written at once, because each batch costs the workers'
-# hosts some launches. A smaller batch waits until no batch has begun for MAX_TURNS decisions, or
+# A batch of at least BATCH_BLOCKS blocks is written at once. Each batch needs some launches on the
+# workers' hosts. So a smaller batch waits until the last batch began MAX_TURNS decisions ago, or
 # until no step runs.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
@@ -45,7 +45,7 @@ class CopyCounts:
     """Counts of blocks since the start of an engine."""
 
     saved: int = 0
-    unsaved: int = 0  # blocks for which there was no time or no room
+    unsaved: int = 0  # blocks that were not written, because time or room was too short
     loaded: int = 0
     missed: int = 0  # blocks whose files were found, but could not be read
 
@@ -88,8 +88,8 @@ class BlockCopies:
     def __init__(self, pool: BlockPool, look_ups: LookUps, ranks: Collection[int]) -> None:
         self._pool = pool
         self._look_ups = look_ups
-        # The answer of the look-up which waiting blocks and checkpoints have files, and the number
-        # of blocks that are looked up. ``_existing`` is None if no such look-up runs.
+        # The waiting blocks and checkpoints that have files, and the number of blocks that are
+        # looked up. ``_existing`` is None if no such look-up runs.
         self._existing: Answer[_Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -107,7 +107,7 @@ class BlockCopies:
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
         self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
-        self._is_late = False  # whether no job has ended for too long; see ``note_late``
+        self._is_late = False  # whether the copy jobs take too long; see ``note_late``
         self.counts = CopyCounts()
 
     @property
@@ -135,7 +135,7 @@ class BlockCopies:
         """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # otherwise, holding a request's block uses no free block
+        if self._pool.counts_shared:  # then each block that a job holds counts as used once more
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 
@@ -163,10 +163,10 @@ class BlockCopies:
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
     def note_late(self) -> list[Request]:
-        """Record that no job has ended for too long, for example because a worker's thread for
-        files waits for a disk that does not answer.
+        """Record that the copy jobs are late, for example because a worker's thread for files waits
+        for a disk that does not answer.
 
-        Until a job ends, no request waits for copies.
+        Until the next job ends, no request waits for copies.
 
         Returns:
             The requests for which jobs read blocks.
@@ -201,7 +201,7 @@ class BlockCopies:
         hashes: list[BlockHash] = []
         depths: list[int] = []
         # Since the look-up began, some of its blocks may have left ``_pending``. Then the last
-        # blocks of this loop were not looked up; workers skip those that have files.
+        # blocks of this loop were not looked up; workers skip blocks that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -245,7 +245,7 @@ class BlockCopies:
             fetch: fetches the blocks that have no files; then the files are looked up again.
         """
         wanted = hashes[first:]
-        if not wanted:  # so that no request waits for a disk
+        if not wanted:  # answer at once, so that the request does not wait for a disk
             return lambda: first
         ask = partial(self._look_ups.ask, lambda files: first + self._count(wanted, files))
         if fetch is None:
@@ -258,8 +258,8 @@ class BlockCopies:
         The binary search assumes that no file exists after the first missing file, because files of
         later blocks are deleted first (``block_files``). If the assumption is wrong, the result may
         be too large, and a missing file is noticed when it is read. The first file is always looked
-        up, because it can be missing alone: while the device's cache has a prefix, no request reads
-        the prefix's files, so they can be deleted before the files of later blocks.
+        up, because the files of a prefix can be deleted before the files of later blocks: while the
+        device's cache has the prefix, no request reads its files.
         """
 
         def is_missing(index: int) -> bool:

@@ -84,8 +84,8 @@ class GroupCopies:
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """Let no request wait for a data-parallel rank's copy jobs until one of them ends; return
-        how many requests waited for reads.
+        """Until a copy job of a data-parallel rank ends, let no request wait for the rank's jobs.
+        Return how many requests waited for reads.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 

@@ -27,7 +27,7 @@ MOST = np.iinfo(np.int32).max
 
 
 class Landed(NamedTuple):
-    """The requests of several ranks that got one token each, rank by rank.
+    """The results of several ranks, rank by rank, for requests that each got one token.
 
     Attributes:
         appended: [num_requests, 2], row and token id of each request.
@@ -73,7 +73,7 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return for each rank whether no request reaches its maximum length with its next token.
+        """Return for each rank whether all requests stay below their limits with one more token.
 
         Args:
             ranks: [n], different ranks.

@@ -54,8 +54,8 @@ class Prefixes:
         time that a request waits, its files are looked up once.
         """
         copies, pool = self._copies, self._pool
-        # The next step cleans dirty blocks. If a block was read before it is cleaned, its contents
-        # would be lost.
+        # The next step cleans dirty blocks, and would overwrite the contents that a copy job has
+        # read into such a block.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)

@@ -41,7 +41,7 @@ NO_INDICES = np.empty(0, np.intp)
 
 
 class RankScheduler:
-    """Owns the rows and the block pool of one data-parallel rank. ``Scheduler`` gives requests to
+    """Owns the rows and the block pool of one data-parallel rank. ``Scheduler`` assigns requests to
     the ranks.
 
     The caller runs one step with these methods, in this order: ``lack``, ``begin``, ``start`` for
@@ -94,7 +94,7 @@ class RankScheduler:
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # number of verifications of a request's drafts in which drafts could be accepted
+        # How often a step has verified a request's drafts, if the request may accept drafts.
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)
@@ -128,8 +128,8 @@ class RankScheduler:
         return missing_blocks(self.rows, self._decode_len, self.pool.block_size)
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether the rank must wait for the steps in flight before it preempts a request: these
-        steps may end requests, whose blocks are then free.
+        """Whether the rank must wait for the steps in flight before it preempts a request. These
+        steps may end other requests, and so make enough blocks free.
         """
         if lack is None or not self._flights:
             return False
@@ -258,8 +258,8 @@ class RankScheduler:
 
     def _take_row(self, request: Request) -> int:
         """Remove a free row from the free rows, and return it. A request that has waited for its
-        grammar gets its previous row if it is free, because workers keep the request's matcher
-        there, which no other request may use.
+        grammar gets its previous row if this row is free, because workers keep the request's
+        matcher in this row, and no other request may use the matcher.
         """
         row, request.compiled_row = request.compiled_row, -1
         if row not in self._free_rows:
@@ -435,11 +435,11 @@ class RankScheduler:
             self._changes.renew(place)
 
     def free_held(self) -> int:
-        """Let the requests run again that wait for their grammars, and return their number.
+        """Let requests that wait for their grammars run again; return the number of these requests.
 
         Only the result of a step shows whether a grammar is compiled. If the model has recurrent
-        state, a token that was sampled too early costs the whole row. So such a request runs its
-        known tokens one by one, until a result shows that its grammar is compiled.
+        state, a request that samples a token too early loses its row. So the request runs its known
+        tokens one by one, until a result shows that its grammar is compiled.
         """
         is_held = self.rows.held == WAITS
         self.rows.held[is_held] = 0 if self.pool.checkpoints is None else TRIES

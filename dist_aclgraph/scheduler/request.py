@@ -35,21 +35,21 @@ class Request:
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
-        compiled_row: the row that the request has left to wait for its grammar, which workers
-            compile for this row; otherwise -1.
+        compiled_row: previous row of a request that waits for its grammar; workers compile the
+            grammar for this row. -1 for other requests.
         block_ids: the block table.
         hashes: hashes of the first full blocks, computed when they are needed. A preemption keeps
             the hashes.
         prompt_end: position where the output begins. If a request was submitted again, the last
             part of its submitted prompt is existing output.
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
-            admission. If another group has begun the request, that group has counted them, and this
-            number is 0.
+            admission. If another group has begun the request, that group has counted the tokens,
+            and this number is 0.
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
-        admitted_s: when the request last left the queue, and prefill_s: the time from then to the
-            first token; the owner measures both.
+        admitted_s: when the request last left the queue; the owner measures this time.
+        prefill_s: time from ``admitted_s`` to the first token; the owner measures this time.
         has_looked: whether the files of the request's blocks were looked up during this wait.
         look_up: returns how many leading blocks are cached or have files, or None while the files
             are looked up; None if no look-up runs.

@@ -22,8 +22,8 @@ NUM_COLUMNS = 15
 # Values of the column ``held``.
 WAITS, TRIES = 1, 2
 # Columns that change at the same time are next to each other, so that one operation changes all of
-# them. When a step is decided, ``computed`` to ``slack`` change. When the tokens of the step
-# arrive, ``flying`` to ``num_recent`` change.
+# them. When a step is decided, the columns from ``computed`` to ``slack`` change. When the tokens
+# of the step arrive, the columns from ``flying`` to ``num_recent`` change.
 TAKING_OFF, LANDING = slice(2, 6), slice(4, 8)
 
 

@@ -80,10 +80,10 @@ class Scheduler:
         num_drafts: number of drafts that workers make for each sampled request.
         tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first one owns its output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
-        exact: whether the shape of the step that computes a token may depend only on the token's
-            request. Then a step contains either a chunk of one prompt on each rank, or requests
-            whose prompt is computed. Output that a request had before it came to this engine is
-            computed token by token, as when it was sampled.
+        exact: whether other requests must not change the shape of the step that computes a token.
+            Then a step contains either a chunk of one prompt on each rank, or requests whose prompt
+            is computed. Output that a request had before it came to this engine is computed token
+            by token, as when the output was sampled.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
     """
 
@@ -247,7 +247,7 @@ class Scheduler:
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
-        # run, the held requests run again.
+        # run, the requests that wait for grammars run again.
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks) + self.waiting.try_grammars()
@@ -282,9 +282,9 @@ class Scheduler:
 
         Results of another epoch or step are ignored. If a token was beyond the capacity of the
         exchange between experts, the results of the step are void, and ``schedule()`` issues the
-        step again. If the logits of a request are NaN or infinite, its blocks might be the cause:
-        the request waits again, and is computed once more from its first token, in clean blocks
-        that it does not share. If its logits are NaN or infinite again, the request ends. If a rank
+        step again. If the logits of a request are NaN or infinite, its blocks might be the cause.
+        Then the request waits again, and is computed from its first token in clean blocks that no
+        other request uses. If its logits are NaN or infinite again, the request ends. If a rank
         had not compiled a request's grammar, the request gets no token, and waits until all ranks
         have compiled it.
 
@@ -352,11 +352,11 @@ class Scheduler:
         return failed
 
     def rewind(self, epoch: int) -> None:
-        """Undo the steps in flight, because the group has resumed with its KV in another epoch.
+        """Undo the steps in flight, after the group has resumed in a new epoch with valid KV.
 
-        Then ``schedule()`` decides steps for the same tokens, and sends all rows to workers again.
-        Requests keep their computed tokens, except if the model has recurrent state: then they
-        wait again, and start from checkpoints.
+        After this call, ``schedule()`` decides steps for the same tokens, and sends all rows to
+        workers again. If the model has recurrent state, requests wait again, and start from
+        checkpoints; otherwise requests keep their computed tokens.
         """
         self.epoch = epoch
         self._in_flight.clear()
@@ -452,7 +452,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph gives all results of the steps, and its padding fits."""
+        """Whether a graph computes all results that the steps need, and its padding fits."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)

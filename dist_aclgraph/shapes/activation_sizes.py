@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU, and is usually too high: it sums all tensors of a layer
-as if no tensor were freed before the layer's end, and it counts every exchange of tokens as an
-all-gather. The workspaces of operators are left out.
+The estimate was never compared with an NPU. It is usually too high, because it sums all tensors of
+a layer, although some tensors are freed before the layer's end, and because it counts every
+exchange of tokens as an all-gather. The workspaces of operators are left out.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def prompt_bytes(
     keys = round(chunk_tokens * copies * kept) + chunk_tokens * heads * made
     found = heads * value_dim if chunk_tokens else 0
     if spec.latent and spec.latent.has_whole_heads:
-        # Joined queries; then queries and results with as many heads of zeros.
+        # Joined queries; then queries and results, each with the same number of heads of zeros.
         found += 5 * heads * value_dim
     # Results of two chunks, and the merged result.
     floats = 4 * heads * value_dim + 3 * heads if chunk_tokens else 0

@@ -8,8 +8,8 @@ from dist_aclgraph.errors import ConfigError
 
 # Maximum number of heads of a rank; latent attention's operator needs a power of two.
 MAX_LATENT_HEADS = 128
-# Width of a query head, with its rotated part, that latent attention takes in two parts. If heads
-# have another width, keys that are computed from latents need the attention of whole heads.
+# Width of a query head (with its rotated part) for which the operator of latent attention accepts
+# the head in two parts. Heads of other widths must be joined: see ``attend_whole_heads``.
 PARTED_HEAD = 192
 # Maximum number of value heads of a rank, in npu_chunk_gated_delta_rule.
 MAX_LINEAR_VALUE_HEADS = 64
@@ -110,7 +110,7 @@ def check_shards(
         return
     copies = tp if is_latent else max(1, tp // num_kv_heads)
     # The keys are the allowed numbers of shards. A value is the number of ranks with different
-    # heads, which gather their queries; each of them computes attention for all these queries.
+    # heads. These ranks gather their queries, and each rank computes attention for all queries.
     legal = {num_prompt_ranks * n: n for n in range(1, copies + 1) if copies % n == 0}
     if num_shards not in legal:
         count = copies * num_prompt_ranks

@@ -80,8 +80,8 @@ class ModelConfig:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Length of the context without scaling. As in vLLM, ``model_max_length`` has priority;
-        Command R has it beside a smaller value.
+        """Length of the context without scaling. As in vLLM, ``model_max_length`` has priority over
+        ``max_position_embeddings``, which is smaller in Command R.
         """
         longer = "model_max_length"
         key = longer if self.has(longer) else "max_position_embeddings"
@@ -282,9 +282,9 @@ def read_model_config(
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return all keys of an object.
 
-    Keys of its text part replace keys beside this part, but the stop tokens of both objects are
-    used. As in transformers, the whole model has the architecture, and decides about a head that is
-    tied to the embedding.
+    Keys of the text part replace the same keys at the top level, but the stop tokens of both levels
+    are used. As in transformers, ``architectures`` and ``tie_word_embeddings`` of the top level are
+    used.
     """
     text = raw.get("text_config")
     if not isinstance(text, dict):
@@ -305,9 +305,9 @@ def _listed(value: Any) -> list[Any]:
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object of config.json with its overrides.
 
-    An override of the rotary embedding can belong to an object with lower precedence than the
-    object that has the value in the file. So the result has these values in ``rope_scaling``, which
-    has the highest precedence.
+    The file can have a value of the rotary embedding in one object, and the override can set it in
+    another object with lower precedence. So the result has these values in ``rope_scaling``, the
+    object with the highest precedence.
     """
     shape = {**raw, **overrides}
     values = {key: overrides[key] for key in ROPE_VALUES if key in overrides}

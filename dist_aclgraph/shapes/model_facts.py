@@ -77,8 +77,8 @@ class ModelFacts:
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. If false, the norms of q and k
             normalise each head separately, or the model has no such norms.
-        has_sinks: whether each head has a logit without a value, which takes a part of the
-            attention.
+        has_sinks: whether the softmax of each attention head has one more logit, which has no
+            value.
     """
 
     architecture: str

@@ -14,8 +14,8 @@ from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# The function of the gate in a feed-forward part without experts, or of its inner values if it has
-# no gate. relu2 is the square of ReLU; xielu has two weights in each layer (arXiv 2411.13010).
+# The function of a feed-forward part without experts. It is applied to the gate; without a gate, to
+# the inner values. relu2 is the square of ReLU; xielu has two weights per layer (arXiv 2411.13010).
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
 # Kinds of attention. A "chosen" layer uses the keys that an earlier "sparse" layer has chosen.
 LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]
@@ -94,8 +94,8 @@ class LatentSpec:
     Attributes:
         q_rank: width of the low-rank projection of queries; None without such a projection.
         kv_rank: width of the latent.
-        plain_dim, rope_dim: widths of the parts of a query or key head without and with rotary
-            embedding.
+        plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
+            rotary embedding, and the part with it.
         value_dim: width of a value head.
         interleaves: true: the checkpoint rotates pairs of neighbouring elements; false: it rotates
             pairs of elements that are half a head apart.
@@ -115,8 +115,8 @@ class LatentSpec:
 
     @property
     def has_whole_heads(self) -> bool:
-        """Whether keys that are computed from latents are joined with their rotated part. Other
-        sizes are those for which the operator takes both parts.
+        """Whether keys that are computed from latents are joined with their rotated part. With
+        heads of other sizes, the operator accepts the two parts separately.
         """
         return self.head_dim == self.value_dim
 

@@ -16,11 +16,11 @@ def read_servable_spec(config: Config) -> ModelSpec:
     ``check_model`` has the checks that need only the facts of a model of any architecture.
 
     Raises:
-        ConfigError: the configuration asks for something that this decoder does not support.
+        ConfigError: the configuration needs a feature that this decoder does not support.
         ModelError: as ``read_model_spec``.
     """
     spec, parallel = read_model_spec(config.model, config.model_overrides), config.parallel
-    # config.json can name modules that its family does not load.
+    # config.json can name next-token modules that our code for its family does not load.
     check_drafts(config, spec)
     if spec.has_sinks and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(

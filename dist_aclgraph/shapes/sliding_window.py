@@ -45,7 +45,7 @@ class _Rule:
             layer of each group of ``sliding_window_pattern`` layers.
         group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
         by_type: whether ``layer_types`` replaces ``layers``.
-        by_switch: whether no layer has a window without ``use_sliding_window``.
+        by_switch: whether layers have windows only if ``use_sliding_window`` is true.
     """
 
     usual: int | None = 4096
@@ -93,7 +93,7 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
 
 
 def sliding_layers(config: ModelConfig) -> frozenset[int]:
-    """Return the layers whose type is that of layers with a window, also if no window is given.
+    """Return the layers that have the type of layers with a window, even if no window is set.
 
     Raises:
         ModelError, UnsupportedModelError: as ``read_sliding_window``.

@@ -190,8 +190,8 @@ class AssumedDeployment:
 
     @property
     def copied_blocks(self) -> dict[str, int]:
-        """How many blocks of data parallel ranks have room in each tier of a node, by the tier's
-        name; empty if no copies are kept. Ignores the room that checkpoints of states take.
+        """Number of data parallel ranks' blocks that fit in each tier of a node, by the tier's
+        name; empty if no copies are kept. The bytes of checkpoints of states are ignored.
         """
         kv, files = self.config.kv, self.files_per_block
         sizes = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
@@ -250,7 +250,7 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers, but only the first of several offers that differ only in their rank."""
+    """Return the different offers; of offers that differ only in their rank, return the first."""
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
         found.setdefault(content_of(offer), offer)
@@ -258,7 +258,7 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 
 
 def _check_chip(config: Config) -> None:
-    """Refuse NPUs of an unknown chip, unless the configuration gives their memory."""
+    """Refuse NPUs of an unknown chip, unless ``device.memory_mb`` is configured."""
     device = config.device
     if device.kind != "npu" or device.memory_mb is not None or family_of(device.chip):
         return

@@ -273,7 +273,7 @@ class Poisson:
         prompt_tokens, output_tokens: mean numbers of tokens, before they are clipped.
         max_total_tokens: maximum length of prompt and output together.
         max_requests, max_seconds: the load ends at the first of these limits.
-        seed: equal seeds give equal loads.
+        seed: equal seeds lead to equal loads.
     """
 
     rate: float

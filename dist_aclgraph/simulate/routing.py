@@ -1,8 +1,8 @@
 """A load that several groups share. This module compares two rules for sending requests to groups.
 It also compares the deployment with copies of KV and without them.
 
-All groups run at the same time, each with its own clock. The group whose clock is behind runs the
-next step. When a request is sent, all groups have been simulated up to its arrival.
+All groups run at the same time, each with its own clock. The group with the earliest clock runs the
+next step. When a request is sent, all groups have been simulated up to the request's arrival.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_aclgraph.simulate.load import Arrival
 
 BY_CACHE = "by what is cached and waits"
 BY_COUNT = "fewest outstanding"
-# See ``RequestRouter.for_role``; takes the prompt and ``may_hand_over``.
+# See ``RequestRouter.for_role``. Arguments: the prompt, and ``may_hand_over``.
 ChooseRole = Callable[..., tuple[bool, Collection[str]]]
 
 WITH_COPIES, WITHOUT_COPIES = "with copies", "without copies"
@@ -121,12 +121,12 @@ class RoutedLoad:
                 self._take(outputs)
 
     def _hand_over(self, group: SimulatedGroup) -> None:
-        """Send the requests on whose prompts a prefill group has computed."""
+        """Send requests to decode groups after a prefill group has computed their prompts."""
         for request in group.take_handed_over():
             name = request.request_id
             coming = self._arrivals.pop(name)
             for other in self._groups.values():
-                if not other.is_busy:  # its clock has not advanced since it was last busy
+                if not other.is_busy:  # the clock of an idle group stands still
                     for _ in other.play_until(group.clock_s, lambda: None):
                         pass
             self._send(name, coming, request.tokens[request.num_prompt_tokens :].tolist())

@@ -64,7 +64,7 @@ def simulate(
 ) -> dict[str, Any]:
     """Play a load, and return the results as plain values that JSON can encode.
 
-    Equal arguments give equal results, except for ``speed``, which depends on this machine.
+    Equal arguments lead to equal results, except for ``speed``, which depends on this machine.
 
     Raises:
         ConfigError: the model, the options or the trace are invalid.
@@ -260,7 +260,7 @@ def _group_maker(
     times: StepTimes,
     num_blocks: int,
 ) -> Callable[..., SimulatedGroup]:
-    """Return a function that makes a group of this kind; it takes further keywords of the group."""
+    """Return a function that makes a group of this kind from further arguments of the group."""
     return partial(
         SimulatedGroup,
         deployment,

@@ -31,7 +31,7 @@ def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) ->
 def streams_held(
     deployment: AssumedDeployment, offer: StreamOffer
 ) -> Callable[[Iterable[BatchDescriptor]], Held]:
-    """Return a function that predicts how many streams a set of graphs uses on the offer's rank."""
+    """Return a function that predicts how many streams a rank needs for a set of graphs."""
     planner, model = deployment.planner, deployment.budget_model
     kinds = [*planner.families, *planner.lazy_families]
     families: dict[str, GraphFamily] = {family.name: family for family in kinds}
@@ -49,7 +49,7 @@ def streams_held(
 
 
 def is_affordable(deployment: AssumedDeployment, offer: StreamOffer, plan: GraphPlan) -> bool:
-    """Whether the rank of an offer can capture all graphs of a plan, by the budget model."""
+    """Whether the budget model predicts that the offer's rank can capture all graphs of a plan."""
     limits = deployment.budget_model.limits(plan.families, offer)
     counts = [len(family.buckets) for family in plan.families]
     return all(limit.admits(counts) for limit in limits)

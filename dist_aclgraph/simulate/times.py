@@ -118,7 +118,7 @@ def line_times(
 
 
 def read_times(path: Path, capture_ms: float) -> StepTimes:
-    """Return the times in the report of a deployment, ``LLM.report()`` as JSON.
+    """Read times from a deployment's report, a file that contains ``LLM.report()`` as JSON.
 
     Raises:
         ConfigError: the file cannot be read, is not a report, or contains no replayed graph.
@@ -166,7 +166,7 @@ def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
 
 
 def _groups(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all groups; the given report is that of a deployment or of one group."""
+    """Yield the reports of all groups, from the report of a deployment or of one group."""
     if isinstance(report, dict):
         yield report
         for group in report.get("groups", ()):

@@ -46,10 +46,11 @@ class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):
 
 
 class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
-    """A worker's reply to ``BlockCopyJobs``: for each job that has ended, the job's number, and how
-    many of its blocks were written, or how many of its leading blocks were read.
+    """A worker's reply to ``BlockCopyJobs``.
 
-    ``num_read`` is the number of blocks that the worker has read so far, by the tier's name.
+    ``ended`` has a pair for each job that has ended: the number of the job, and how many blocks
+    were written, or how many leading blocks were read. ``num_read`` is the number of blocks that
+    the worker has read so far, by the tier's name.
     """
 
     epoch: int

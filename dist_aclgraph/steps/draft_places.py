@@ -21,8 +21,8 @@ class DraftPlaces:
     Attributes:
         rows, most, num_logits: [S].
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
-        behind: [S], the row of the request, if only the device knows how many of its drafts the
-            previous step accepted; the device adds this number to the positions. Else -1.
+        behind: [S], the row of the request if the device must add the number of the row's accepted
+            drafts to the positions, because the host does not know this number yet; else -1.
     """
 
     rows: IntArray

@@ -135,10 +135,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     """The decision of one step, for every rank of a lockstep group. The plan stays in the engine.
 
     Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
-    eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread. ``largest``
-    has the largest of each number of all ranks: outside full graphs, ranks that share experts pad
-    their steps to this size, and all ranks replay the same one of a bucket's graphs for several KV
-    lengths.
+    eagerly. ``exchange`` sends tokens to their experts; None if no token must be sent. ``largest``
+    has the maximum of each number over all ranks. Outside full graphs, ranks that share experts pad
+    their steps to this size. If a bucket has graphs for several KV lengths, ``largest`` selects the
+    graph, which is the same on all ranks.
     """
 
     epoch: int
@@ -269,7 +269,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Tells workers to restart their devices after all devices of the group have been stopped.
 
     Workers forget rows and steps in flight. Later messages belong to ``next_epoch``. ``keeps_kv``
-    tells whether steps may read the existing KV cache.
+    means that steps may read the existing KV cache.
     """
 
     epoch: int

@@ -136,8 +136,8 @@ class Detokenizer:
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> list[str]:
     """Return the text of each token of a prompt.
 
-    Joined, the texts are the text ``given`` from which the tokens were made. If the tokenizer has
-    changed this text, or if it is None, they are the text of the tokens without special tokens.
+    Together, the texts are the text ``given`` from which the tokens were made. If the tokenizer has
+    changed this text, or if ``given`` is None, special tokens have no text.
     """
     detokenizer = Detokenizer(tokenizer)
     for token_id in ids:

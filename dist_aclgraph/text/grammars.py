@@ -36,7 +36,7 @@ class Vocabulary(NamedTuple):
 def read_vocabulary(config: Config) -> Vocabulary:
     """Return the vocabulary of the configured model.
 
-    Engines on other nodes need no file of ``chat_template``.
+    The file of ``chat_template`` is not read, because an engine's node may not have this file.
     """
     return vocabulary_of(Tokenizer(config.model, config.model_overrides))
 

@@ -1,4 +1,4 @@
-"""Prompts that ask for the text between a prefix and a suffix.
+"""Prompts after which a model writes the text between a prefix and a suffix.
 
 The forms are those of the models' cards: Qwen2.5-Coder and CodeGemma, StarCoder 2 and Granite,
 DeepSeek, Seed-Coder, and Codestral.
@@ -29,8 +29,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     """Return the prompt after which the model writes the text between ``prefix`` and ``suffix``.
 
     Raises:
-        InvalidParameterError: the tokenizer has the markers of no form, or one of the texts
-            contains a marker, so that the model would see other texts than the client.
+        InvalidParameterError: the tokenizer lacks the markers of every form; or a text contains a
+            marker, so that the model would divide the texts at another place.
     """
     for form in FORMS:
         markers = markers_of(form)

@@ -27,8 +27,8 @@ class TextPiece(msgspec.Struct, frozen=True):
         token_ids: the output's new tokens, stop token included; no tokens after a stop string.
         logprobs: one report for each token whose text became certain since the last piece; empty if
             log-probabilities were not requested.
-        token_texts: the text of each token that ``logprobs`` reports. Joined, the token texts of
-            all pieces are the text before a stop string cuts it.
+        token_texts: the text of each token that ``logprobs`` reports. The token texts of all pieces
+            together are the text before a stop string cuts it.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is a stop token, which has no text.
         events: the text as events if there is a reader; then ``text`` is empty.
@@ -127,7 +127,7 @@ class OutputText:
                 self._take_content(self._matcher.finish())
             elif self._matcher.matched is None:
                 text += self._feed(left, 0) + self._matcher.finish()
-            if self._is_ended:  # also by the text that was uncertain until now
+            if self._is_ended:  # text that has just become certain may contain a stop string
                 finish_reason = "stop"
             is_asked = has_end_token and token_ids[-1] in self._stop_ids
             self.stop_reason = token_ids[-1] if is_asked else self._matcher.matched

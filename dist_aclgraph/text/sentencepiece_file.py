@@ -27,7 +27,7 @@ from dist_aclgraph.errors import ModelError, UnsupportedModelError
 
 SPACE = "\u2581"  # what SentencePiece writes in place of a space
 REMEDY = "add tokenizer.json, or remove the file to serve prompts of token ids only"
-proto: Any = sentencepiece_model_pb2  # its classes are made while it is imported
+proto: Any = sentencepiece_model_pb2  # type checkers do not see the classes of this module
 UNIGRAM, BPE = proto.TrainerSpec.UNIGRAM, proto.TrainerSpec.BPE
 Piece = proto.ModelProto.SentencePiece
 
@@ -36,8 +36,8 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a model of SentencePiece.
 
     Args:
-        described: the content of the checkpoint's tokenizer_config.json; it tells which tokens are
-            added to a text. A key that is null counts as absent.
+        described: the content of the checkpoint's tokenizer_config.json, with the rules for tokens
+            that are added to a text. A key that is null counts as absent.
 
     Raises:
         ModelError: the file cannot be read.
@@ -57,7 +57,7 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(_read_model(path, model))
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)
-    if described.get("legacy", True):  # also a text behind an added token gets the prefix
+    if described.get("legacy", True):  # text after an added token gets the prefix, too
         steps += [normalizers.Prepend(SPACE)] * has_prefix
         steps.append(normalizers.Replace(" ", SPACE))
     else:

@@ -63,7 +63,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 def make_environment() -> jinja2.Environment:
-    """Return the environment that ``transformers`` gives a chat template."""
+    """Return the Jinja environment in which ``transformers`` renders chat templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )

@@ -38,8 +38,8 @@ PATTERN = "|".join(
 def read_tiktoken(path: Path, added: Mapping[int, AddedToken]) -> Tokenizer:
     """Return the tokenizer of a file whose lines hold a token's bytes in base64 and its rank.
 
-    A token's rank is its id. Of all neighbours that are a token together, those with the lowest
-    rank are merged first.
+    A token's rank is its id. Of all pairs of neighbours that form a token, the pair whose token has
+    the lowest rank is merged first.
 
     Args:
         added: added tokens by id. Ids after the vocabulary's that are not in this mapping are

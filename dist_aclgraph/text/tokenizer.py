@@ -160,7 +160,7 @@ class Tokenizer:
             )
 
     def _check_parts(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that is too long after encoding only a part of it.
+        """Encode a long text part by part; refuse the text once the parts have too many tokens.
 
         A cut between parts can split a token into as many tokens as the token has characters.
         """
@@ -338,8 +338,8 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
 
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
-    """Return whether spaces before punctuation are removed from texts; with a BPE model, only if
-    the checkpoint forces it.
+    """Return whether spaces before punctuation are removed from texts. BPE models need a second key
+    in tokenizer_config.json for this.
     """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)

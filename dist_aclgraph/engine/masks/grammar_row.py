@@ -59,7 +59,7 @@ class Row:
         self._answer: int | None = None  # number of tokens before the answer
         self.complaint = ""
         self._spent_s = 0.0
-        self._num_charged = 0  # number of tokens for whose masks ``_spent_s`` was needed
+        self._num_charged = 0  # number of tokens whose masks have cost ``_spent_s``
         self._rewind_phase()
 
     @property
@@ -148,15 +148,15 @@ class Row:
     def leave_matcher(
         self, sampling: RowSampling, output: list[int]
     ) -> Future[llguidance.LLMatcher] | None:
-        """Return the row's own matcher, in its initial state, for the request that takes the row
-        next; None if that request must not use this matcher.
+        """Return the row's own matcher, in its initial state, for the next request in the row; None
+        if that request must not use this matcher.
 
         A request that waits for its grammar may have to leave the row and return to it. If the
         grammar was compiled at each return, the request might wait for ever. The matcher keeps the
         lexer's states, which differ between requests, so only the same request may use it again.
 
         Args:
-            output: the output of the request that takes the row.
+            output: the output of the next request in the row.
         """
         is_same = self.structure == sampling.structure and self._seen == output[: self.num_seen]
         if self.is_shared or not is_same or self.error:

@@ -218,7 +218,7 @@ class Matchers:
         return Masks(places, words)
 
     def take_report(self) -> GrammarReport:
-        """Return which grammars have failed, and which are being compiled, since the last call."""
+        """Return the failures since the last call, and the grammars that are compiled now."""
         failed, self._failed = self._failed, {}
         unmasked, self._unmasked = self._unmasked, []
         compiling = [index for index, row in self._rows.items() if row.is_compiling]

@@ -52,12 +52,13 @@ class SlowRow(Row):
 
     @property
     def error(self) -> str:
-        return ""  # ``fill_aside`` returns the error of the mask
+        return ""  # only the thread may read the matcher; ``fill_aside`` returns its error
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
-        """Return whether the row may serve this request: the request that had to wait, or another
-        request with the same grammar if such requests share a lexer. A row that has failed serves
-        only the request with the output at which it failed, so that this request gets the reason.
+        """Return whether the row may serve this request. The row serves the request that had to
+        wait. It also serves other requests with the same grammar, if they share a lexer. A row that
+        has failed serves only the request with the output at which the row failed, so that this
+        request gets the reason.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask
@@ -129,6 +130,6 @@ class SlowRow(Row):
         return self._words
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        if matcher.is_stopped():  # if so, only a stop token can follow
+        if matcher.is_stopped():  # then ``token`` must be a stop token
             return super()._consume(matcher, token)
         return self._grammars.consume(matcher, token)

@@ -3,8 +3,8 @@
     <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {...}}]<|END_ACTION|>
     <|START_RESPONSE|>...<|END_RESPONSE|>
 
-The model counts the ids of calls from 0 in each conversation. They are not passed on, because
-clients expect an id only once.
+The ids of calls are not passed on: the model counts them from 0 in each conversation, but clients
+expect each id only once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        if (yield from scanner.match(begin)):  # the first marker begins no call
+        if (yield from scanner.match(begin)):  # no call follows the first marker
             scanner.content(begin + scanner.give_back(begin))
             continue
         if (yield from scanner.match("[")):

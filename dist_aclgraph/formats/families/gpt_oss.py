@@ -36,7 +36,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         head, marker = yield from scanner.read_head([message, *ends])
         if marker != message:  # the text is not the head of a message
             text = scanner.give_back(marker or "")
-            if text.strip():  # more than white space between two messages
+            if text.strip():  # white space between two messages is left out
                 scanner.content(text)
             if marker is None:
                 yield from scanner.copy_until(ends, scanner.content)

@@ -31,7 +31,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        if repeated := (yield from scanner.match(*begins)):  # the first marker begins no call
+        if repeated := (yield from scanner.match(*begins)):  # no call follows the first marker
             scanner.content(marker + scanner.give_back(repeated))
             marker = repeated
             continue

@@ -5,8 +5,9 @@
     {...}
     ```</tool_call></tool_calls>
 
-The calls may also be a list, ``<tool_calls>[{"name": "f", "arguments": {...}}]</tool_calls>``, for
-which some templates ask. Text after the reasoning is between ``<answer>`` and ``</answer>``.
+With some templates, the calls are a list:
+``<tool_calls>[{"name": "f", "arguments": {...}}]</tool_calls>``. Text after the reasoning is
+between ``<answer>`` and ``</answer>``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _copy_named(scanner: Scanner, before: str) -> Scan[str | None]:
         before: the marker before the kept text.
 
     Returns:
-        the marker of another call that was read, too; None if there is no such marker.
+        the marker of the next call, if the marker was read, too; otherwise None.
     """
     calls, end_calls, call, end_call = map(scanner.coded, MARKERS[:4])
     name, marker = yield from scanner.read_head(["\n", calls, call, end_call, end_calls])

@@ -18,7 +18,7 @@ from dist_aclgraph.formats.tools import Tools
 TAG = "<|python_tag|>"
 MARKERS = (TAG,)
 BEGINS = ()  # only the first character of an answer can begin a call
-HEADER = "<|start_header_id|>"  # every template of Llama 3 contains it
+HEADER = "<|start_header_id|>"  # every template of Llama 3 contains this token
 
 
 def fits(template: str) -> bool:

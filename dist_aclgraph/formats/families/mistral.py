@@ -1,4 +1,4 @@
-"""Mistral: a marker begins the calls, which have one of two forms; templates show which.
+"""Mistral: a marker precedes the calls; the checkpoint's template selects one of two forms.
 
 [TOOL_CALLS][{"name": "f", "arguments": {...}}, {"name": "g", "arguments": {...}}]
 [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}
@@ -46,7 +46,7 @@ def _copy_named(scanner: Scanner, tools: Tools, begin: str) -> Scan[bool]:
     """Read a call whose name precedes its arguments.
 
     Returns:
-        whether the text is no call, and another marker begins after it.
+        true if another marker was read before the text became a call.
     """
     call_id, arguments = scanner.coded(CALL_ID), scanner.coded(ARGUMENTS)
     name, closing = yield from scanner.read_head([call_id, arguments, "{", begin])

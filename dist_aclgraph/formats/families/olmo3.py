@@ -30,7 +30,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        if (yield from scanner.match(begin)):  # the first marker begins no call
+        if (yield from scanner.match(begin)):  # no call follows the first marker
             scanner.content(begin + scanner.give_back(begin))
             continue
         is_call = yield from copy_call(scanner, tools)

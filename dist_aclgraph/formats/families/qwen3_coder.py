@@ -44,8 +44,8 @@ def copy_tagged_calls(
     """Read content in which each call is between two markers.
 
     Args:
-        trims: whether a line break after the tag that begins a value, and one before the tag that
-            ends it, are no part of the value.
+        trims: whether a value omits the line break after its first tag, and the line break before
+            its last tag.
     """
     begin, _ = markers
     marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)

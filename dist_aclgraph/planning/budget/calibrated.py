@@ -13,7 +13,7 @@ from dist_aclgraph.planning.budget.offer import StreamOffer
 
 @dataclass(frozen=True)
 class CalibratedBudget(CannPinnedBudget):
-    """A rank's probes give the prices of its buckets: streams per bucket, and bytes per token.
+    """Reads the prices of buckets from a rank's probes: streams per bucket, and bytes per token.
 
     For a probe, the rank captures and releases the largest bucket of the family. If a family has no
     probe, or if the device's count of streams does not change with captures, prices come from

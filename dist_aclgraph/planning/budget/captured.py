@@ -37,7 +37,7 @@ SHARED = 5  # entries on the shared experts' lane: wait, two products, activatio
 # reset of its event need four entries each.
 ATTENTION = 10
 # If lengths are never updated, a layer has the cache write and attention. The mask needs indices, a
-# comparison, and a copy of the block table; each graph makes it once.
+# comparison, and a copy of the block table; each graph computes the mask once.
 PADDED_ATTENTION, MASK = 2, 3
 # Upper limit of the additional operators if the cache is sharded: queries are joined; results are
 # converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
@@ -51,7 +51,7 @@ REMAPPED = 26
 INT8_LATENTS = 7
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
-HEAD = 3  # product, argmax, copy to the static buffer
+HEAD = 3  # operators of the head: product, argmax, and copy to the static buffer
 # Additional operators with TP: token ids of other ranks are masked, and parts are joined.
 SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
 COLLECTIVE_MAIN = 2  # entries on the lane that waits for the collective: a record and a wait

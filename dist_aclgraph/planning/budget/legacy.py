@@ -30,7 +30,7 @@ LEGACY_VARIANTS: dict[BudgetModelName, Variant] = {
 class LegacyBudget:
     """A budget model that uses a historical formula.
 
-    The formulas give prices of piecewise graphs (one graph between each two attentions), and limit
+    The formulas compute prices of piecewise graphs (one graph between two attentions), and limit
     the piecewise graphs of a plan. A plan without piecewise graphs is limited as if its full graphs
     were piecewise graphs; vllm-ascend never applied the formula to full graphs. The formulas assume
     1800 streams. A second limit uses the streams that a rank really offers, and counts one stream

@@ -85,7 +85,7 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The distinct sets of ranks in rank 0's collectives; other ranks have as many sets."""
+        """The different sets of ranks in rank 0's collectives; all ranks have equally many sets."""
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(

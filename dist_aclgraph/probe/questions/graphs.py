@@ -264,7 +264,7 @@ def _update_ahead(bench: Bench) -> Answer:
 
 
 def _wrong_guess(bench: Bench) -> Answer:
-    """Update before a replay, undo the update, and give the replay another length."""
+    """Update before a replay, undo the update, and send another length after the replay."""
     graph = UpdatableGraph(bench)
     for guess, length in ((77, 78), (2048, 1)):
         graph.update(guess)

@@ -27,7 +27,7 @@ LONG = [1, 127, 1024, 4096]  # KV lengths
 EPSILON = 1e-6
 ROUTED = 2.5  # factor by which DeepSeek-V3 multiplies routing weights
 NUM_DRAWS, NUM_ROUNDS, NUM_TOKENS = 1_000_000, 10, 16
-MAX_CHI_SQUARE = 44.3  # for 15 degrees of freedom; larger values have a probability of 1 in 10,000
+MAX_CHI_SQUARE = 44.3  # correct draws of 16 tokens exceed this once in 10,000 tests
 EXPERTS, CHOSEN, GROUPS, KEPT_GROUPS = 256, 8, 8, 4  # as in DeepSeek-V3
 
 
@@ -45,8 +45,8 @@ def _decode_of_one_head(bench: Bench) -> Answer:
 
 
 def _masked_decode(bench: Bench) -> Answer:
-    """A decode step with ``graph.updates: none``: all requests read as many keys, and a mask hides
-    the keys that a request does not have.
+    """A decode step with ``graph.updates: none``: all requests read the same number of keys, and a
+    mask hides the keys that a request does not have.
     """
     torch, num_keys = bench.torch, LONG[-1]
     query = _random(bench, len(LONG), 8, DIM)

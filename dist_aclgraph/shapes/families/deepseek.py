@@ -12,7 +12,7 @@ from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 # Widths: latent, part of a head without rotation, rotated part, value.
 LATENT_SIZES = (512, 128, 64, 128)
 LATENT, ROPE = 512, 64
-WHOLE_HEADS = (128, 256)  # widths of heads with which whole heads attend
+WHOLE_HEADS = (128, 256)  # widths for which attention accepts whole heads, see ``has_whole_heads``
 
 
 def read_deepseek_v2(config: ModelConfig) -> ModelSpec:

@@ -39,7 +39,7 @@ def checked_experts(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
 
 
 def read_local_experts(config: ModelConfig, num_layers: int, **properties: Any) -> ExpertSpec:
-    """Return the experts of a model that has them in every layer, and names their number
+    """Return the experts of a model with experts in every layer, whose config.json has the key
     ``num_local_experts``.
 
     Args:

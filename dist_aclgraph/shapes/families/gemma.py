@@ -1,5 +1,5 @@
-"""Gemma 3: norms before and after attention and the MLP, which add one to their weights; windows in
-most layers, which have another rotary embedding than the other layers.
+"""Gemma 3: norms before and after attention and the MLP, with one added to their weights. Most
+layers have a window; these layers have a separate rotary embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = WeightNames(
         (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
     )
 )
-WINDOW_THETA = 10000.0  # base of the embedding of layers with a window, without a key for it
+WINDOW_THETA = 10000.0  # default base of the rotary embedding of layers with a window
 
 
 def read_gemma3(config: ModelConfig) -> ModelSpec:

@@ -1,6 +1,6 @@
 """GLM-4, dense and with experts: grouped queries with partly rotated heads.
 
-GLM-4.5 and 4.6 have experts as in DeepSeek V3, and so have Solar Open and dots.llm1.
+GLM-4.5, GLM-4.6, Solar Open and dots.llm1 have experts as in DeepSeek V3.
 """
 
 from __future__ import annotations

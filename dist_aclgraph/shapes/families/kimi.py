@@ -18,7 +18,7 @@ PUBLISHED_NAMES = WeightNames(
     ),
     of_experts=OF_EXPERTS,
 )
-# transformers 5.23 writes the same names, but gives dense layers the prefix of layers with experts.
+# transformers 5.23 writes the same names, except that all layers have the prefix of expert layers.
 SAVED_NAMES = WeightNames(changes=((".mlp.", ".block_sparse_moe."),), of_experts=OF_EXPERTS)
 
 

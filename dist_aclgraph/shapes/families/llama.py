@@ -58,7 +58,7 @@ def read_pangu_embedded(config: ModelConfig) -> ModelSpec:
 
 
 def read_arcee(config: ModelConfig) -> ModelSpec:
-    """Read a decoder whose MLP has no gate, and squares what ReLU leaves."""
+    """Read a decoder whose MLP has no gate, and squares the result of ReLU."""
     return _with_biases(config, read_decoder(config, activations=("relu2",)))
 
 

@@ -19,7 +19,7 @@ OUTPUT_NORMS = WeightNames(
         (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
     )
 )
-WINDOW_THETA = 500000.0  # base of the embedding of layers with a window, without a key for it
+WINDOW_THETA = 500000.0  # default base of the rotary embedding of layers with a window
 
 
 def read_olmo2(config: ModelConfig) -> ModelSpec:

@@ -38,7 +38,7 @@ def read_qwen2_moe(config: ModelConfig) -> ModelSpec:
 
 
 def read_qwen3(config: ModelConfig) -> ModelSpec:
-    """Read a dense decoder. It may have next-token modules, though no published checkpoint has."""
+    """Read a dense decoder, which may have next-token modules; published checkpoints have none."""
     return _with_norms(config, read_decoder(config, num_draft_layers=config.num_draft_layers))
 
 
