@@ -75,7 +75,7 @@ class EngineClient:
 
     Args:
         addresses: addresses of the engines, one per lockstep group. The client names the groups
-            0, 1, ... until an engine tells their real names.
+            0, 1, ... until an engine reports their names.
         node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
         link_s: time limit in seconds; an engine that is silent for longer counts as dead. The value
@@ -296,7 +296,7 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        # Catch any exception, because no request must wait for a thread that has ended.
+        # Catch any exception, so that no request waits for this thread after its end.
         except Exception as e:
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
