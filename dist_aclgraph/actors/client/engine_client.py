@@ -216,7 +216,7 @@ class EngineClient:
                 raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
-        """Return why no group serves, and how far the next group's start is; "" if a group serves.
+        """Return why no group serves, and the progress of the next start; "" if a group serves.
 
         A group serves if it both accepts and runs requests.
         """
