@@ -71,8 +71,8 @@ class GroupsReplica:
 
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
         ProcessLog("owner").open(config.logging)
-        # A new version of the application starts while the previous version drains, so the new one
-        # must wait for NPUs.
+        # A new version of the application starts while the previous version drains, so the new
+        # version must wait for NPUs.
         place_s = config.timeouts.place_s + _leave_s(config)
         timeouts = config.timeouts.model_copy(update={"place_s": place_s})
         self._deployment = start(config.model_copy(update={"timeouts": timeouts}))

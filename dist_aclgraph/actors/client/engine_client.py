@@ -75,7 +75,7 @@ class EngineClient:
 
     Args:
         addresses: addresses of the engines, one per lockstep group. The client names the groups
-            0, 1, ... until an engine tells their real names.
+            0, 1, ... until an engine reports their names.
         node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
         link_s: time limit in seconds; an engine that is silent for longer counts as dead. The value
@@ -216,7 +216,7 @@ class EngineClient:
                 raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
-        """Return why no group serves, and how far the next group's start is; "" if a group serves.
+        """Return why no group serves, and the progress of the next start; "" if a group serves.
 
         A group serves if it both accepts and runs requests.
         """
@@ -296,7 +296,7 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        # Catch any exception, because no request must wait for a thread that has ended.
+        # Catch any exception, so that no request waits for this thread after its end.
         except Exception as e:
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"

@@ -68,7 +68,7 @@ class OpenQueries:
     def wait(
         self, asked: Sequence[OpenQuery], timeout_s: float, problem: str
     ) -> dict[str, dict[str, Any]]:
-        """Return the answers in time; the keys are the names of the groups.
+        """Return the answers that arrive before the timeout; the keys are the names of the groups.
 
         Args:
             problem: the error text if no engine was asked, or if all asked engines were removed.

@@ -153,7 +153,7 @@ class Outage:
 
 
 class OutlookPoller:
-    """Asks for outlooks on a private thread, while the client wants them."""
+    """Asks for outlooks on a private thread, while the client needs outlooks."""
 
     def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask

@@ -171,7 +171,7 @@ class RequestTable:
 
     def continue_elsewhere(self, now_s: float) -> list[OpenRequest]:
         """Let other engines continue the requests whose prompts a prefill group has computed;
-        return the requests that must end, because no engine can take them.
+        return the requests that must end, because no engine can run them.
         """
         requests, self._handed_over = self._handed_over, []
         return [request for request in requests if not self.place(request, now_s)]

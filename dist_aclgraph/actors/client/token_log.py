@@ -33,7 +33,7 @@ class OpenRequest:
 
     Attributes:
         tokens: int32, prompt and output.
-        max_tokens: maximum number of output tokens, as the client asked.
+        max_tokens: maximum number of output tokens, as the client requested.
         num_deaths: number of engines that died with this request since its last progress
             (``has_run``).
         num_deltas: how many times the request's present engine has sent tokens of this request.

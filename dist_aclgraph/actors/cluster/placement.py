@@ -168,7 +168,7 @@ def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
     Every node has whole bundles, so a tensor parallel group stays on one node.
 
     Args:
-        landed: the node and the NPUs that each worker has got.
+        landed: the node and the NPUs that Ray assigned to each worker.
     """
     return sorted(range(len(landed)), key=lambda i: (*landed[i], i))
 

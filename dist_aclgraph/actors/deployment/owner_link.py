@@ -1,7 +1,7 @@
 """An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket, so that a process that replaces a dead
-one uses the same socket. The ingress repeats a question that got no answer.
+The supervisor of both processes holds the listening socket, so that the successor of a dead
+process uses the same socket. The ingress repeats a question that got no answer.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class BlockFetches:
                 self._running[index] = fetch
                 try:
                     self._run(context, fetch)
-                except Exception:  # the request computes its tokens; the thread must go on
+                except Exception:  # the engine computes the tokens; the thread continues
                     logger.exception("fetching KV blocks failed")
                 self._running[index] = None
                 fetch.done.set()

@@ -59,7 +59,7 @@ class PublisherPlace:
 class EventPublisher:
     """Owns the sockets of one stream of messages. ``publish`` never waits.
 
-    Only one thread may call ``publish``, and only one thread ``answer``; they may differ.
+    Only one thread may call ``publish``, and only one thread ``answer``; the threads may differ.
 
     Attributes:
         index: index of the publisher's port in the range.

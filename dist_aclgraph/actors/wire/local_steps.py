@@ -222,7 +222,7 @@ class LocalPeers:
         return dp_rank
 
     def _send(self, peer: _Peer, data: bytes) -> None:
-        """Send as many bytes as the connection accepts now; the others are sent later."""
+        """Send as many bytes as the connection accepts now; the other bytes are sent later."""
         sent = 0 if peer.unsent else self._sent(peer, data)
         if sent < len(data):
             if not peer.unsent:

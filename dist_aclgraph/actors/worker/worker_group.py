@@ -82,7 +82,7 @@ class WorkerGroup:
             arguments: returns the arguments for a worker's index; the default is no arguments.
 
         Raises:
-            WorkerLostError: a worker died; the other workers are then not waited for. Or a worker
+            WorkerLostError: a worker died; the call does not wait for the others. Or a worker
                 reported a failure, and other workers did not answer after that.
             WorkerStartTimeoutError: workers did not answer. The message names these workers, and
                 the rank to blame, if known.

@@ -41,7 +41,7 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why HCCL's ports may be in use by another program; "" if they cannot be."""
+    """Return why another program may use HCCL's ports; "" if no other program can use them."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())

@@ -71,7 +71,7 @@ def _ping(address: str, tool: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Return a command's output, or the reason why there is none."""
+    """Return a command's output, or the reason why there is no output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:

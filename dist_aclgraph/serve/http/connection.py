@@ -251,7 +251,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return is_asked and self._parser.should_upgrade()
 
     def _without_upgrade(self) -> bytes:
-        """Return the headers without the wish for another protocol, for a new parser. The previous
+        """Return the headers without the header Upgrade, for a new parser. The previous
         parser reads no body of such a request.
         """
         kept = (header for header in self._headers if header[0] != b"upgrade")

@@ -119,7 +119,7 @@ def _phases(account: RequestAccount, end_s: float) -> Iterator[tuple[str, float,
     submitted_s, first_s = account.submitted_s, account.first_token_s
     if submitted_s is None:
         return
-    if first_s is None or not account.prefill_s:  # the engine has not told when the wait ended
+    if first_s is None or not account.prefill_s:  # the engine has not reported when the wait ended
         yield "queue and prefill", submitted_s, end_s if first_s is None else first_s
     else:
         admitted_s = max(submitted_s, first_s - account.prefill_s)

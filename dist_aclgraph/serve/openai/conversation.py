@@ -233,7 +233,7 @@ def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions)
     found = Thinking(begin, end, answers.is_thinking(tail, continues=continues))
     if begin >= 0:
         found = replace(found, is_open=_has_opened(state, prompt_ids, found, continues=continues))
-    # If the prompt ends with the end of a reasoning, the template has turned the reasoning off.
+    # If the prompt ends with the reasoning's end marker, the template has turned the reasoning off.
     is_off = tail.rstrip().endswith(answers.thought.end)
     return replace(found, begin=-1) if is_off else found
 
