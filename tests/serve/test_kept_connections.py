@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.serve.http.front import Front
+from dist_aclgraph.serve.http.server import HttpServer, listen
 from dist_aclgraph.serve.resume.holder import ConnectionHolder, HeldConnection, HolderLink
 from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.serve.resume.memory import REQUEST_BYTES, JournalMemory
 from dist_aclgraph.serve.resume.record import CONTINUE, MAX_LOSSES, ConnectionRecord
 from dist_aclgraph.steps.delta import RequestDelta
+from tests.serve.conftest import until
 
 CHANCE = Chance("abc", 1700000000, 5)
 
@@ -287,3 +292,47 @@ def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> No
     holder.close()
     os.close(read)
     os.close(write)
+
+
+class HoldsNone(HolderLink):
+    """A link that counts the connections that it should hold."""
+
+    count = 0
+
+    def begin(self, connection: int, journal: int) -> int | None:
+        self.count += 1
+        return None
+
+
+def is_accepted_at(port: int, descriptor: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as own:
+            is_tcp = own.family == socket.AF_INET
+            return is_tcp and bool(own.getpeername()) and own.getsockname()[1] == port
+    except OSError:  # the descriptor is closed, or the socket has no peer
+        return False
+
+
+def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
+    """Otherwise a process that is killed meanwhile takes the connection with it."""
+    link, listener = HoldsNone(socket.socketpair()[0]), listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = HttpServer(ServeConfig(), listener, link=link)
+    server.start(Front("the test answers no request"))
+    not_held = []
+
+    def look() -> None:
+        """Look again and again between the callbacks of the loop."""
+        accepted = sum(is_accepted_at(port, int(name)) for name in os.listdir("/dev/fd"))
+        not_held.append(accepted - link.count)
+        if link.count == 0:
+            server.loop.call_soon(look)
+
+    server.loop.call_soon_threadsafe(look)
+    with socket.create_connection(("127.0.0.1", port)):
+        until(lambda: link.count > 0 and not_held[-1] <= 0)
+    server.stop()
+
+    assert max(not_held) == 0

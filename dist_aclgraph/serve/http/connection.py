@@ -44,7 +44,7 @@ class ServerState:
         malformed: the response to bytes that are not HTTP.
         link: link to the holder of connections; None if no connection outlives this process.
         headers: headers of every response. The server updates the date.
-        tasks: the tasks that are answering requests.
+        tasks: the tasks that open connections and answer requests.
     """
 
     app: GatedApp
@@ -54,26 +54,29 @@ class ServerState:
     link: HolderLink | None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     connections: set[HttpConnection] = field(default_factory=set)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)
 
 
 class HttpConnection(asyncio.BufferedProtocol):
     """One connection. Owns its deadlines and its exchanges; handles one exchange after another.
 
     Args:
-        record: record of a connection that a previous process has left. Its bytes are parsed after
-            ``resume`` is called.
+        record: the record of the connection.
+        is_resumed: whether a previous process has left the connection. Then the bytes of its
+            record are parsed after ``resume`` is called.
 
     Attributes:
         is_writable: set while no bytes wait to be sent.
     """
 
-    def __init__(self, server: ServerState, record: ConnectionRecord | None = None) -> None:
+    def __init__(
+        self, server: ServerState, record: ConnectionRecord, *, is_resumed: bool = False
+    ) -> None:
         self.server = server
-        self.record = record or ConnectionRecord(server.link)
+        self.record = record
         self.is_writable = asyncio.Event()
         self.is_writable.set()
-        self._is_suspended = record is not None
+        self._is_suspended = is_resumed
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
         self._parser = self._new_parser()

@@ -33,6 +33,9 @@ SEND_BUFFER_BYTES = 64 << 10
 BACKLOG = 4096
 BEAT_S = 1.0  # seconds between two heartbeats, and between two updates of the date
 LOOK_S = 0.05
+# The open connections get their turn after this number of new ones.
+ACCEPTED_A_TURN = 64
+ACCEPT_PAUSE_S = 1.0  # seconds without new connections after one could not be accepted
 STOP_S = 5.0  # seconds to wait for unfinished replies when the server is stopped
 
 
@@ -61,6 +64,7 @@ class HttpServer:
         self._thread: threading.Thread | None = None
         self._listening: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping = asyncio.Event()
+        self._is_accepting = True
 
     @property
     def port(self) -> int:
@@ -118,9 +122,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         state = _make_state(app, self._limits, self._link)
         await self._take_over(state)
-        server = await loop.create_server(
-            lambda: HttpConnection(state), sock=self._socket, backlog=BACKLOG
-        )
+        self._accept_from_now(state)
         self._listening.set_result(loop)
         while not self._stopping.is_set():
             state.headers[:] = _headers()
@@ -129,8 +131,40 @@ class HttpServer:
                 self._link.flush()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), BEAT_S)
-        server.close()
+        loop.remove_reader(self._socket)
+        self._is_accepting = False
+        self._socket.close()
         await _drain(state)
+
+    def _accept_from_now(self, state: ServerState) -> None:
+        if self._is_accepting:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept, state)
+
+    def _accept(self, state: ServerState) -> None:
+        """Accept the connections that wait in the socket.
+
+        The supervisor gets each connection at once. With uvloop's own server, other callbacks would
+        run between the acceptance and ``connection_made``; if the process were killed meanwhile,
+        the connection would end.
+        """
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_A_TURN):
+            try:
+                own, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as e:  # no descriptor or no memory is left
+                log.warning("no connection is accepted for %g s: %s", ACCEPT_PAUSE_S, e)
+                loop.remove_reader(self._socket)
+                loop.call_later(ACCEPT_PAUSE_S, self._accept_from_now, state)
+                return
+            record = ConnectionRecord(self._link)
+            if len(state.connections) < self._limits.max_connections:
+                record.hold(own.fileno())
+            own.setblocking(False)
+            opening = loop.create_task(_open(HttpConnection(state, record), own))
+            state.tasks.add(opening)
+            opening.add_done_callback(state.tasks.discard)
 
     async def _take_over(self, state: ServerState) -> None:
         """Continue the connections that a previous process has left."""
@@ -154,13 +188,8 @@ class HttpServer:
         own.setblocking(False)
         try:
             record = ConnectionRecord.take_over(link, number, held)
-            with contextlib.ExitStack() as stack:
-                stack.callback(record.close)
-                connection = HttpConnection(state, record)
-                loop = asyncio.get_running_loop()
-                await loop.connect_accepted_socket(lambda: connection, own)
-                stack.pop_all()
-            return connection
+            connection = HttpConnection(state, record, is_resumed=True)
+            return connection if await _open(connection, own) else None
         except (OSError, ValueError) as e:
             log.warning("a connection of the previous process cannot go on: %s", e)
             hang_up(held.connection)
@@ -168,6 +197,19 @@ class HttpServer:
             return None
         finally:
             os.close(held.journal)
+
+
+async def _open(connection: HttpConnection, own: socket.socket) -> bool:
+    """Serve an accepted connection; return False if it has ended meanwhile."""
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.connect_accepted_socket(lambda: connection, own)
+    except OSError:
+        connection.record.close()
+        hang_up(own.fileno())
+        own.close()
+        return False
+    return True
 
 
 def _make_state(app: GatedApp, limits: ServeConfig, link: HolderLink | None) -> ServerState:
