@@ -55,10 +55,9 @@ test-more: setup-dev emulator ## Run the tests that make test leaves out: more m
 # The mean time between two pauses of a process, and the length of most pauses, in seconds; see tools/pauses.cpp.
 PAUSES ?= 0.5,0.4
 PAUSED = PAUSES=$(PAUSES) LD_PRELOAD=$(abspath $(VENV))/pauses.so
-test-paused: setup-dev emulator ## Run the tests of make test while single threads pause, to find tests that fail at times
+test-paused: setup-dev emulator ## Run make test while single threads pause, to find tests that depend on the order of threads
 	$(CXX) -std=c++17 -O2 -shared -fPIC -o $(VENV)/pauses.so tools/pauses.cpp -ldl
-	$(PAUSED) $(SPREAD) -m "not slow" tests/emulator
-	$(PAUSED) $(OTHERS) -m "not slow and not bench and not namespaces"
+	$(PAUSED) $(MAKE) --no-print-directory test
 
 # The number of frames that strangers send to the ports of a deployment while it streams. 100,000 frames took
 # 40 s on two busy cores, on which the 2,000 frames of make test took 21 s.

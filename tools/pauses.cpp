@@ -1,8 +1,8 @@
 // A library for LD_PRELOAD that pauses single threads of a process at random system calls.
 //
-// A busy machine stops one thread while the other threads of its process go on: ZeroMQ's thread refuses a
-// connection before the caller of ``connect`` has sent anything. The tests of a free machine never see these orders.
-// ``make test-paused`` runs the tests with this library, so that they meet such orders often.
+// A busy machine stops one thread while the other threads of its process run. For example, ZeroMQ's thread learns
+// that a connection was refused before the thread that called ``connect`` has sent anything. On an idle machine, such
+// an order of events is rare. ``make test-paused`` runs the tests with this library, which makes such orders frequent.
 //
 // The environment variable PAUSES has two numbers: the mean time between two pauses of a process, and the length up
 // to which most pauses last, both in seconds. One pause in four lasts up to three times as long.
@@ -78,7 +78,7 @@ Function* real(Function*, const char* name) {
 
 }  // namespace
 
-// A call that others wait for pauses before its effect; a call that waits for others pauses after it.
+// A call whose effect other threads see pauses before the effect; a call that waits for other threads pauses after it.
 #define PAUSE_BEFORE(result, name, parameters, arguments)        \
     extern "C" result name parameters {                          \
         static auto* const next = real(&name, #name);            \

@@ -402,5 +402,5 @@ def largest_of(steps: Sequence[RankStep]) -> StepShape:
 
 
 def longest_of(steps: Sequence[RankStep]) -> int:
-    """Return the number of tokens of the longest request before the steps."""
+    """Return the largest number of computed tokens of a request, before the steps run."""
     return max(int(step.records[:, 1].max()) for step in steps)

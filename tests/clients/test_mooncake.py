@@ -41,7 +41,7 @@ engine = TransferEngine()
 assert engine.initialize(f"127.0.0.1:{port}", "P2PHANDSHAKE", "ascend", "") == 0
 generator = torch.Generator().manual_seed(device)
 values = torch.randint(-128, 128, (256, 32768), dtype=torch.int8, generator=generator)
-blocks = values.npu()  # large enough for an allocation of its own, which begins at 2 MiB
+blocks = values.npu()  # 8 MiB: an allocation of its own, at a multiple of 2 MiB
 other = values.npu()
 torch.npu.synchronize()
 assert engine.register_memory(blocks.data_ptr(), blocks.numel()) == 0

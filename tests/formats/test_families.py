@@ -1,5 +1,4 @@
-"""What is special about single families: their templates, and forms of calls that only they
-have."""
+"""Templates, and forms of calls, that only one family has."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ class _Link:
             request = ReadFile(self._token, self._next, kind, key.place, names[key.position])
             try:
                 self._socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
-            except zmq.Again:  # the queue is not full, so the handshake has failed
+            except zmq.Again:  # WINDOW requests fit, so the handshake has failed
                 raise _SourceError("the source refuses the connection") from None
             asked.append((key, self._next))
             self._next += 1

@@ -33,9 +33,9 @@ SEND_BUFFER_BYTES = 64 << 10
 BACKLOG = 4096
 BEAT_S = 1.0  # seconds between two heartbeats, and between two updates of the date
 LOOK_S = 0.05
-# The open connections get their turn after this number of new ones.
+# Maximum number of new connections before the event loop serves the open connections again.
 ACCEPTED_A_TURN = 64
-ACCEPT_PAUSE_S = 1.0  # seconds without new connections after one could not be accepted
+ACCEPT_PAUSE_S = 1.0  # seconds to the next attempt after a connection could not be accepted
 STOP_S = 5.0  # seconds to wait for unfinished replies when the server is stopped
 
 
@@ -64,7 +64,6 @@ class HttpServer:
         self._thread: threading.Thread | None = None
         self._listening: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping = asyncio.Event()
-        self._is_accepting = True
 
     @property
     def port(self) -> int:
@@ -132,12 +131,11 @@ class HttpServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), BEAT_S)
         loop.remove_reader(self._socket)
-        self._is_accepting = False
         self._socket.close()
         await _drain(state)
 
     def _accept_from_now(self, state: ServerState) -> None:
-        if self._is_accepting:
+        if not self._stopping.is_set():
             asyncio.get_running_loop().add_reader(self._socket, self._accept, state)
 
     def _accept(self, state: ServerState) -> None:
