@@ -12,10 +12,13 @@ NPUS = 8.0  # NPUs of the session's cluster
 WAIT_S = 180.0
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = WAIT_S
+) -> None:
+    """Wait until the condition is true; ``what``, or its result, describes the failure."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, what
+        assert time.monotonic() < deadline_s, what() if callable(what) else what
         time.sleep(0.05)
 
 
