@@ -166,6 +166,10 @@ class WeightSlices:
         """Describe the slice ``[start, stop)`` along ``dim`` of an [out, in] weight."""
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
+    def are_int8(self, parts: Sequence[MatrixPart]) -> bool:
+        """Return whether products multiply all these matrices in int8."""
+        return all(self._form_of([part]) == torch.int8 for part in parts)
+
     def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:
         """Return one product for several matrices, whose outputs are concatenated."""
         form = self._form_of(parts)

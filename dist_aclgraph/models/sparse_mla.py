@@ -95,7 +95,9 @@ class MultiHeadSparseAttention:
         # The indexer multiplies the rows by the weights of its heads in floats.
         return self.indexer is None and self.down.quantises_rows
 
-    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
+    def project(
+        self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
+    ) -> tuple[Tensor, ...]:
         """Return q [n, heads, plain dim], the rotated part of q [n, heads, 64], kv [n, 576], the
         rows of the indexer if there is one, and an empty tensor for the result.
         """

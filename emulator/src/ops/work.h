@@ -15,6 +15,8 @@ struct Product {
   double weight_bytes;  // of the right side
 };
 int64_t product_ns(const Product &product);
+// The product is a further phase of a kernel, so without its own launch.
+int64_t product_phase_ns(const Product &product);
 // a [.., m, k] times b [k, n] or [.., k, n].
 int64_t product_ns(const at::Tensor &a, const at::Tensor &b);
 
