@@ -58,7 +58,7 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
     """
     left = deque(args)
     parts: dict[str, dict[str, Any]] = {}
-    # If the model followed these values, it would be read as a further value.
+    # If the model followed an option's values, the model would be read as one more value.
     is_model_first = bool(args) and not args[0].startswith("-")
     while left:
         argument = re.sub(r"^-O(?=\d)", "-O=", left.popleft())  # -O3
