@@ -228,7 +228,7 @@ class Client:
 class Turn:
     """The results of one turn: CPU time per token, all latencies, and the frames of one stream.
 
-    ``ingress_us`` is the CPU time of each ingress per token of its own.
+    ``ingress_us``: the CPU time of each ingress, divided by the number of its tokens.
     """
 
     cpu_us: float

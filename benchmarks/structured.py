@@ -250,7 +250,7 @@ class _Scripted(Matchers):
         vars(matchers)["answer"] = answer
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # its result is dropped; the call costs the usual time
+        super()._tokens(row, begin, end)  # not used; the call takes the usual time
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 
