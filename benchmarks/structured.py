@@ -89,7 +89,7 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return the times of steps by number of constrained requests, of compiling, and of masks."""
+    """Return step times by number of constrained requests, and times to compile and to mask."""
     models = [
         {**config, "vocab_size": VOCAB}
         for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())

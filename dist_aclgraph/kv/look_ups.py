@@ -63,7 +63,7 @@ LookUp = Callable[[Files], T]
 
 
 class LookUps:
-    """Looks up files in the caller's thread. This suits files in memory, where no call hangs."""
+    """Looks up files in the caller's thread; only for files in memory, because no call may hang."""
 
     num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
 
