@@ -67,7 +67,7 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        if self._passed is not None:  # a chunk of a prompt can have this length, too
+        if self._passed is not None:  # but a chunk of a prompt can have this length
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
         rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)

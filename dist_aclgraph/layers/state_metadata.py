@@ -83,7 +83,7 @@ class DirectLayout:
 
     @classmethod
     def of_arrays(cls, sent: Sequence[Tensor], max_tokens: int) -> DirectLayout:
-        """Return the layout of any lengths.
+        """Return the layout of requests with different lengths.
 
         Args:
             sent: the fields of ``DirectArrays`` without the slots, on the device.
