@@ -1,5 +1,5 @@
 """Replaces packages that vllm-ascend imports, and that are not installed with an emulated NPU. If
-this file's folder is on PYTHONPATH, Python imports it at its start (``make test-vllm-ascend``).
+this folder is on PYTHONPATH, Python imports this file when it starts (``make test-vllm-ascend``).
 
 vllm-ascend imports pyACL, a part of CANN, for its sleep mode. It also imports models of images,
 whose processors need torchvision. No model of text uses these packages, so they are mocks.
