@@ -218,7 +218,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Return the waiting checkpoints that are still stored and have no file, and hold them."""
+        """Hold and return the waiting checkpoints that are still stored and have no file."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
