@@ -187,7 +187,7 @@ def test_trailers_and_extensions_of_chunks_without_an_end_are_cut_off(service, b
     with connect(service) as client:
         client.sendall(CHUNKED + b"1\r\n{\r\n" + begun)
 
-        with pytest.raises(OSError):  # a reset, after the kernel has buffered a few MB
+        with pytest.raises(OSError):  # the service resets the connection after a few MB
             for _ in range(500):
                 client.sendall(piece)
 
