@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 INT8 = {"quantization": "w8a8"}
-# With prompts, all requests together need more steps than are run.
+# The prompts are so long that they fill all steps that are run.
 MIXED_TOKENS, LONG_PROMPT = 64, 900
 MIXED = GraphFamily(run_mode="FULL", query_len=0, buckets=(MIXED_TOKENS,))
 CHUNKS = {

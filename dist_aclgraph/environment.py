@@ -235,9 +235,9 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     Args:
         is_local: whether this package starts Ray, or has started it. Any other cluster keeps its
             own settings.
-        waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer. If
-            so, another process can restart the store, and this process itself must notice that Ray
-            has died.
+        waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer, so
+            that another process can restart the store. With such waits, this process must notice
+            by itself that Ray has died.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping
-from os.path import exists, expanduser, isdir, isfile  # accept any text; methods of Path do not
+from os.path import exists, expanduser, isdir, isfile  # methods of Path refuse some texts
 from pathlib import Path
 from typing import Any
 

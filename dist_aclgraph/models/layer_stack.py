@@ -159,7 +159,7 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_self_attn_layernorm.weight"),
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
-    is_first = index in (0, spec.num_layers)  # in the decoder, or in the next-token module
+    is_first = index in (0, spec.num_layers)  # of the decoder or the next-token module
     # An ``Int8Norm`` always adds a residual stream, and only one product can use its int8 rows.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(

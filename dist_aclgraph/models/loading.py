@@ -132,7 +132,7 @@ class WeightSlices:
         """Return the slice ``[start, stop)`` along ``dim`` of some members of a stack of tensors.
 
         Args:
-            shape: shape of the stack; its first dimension counts the members.
+            shape: shape of the stack; the first dimension is the number of members.
             dim: dimension of a member.
             has_blocks: whether members are [out, in] matrices, which may be in FP8.
         """

@@ -92,7 +92,7 @@ class MultiHeadSparseAttention:
 
     @property
     def quantises_rows(self) -> bool:
-        # The indexer multiplies the rows by the weights of its heads in floats.
+        # An indexer needs the rows in floats, and multiplies them by the weights of its heads.
         return self.indexer is None and self.down.quantises_rows
 
     def project(

@@ -111,8 +111,8 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _file_named(directory: Path, name: str) -> Path:
-    """Return the file of that name. If there is none, return the only file whose name has the same
-    ending.
+    """Return the file with the name ``name``. If there is no such file, return the only file whose
+    name has the same ending.
 
     Quantisation tools choose their own file names.
     """

@@ -128,7 +128,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
     texts: list[str] = []
     if bytes(block.content) not in _NOTHING:
         texts = read_texts(block.content, f"{param}.content", ("text",))
-    if block.is_error:  # because chat templates have no field for errors
+    if block.is_error:  # chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

@@ -31,7 +31,7 @@ int64_t delta_rule_ns(double state_bytes, double operations);
 int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);
 int64_t combine_ns(double rows, double hidden, double choices, double ranks);
 
-// The vector cores move these bytes in a second phase of a kernel, so without its own launch.
+// The time in which vector cores move these bytes in a kernel's second phase, without a launch.
 int64_t vector_phase_ns(double bytes);
 
 // The time of all other operators, computed from the bytes of their tensors; the tensors are in the
