@@ -99,7 +99,7 @@ def test_the_stream_budget_counts_every_operator_of_a_layer(
         attention = layers.attention(index)
         inputs = attention.project(layers.h, layers.rope, None)
         attend = partial(attention.attend, inputs, layers.rope, cache, layers.metadata, earlier)
-        projected = count_operators(npu, partial(attention.project, layers.h, layers.rope))
+        projected = count_operators(npu, partial(attention.project, layers.h, layers.rope, None))
         counts.append((1 + projected, count_operators(npu, attend)))  # 1: the layer's norm
         earlier = attend()
 
