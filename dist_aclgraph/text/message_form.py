@@ -17,6 +17,9 @@ from jinja2 import nodes
 
 CONTENT = "content"
 _OF_PARTS = frozenset({"text", "type"})  # keys of a part
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+# For roles of other APIs, the role that replaces them if the template does not know them.
+OLDER_ROLES = {"developer": "system", "function": "tool"}
 # Filters whose result is still a list of parts.
 _OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})
 # Tests by which a template distinguishes a text from a list of parts.
@@ -30,14 +33,16 @@ class MessageForm:
     Attributes:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
-        knows_developer: whether the template has a rule for the role "developer".
+        roles: the roles for which the template has a rule.
+        writes_roles: whether the template writes the name of a role, so that any name is possible.
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
     """
 
     reads_parts: bool = False
     reads_texts: bool = True
-    knows_developer: bool = False
+    roles: frozenset[str] = frozenset()
+    writes_roles: bool = False
     tests_none: bool = False
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,9 +63,14 @@ class MessageForm:
             found[CONTENT] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and not self.reads_parts and all(map(_is_text, content)):
             found[CONTENT] = "\n".join(part["text"] for part in content)
-        if found.get("role") == "developer" and not self.knows_developer:
-            found["role"] = "system"
+        role = found.get("role")
+        if role in OLDER_ROLES and role not in self.roles:
+            found["role"] = OLDER_ROLES[role]
         return found
+
+    def knows(self, role: str) -> bool:
+        """Return whether messages may have this role."""
+        return role in ROLES or role in OLDER_ROLES or role in self.roles or self.writes_roles
 
 
 def read_form(source: str, template: nodes.Template) -> MessageForm:
@@ -80,7 +90,58 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
         for test in template.find_all(nodes.Test)
     )
     reads_texts = not reads_parts or tells_kinds
-    return MessageForm(reads_parts, reads_texts, "developer" in source, tests_none)
+    variables = _names_of_roles(template)
+    roles = set(_compared_roles(template, variables))
+    roles |= {"developer"} if "developer" in source else set()
+    return MessageForm(
+        reads_parts, reads_texts, frozenset(roles), _writes_roles(template, variables), tests_none
+    )
+
+
+def _names_of_roles(template: nodes.Template) -> set[str]:
+    """Return the variables that have a message's role as their value."""
+    return {
+        assign.target.name
+        for assign in template.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _has_role(assign.node, set())
+    }
+
+
+def _compared_roles(template: nodes.Template, names: set[str]) -> Iterator[str]:
+    """Yield the texts with which a template compares roles."""
+    for compare in template.find_all(nodes.Compare):
+        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
+        if any(_has_role(side, names) for side in sides):
+            for side in sides:
+                others = [] if _has_role(side, names) else _constants(side)
+                yield from (value for value in others if isinstance(value, str))
+
+
+def _writes_roles(template: nodes.Template, names: set[str]) -> bool:
+    """Return whether a template writes a role itself, so that any role has a meaning."""
+    return any(
+        _has_role(node, names)
+        for output in template.find_all(nodes.Output)
+        for node in output.nodes
+    )
+
+
+def _has_role(node: nodes.Node, names: set[str]) -> bool:
+    """Return whether the value of an expression contains a role; that of a comparison does not."""
+    is_error = isinstance(node, nodes.Call) and _own_name(node.node) == {"raise_exception"}
+    if is_error or isinstance(node, nodes.Compare | nodes.Test):
+        return False
+    if isinstance(node, nodes.CondExpr):
+        branches = [node.expr1] if node.expr2 is None else [node.expr1, node.expr2]
+        return any(_has_role(branch, names) for branch in branches)
+    is_named = isinstance(node, nodes.Name) and node.name in names
+    is_role = is_named or _key(node) == "role"
+    return is_role or any(_has_role(inner, names) for inner in node.iter_child_nodes())
+
+
+def _constants(node: nodes.Node) -> list[Any]:
+    own = [node.value] if isinstance(node, nodes.Const) else []
+    return own + [const.value for const in node.find_all(nodes.Const)]
 
 
 def _with_object(call: Any) -> Any:

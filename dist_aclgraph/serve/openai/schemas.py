@@ -133,7 +133,24 @@ STREAM_OPTIONS = _or_null(
 )
 THINKING = _or_null(
     {"type": "boolean"},
-    {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"type": "string"},
+            "budget_tokens": {"type": ["integer", "null"], "minimum": 0},
+        },
+    },
+)
+REASONING = _or_null(
+    {
+        "type": "object",
+        "properties": {
+            "effort": {"type": ["string", "null"]},
+            "enabled": {"type": ["boolean", "null"]},
+            "max_tokens": {"type": ["integer", "null"], "minimum": 0},
+        },
+    }
 )
 TOKEN_IDS = _field(**_IDS)
 VARIABLES = _or_null({"type": "object"})
@@ -173,12 +190,23 @@ TOOLS = _or_null(
         },
     }
 )
+_MODE = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": ["none", "auto", "required", "any"]}},
+}
 TOOL_CHOICE = _or_null(
     {"enum": ["none", "auto", "required", "any"]},
+    _MODE,
     {
         "type": "object",
         "required": ["type", "function"],
         "properties": {"type": {"const": "function"}, "function": _NAMED},
+    },
+    {
+        "type": "object",
+        "required": ["type", "name"],
+        "properties": {"type": {"enum": ["function", "tool"]}, "name": {"type": "string"}},
     },
     {
         "type": "object",
@@ -196,6 +224,14 @@ TOOL_CHOICE = _or_null(
         },
     },
 )
+_CALLED = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string"},
+        "arguments": {"type": ["string", "object", "null"]},
+    },
+}
 TOOL_CALLS = _or_null(
     {
         "type": "array",
@@ -205,18 +241,12 @@ TOOL_CALLS = _or_null(
             "properties": {
                 "id": {"type": ["string", "null"]},
                 "type": _FUNCTION_OR_NULL,
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {
-                        "name": {"type": "string"},
-                        "arguments": {"type": ["string", "object", "null"]},
-                    },
-                },
+                "function": _CALLED,
             },
         },
     }
 )
+CALLED = _or_null(_CALLED)
 OBJECT = _or_null({"type": "object"})
 NO_VALUE = _or_null()
 _TEXT_PART = {
@@ -298,7 +328,8 @@ FLAT_TOOLS = _or_null(
     }
 )
 FLAT_TOOL_CHOICE = _or_null(
-    {"enum": ["none", "auto", "required"]},
+    {"enum": ["none", "auto", "required", "any"]},
+    _MODE,
     {
         "type": "object",
         "required": ["type", "name"],

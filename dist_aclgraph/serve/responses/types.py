@@ -25,8 +25,10 @@ from dist_aclgraph.serve.openai.sampling_fields import (
 )
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
+from dist_aclgraph.serve.openai.template_fields import read_variables
 from dist_aclgraph.serve.openai.text_parts import reasoning_variables
 from dist_aclgraph.serve.openai.tools import (
+    MODES,
     Function,
     Mode,
     ToolChoice,
@@ -37,7 +39,7 @@ from dist_aclgraph.serve.openai.tools import (
     leave_out_hosted,
     use_tools,
 )
-from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, read_variables
+from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
@@ -265,8 +267,10 @@ class ResponsesRequest(Body, kw_only=True):
         if data in _NOTHING:
             return ToolChoice()
         if data.startswith(b'"'):
-            return ToolChoice(decode(data, Mode, "tool_choice"))
+            return ToolChoice(MODES[decode(data, Literal["any", Mode], "tool_choice")])
         found: _Choice = decode(data, _Choice, "tool_choice")
+        if (mode := MODES.get(found.type)) is not None:
+            return ToolChoice(mode)
         if found.type == "function" and found.name is not None:
             return ToolChoice("required", frozenset({found.name}), is_named=True)
         if found.type == "allowed_tools" and found.tools:
