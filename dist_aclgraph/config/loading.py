@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from os.path import exists, expanduser, isdir, isfile  # accept any text; methods of Path do not
 from pathlib import Path
@@ -35,6 +36,9 @@ from dist_aclgraph.vllm_options import (
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for larger texts
 MAX_SHOWN_ERRORS = 5
+# A Path joins the two slashes of an address.
+_ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/")
+_OF_HUB = re.compile(r"(?:https?:/+[^/]+/(?:models/)?|hf:/+)([\w.-]+/[\w.-]+)")
 MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
 
 
@@ -283,10 +287,21 @@ def _find_template(given: str, base: Path) -> str:
 def _find_model(model: str, base: Path) -> str:
     """Return the path of the model's directory, in the working directory or in ``base``; if there
     is no such directory, return the name.
+
+    Raises:
+        ConfigError: the model is an address.
     """
+    if _ADDRESS.match(model):
+        page = _OF_HUB.match(model)
+        name = f", such as {page[1]}" if page else ""
+        raise ConfigError(
+            f"model is {model!r:.200}, which is an address; give a directory, or a name on a hub"
+            f"{name}"
+        )
     given = Path(expanduser(model))
     candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:
         if isdir(candidate):
             return str(candidate.resolve())
-    return str(given)
+    is_path = model.startswith(("./", "../"))  # then it is no name on a hub
+    return str(candidates[0] if is_path else given)
