@@ -33,11 +33,37 @@ _STRING: Json = {"type": "string"}
 _STRING_OR_NULL: Json = {"type": ["string", "null"]}
 _TEXT = _object(("type", "text"), type={"const": "text"}, text=_STRING)
 _TEXTS: Json = {"anyOf": [_STRING, _list(_TEXT, MAX_PARTS)]}
+_DOCUMENT = _object(
+    ("type", "source"),
+    type={"const": "document"},
+    title=_STRING_OR_NULL,
+    context=_STRING_OR_NULL,
+    source={
+        "anyOf": [
+            _object(("type", "data"), type={"const": "text"}, data=_STRING),
+            _object(("type", "content"), type={"const": "content"}, content=_TEXTS),
+        ]
+    },
+)
+_FOUND = _object(
+    ("type", "source", "content"),
+    type={"const": "search_result"},
+    title=_STRING_OR_NULL,
+    source=_STRING_OR_NULL,
+    content=_TEXTS,
+)
+_REFERENCE = _object(("type", "tool_name"), type={"const": "tool_reference"}, tool_name=_STRING)
 _RESULT = _object(
     ("type", "tool_use_id"),
     type={"const": "tool_result"},
     tool_use_id=_STRING,
-    content={"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+    content={
+        "anyOf": [
+            _STRING,
+            _list({"anyOf": [_TEXT, _DOCUMENT, _FOUND, _REFERENCE]}, MAX_PARTS, least=0),
+            {"type": "null"},
+        ]
+    },
     is_error={"type": ["boolean", "null"]},
 )
 _USE = _object(
@@ -57,7 +83,8 @@ def _turn(role: str, *blocks: Json) -> Json:
 
 MESSAGES = Meta(
     extra_json_schema=_list(
-        {"anyOf": [_turn("user", _RESULT), _turn("assistant", _USE, _THOUGHT)]}, MAX_MESSAGES
+        {"anyOf": [_turn("user", _RESULT, _DOCUMENT, _FOUND), _turn("assistant", _USE, _THOUGHT)]},
+        MAX_MESSAGES,
     )
 )
 SYSTEM = _or_null(_STRING, _list(_TEXT, MAX_PARTS, least=0))
