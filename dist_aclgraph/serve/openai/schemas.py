@@ -37,6 +37,15 @@ _PART = {
         ),
     ]
 }
+# Parts that only an assistant's message may have.
+_THOUGHT = {
+    "type": "object",
+    "required": ["type", "thinking"],
+    "properties": {
+        "type": {"const": "thinking"},
+        "thinking": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART["anyOf"][1]}]},
+    },
+}
 
 
 def _field(**schema: Any) -> Meta:
