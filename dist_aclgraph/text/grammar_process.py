@@ -52,7 +52,8 @@ def make_grammar(source: dict[str, Any]) -> str:
     kind, text = source["kind"], source["text"]
     if kind == "json":
         schema = json.loads(text)
-        schema = {} if schema is True else schema or {"enum": []}
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
         use_equivalents(schema)
         if schema == {"enum": []}:
             raise ValueError("no value matches the schema")

@@ -14,16 +14,11 @@ from dist_aclgraph.formats.tools import without_marks
 from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.sampling_fields import without_none
-from dist_aclgraph.serve.openai.schemas import MAX_NAME_CHARS, MAX_TOOLS
+from dist_aclgraph.serve.openai.schemas import HOSTED, MAX_NAME_CHARS, MAX_TOOLS
 
 MAX_BYTES = 1 << 20  # maximum number of bytes of all definitions together
 MAX_STRINGS = 1 << 15
 MAX_CALLS = 128  # maximum number of calls of one message
-# Beginnings of the types of tools that a provider runs itself.
-HOSTED = (
-    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
-    *("image_generation", "tool_search", "mcp"),
-)
 _NAME = re.compile(r"[\w.:/-]+")
 _NOTHING = (b"", b"null", b"[]")
 
