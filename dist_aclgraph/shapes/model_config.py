@@ -68,7 +68,11 @@ class ModelConfig:
             return "(none)"
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self._wrong("architectures", names, "a list of names")
-        return names[0][:200]
+        # Embedding models are often stored without a head. As in vLLM, their decoder is that of
+        # the model with a head.
+        name = names[0][:200]
+        is_headless = name.endswith("Model") and not name.endswith("HeadModel")
+        return f"{name.removesuffix('Model')}ForCausalLM" if is_headless else name
 
     @property
     def dtype(self) -> str:

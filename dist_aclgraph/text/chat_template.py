@@ -251,4 +251,6 @@ def _sources(directory: Path, described: Any) -> dict[str, Any]:
     if isinstance(described, list):
         named = [item for item in described if isinstance(item, dict)]
         return {str(item.get("name")): item["template"] for item in named if "template" in item}
+    if isinstance(described, dict):
+        return {str(name): template for name, template in described.items()}
     return {} if described is None else {"default": described}

@@ -362,3 +362,17 @@ def test_a_pipe_in_the_place_of_a_file_blocks_nobody(tmp_path, name):
 
     with pytest.raises(ModelError, match="is not a regular file"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Qwen3Model", "Qwen3ForCausalLM"),
+        ("GPT2LMHeadModel", "GPT2LMHeadModel"),
+        ("Qwen3ForCausalLM", "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_decoder_without_a_head_has_the_architecture_with_a_head(tmp_path, name, found):
+    write(tmp_path, "config.json", {"architectures": [name]})
+
+    assert read_model_config(tmp_path).architecture == found
