@@ -192,6 +192,20 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
     node[int(last) if last.isdecimal() else last] = value
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, because PyYAML would ignore the first value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in keys:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"line {line} has the key {key.value!r:.80} again; keep one")
+                keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
@@ -213,7 +227,7 @@ def _read_yaml(text: str) -> Any:
         return [copied(item) for item in value] if isinstance(value, list) else value
 
     try:
-        return copied(yaml.safe_load(text))
+        return copied(yaml.load(text, Loader=_Loader))  # a SafeLoader
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
@@ -241,6 +255,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        message = "It must be a mapping of keys"
     if key == "configuration" or isinstance(error["input"], dict):
         return message if key == "configuration" else f"{key}: {message}"
     return f"{key} is {error['input']!r:.200}: {message[0].lower()}{message[1:]}"
