@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dist_aclgraph.formats.one_of import parts_of
+from dist_aclgraph.formats.one_of import DATA, parts_of
 
 # Formats of JSON Schema, draft 2020-12. llguidance checks or refuses them. All other formats, such
 # as ``binary`` or ``password``, are only notes for readers.
@@ -33,10 +33,12 @@ _URI = re.compile(r"(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 
 
 def leave_out_no_effect(schema: dict[str, Any]) -> None:
-    """Remove keywords that allow every value, formats that JSON Schema does not define, and ids
-    that are no URIs.
+    """Remove keywords that allow every value, formats that JSON Schema does not define, ids that
+    are no URIs, and keywords whose value is null, as some programs write absent keywords.
     """
     for part in parts_of(schema):
+        for key in [key for key in part if part[key] is None and key not in DATA]:
+            del part[key]
         for key, values in NOTHING.items():
             if part.get(key) in values:
                 del part[key]
