@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dist_aclgraph.formats.one_of import DATA, parts_of
+from dist_aclgraph.formats.one_of import parts_of
 
 # Formats of JSON Schema, draft 2020-12. llguidance checks or refuses them. All other formats, such
 # as ``binary`` or ``password``, are only notes for readers.
@@ -26,6 +26,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
+MAY_BE_NULL = {"const", "default"}
 # Some programs write a title or a name into these keywords. If the value is no URI reference
 # (RFC 3986), no ``$ref`` can refer to it.
 IDS = ("$id", "$schema")
@@ -37,7 +38,7 @@ def leave_out_no_effect(schema: dict[str, Any]) -> None:
     are no URIs, and keywords whose value is null, as some programs write absent keywords.
     """
     for part in parts_of(schema):
-        for key in [key for key in part if part[key] is None and key not in DATA]:
+        for key in [key for key in part if part[key] is None and key not in MAY_BE_NULL]:
             del part[key]
         for key, values in NOTHING.items():
             if part.get(key) in values:
