@@ -20,6 +20,7 @@ _OF_PARTS = frozenset({"text", "type"})  # keys of a part
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 # For roles of other APIs, the role that replaces them if the template does not know them.
 OLDER_ROLES = {"developer": "system", "function": "tool"}
+NO_ROLES = frozenset({"content", "role"})  # keys of messages
 # Filters whose result is still a list of parts.
 _OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})
 # Tests by which a template distinguishes a text from a list of parts.
@@ -34,6 +35,8 @@ class MessageForm:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
         roles: the roles for which the template has a rule.
+        words: all words in the texts of the template's code, among which are names of roles that
+            the template finds in other ways, for example by a filter.
         writes_roles: whether the template writes the name of a role, so that any name is possible.
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
@@ -42,6 +45,7 @@ class MessageForm:
     reads_parts: bool = False
     reads_texts: bool = True
     roles: frozenset[str] = frozenset()
+    words: frozenset[str] = frozenset()
     writes_roles: bool = False
     tests_none: bool = False
 
@@ -70,7 +74,7 @@ class MessageForm:
 
     def knows(self, role: str) -> bool:
         """Return whether messages may have this role."""
-        return role in ROLES or role in OLDER_ROLES or role in self.roles or self.writes_roles
+        return role in ROLES or role in OLDER_ROLES or role in self.words or self.writes_roles
 
 
 def read_form(source: str, template: nodes.Template) -> MessageForm:
@@ -93,18 +97,25 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
     variables = _names_of_roles(template)
     roles = set(_compared_roles(template, variables))
     roles |= {"developer"} if "developer" in source else set()
+    texts = (value for value in _constants(template) if isinstance(value, str))
     return MessageForm(
-        reads_parts, reads_texts, frozenset(roles), _writes_roles(template, variables), tests_none
+        reads_parts=reads_parts,
+        reads_texts=reads_texts,
+        roles=frozenset(roles),
+        words=frozenset(word for text in texts for word in text.split()) - NO_ROLES,
+        writes_roles=_writes_roles(template, variables),
+        tests_none=tests_none,
     )
 
 
 def _names_of_roles(template: nodes.Template) -> set[str]:
-    """Return the variables that have a message's role as their value."""
-    return {
-        assign.target.name
-        for assign in template.find_all(nodes.Assign)
-        if isinstance(assign.target, nodes.Name) and _has_role(assign.node, set())
-    }
+    """Return the variables, and attributes of namespaces, that have a message's role as their
+    value.
+    """
+    assigned = [each for each in template.find_all(nodes.Assign) if _has_role(each.node, set())]
+    targets = [each.target for each in assigned]
+    attributes = {target.attr for target in targets if isinstance(target, nodes.NSRef)}
+    return {target.name for target in targets if isinstance(target, nodes.Name)} | attributes
 
 
 def _compared_roles(template: nodes.Template, names: set[str]) -> Iterator[str]:
@@ -134,7 +145,9 @@ def _has_role(node: nodes.Node, names: set[str]) -> bool:
     if isinstance(node, nodes.CondExpr):
         branches = [node.expr1] if node.expr2 is None else [node.expr1, node.expr2]
         return any(_has_role(branch, names) for branch in branches)
-    is_named = isinstance(node, nodes.Name) and node.name in names
+    is_variable = isinstance(node, nodes.Name) and node.name in names
+    is_attribute = isinstance(node, nodes.Getattr) and node.attr in names
+    is_named = is_variable or is_attribute
     is_role = is_named or _key(node) == "role"
     return is_role or any(_has_role(inner, names) for inner in node.iter_child_nodes())
 

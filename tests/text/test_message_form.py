@@ -91,6 +91,11 @@ ROLES = {
     "in a variable": "{% set r = messages[0].role if true else '' %}{{ '<' + r + '>' }}",
     "compared": "{% if messages[0]['role'] == 'document' %}<document>{% endif %}",
     "in a list": "{% if messages[0].role in ['a', 'document'] %}<document>{% endif %}",
+    "in a namespace": "{% set ns = namespace(r='') %}{% set ns.r = messages[0].role %}<{{ ns.r }}>",
+    "by a filter": "{% for m in messages | selectattr('role', 'equalto', 'document') %}<document>"
+    "{% endfor %}",
+    "by its beginning": "{% if messages[0].role.startswith('document') %}<document>{% endif %}",
+    "in a text": "{% if messages[0].role in 'user document' %}<document>{% endif %}",
     "by a variable": "{% set r = messages[0].role %}{% if 'document' == r %}<document>{% endif %}",
 }
 
@@ -104,7 +109,7 @@ def test_a_message_may_have_each_role_that_the_template_knows(source):
     "source",
     [
         "{% if messages[0]['role'] == 'user' %}{{ messages[0].content }}{% endif %}",
-        "{{ messages[0].role == 'user' }}{{ 'document' }}",
+        "{{ messages[0].role == 'user' }}{{ messages[0]['role'] == 'documents' }}",
         "{{ messages[0].content }}{% if false %}{{ raise_exception(messages[0].role) }}{% endif %}",
     ],
 )
