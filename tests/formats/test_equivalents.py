@@ -60,6 +60,8 @@ def allows(schema, value) -> bool:
     ("schema", "good", "bad"),
     [
         ({"format": "email", "pattern": EMAIL}, ["a.b@c.de"], [".a@c.de", "a..b@c.de", "a.@c.de"]),
+        ({"format": "time", "pattern": r"^[0-2]\d:[0-5]\d$"}, ["10:30"], ["10:30:00Z", "x"]),
+        ({"format": "time"}, ["10:30:00Z"], ["10:30"]),
         ({"pattern": DECIMAL}, ["-1.50", "0", ".5"], ["", "-", ".", "1e5"]),
         ({"pattern": MONEY}, ["12.34", "-1.5"], ["", "+."]),
         (
