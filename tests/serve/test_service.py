@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -261,6 +262,8 @@ def test_models_have_the_fields_that_benchmarks_read():
     assert one["root"].endswith(MODEL)
     assert one["max_model_len"] == service.state.context_len
     assert (one["type"], one["capabilities"]["completion_chat"]) == ("base", True)
+    assert one["display_name"] == one["id"]  # for Anthropic's clients, like the time
+    assert datetime.fromisoformat(one["created_at"]).timestamp() == one["created"]
     assert reply.choices[0].message.content == "a"
 
 
