@@ -84,7 +84,7 @@ def burst(engine: DecodeEngine) -> dict[str, list[float]]:
 
 
 def stream(engine: DecodeEngine, seed: int) -> dict[str, list[float]]:
-    """Return the times to the first token of requests that join others, and the others' gaps."""
+    """Return joining requests' times to the first token, and token gaps of the other requests."""
     client, random = Client(engine), np.random.default_rng(seed)
     for _ in range(STREAMS):
         client.send(STREAM_TOKENS)

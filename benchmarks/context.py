@@ -39,7 +39,7 @@ from dist_aclgraph.context.prompt_split import PromptSplit, share_of_work
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.shapes.model_facts import read_model_facts
 
-DTYPE = "float32"  # because most CPUs also compute bfloat16 in float32
+DTYPE = "float32"  # most CPUs also compute bfloat16 in float32
 VOCAB, BLOCK_SIZE = 2048, 128
 MAX_STEP_TOKENS = 8192  # large enough that one step computes a whole prompt
 WARM_UP_STEPS = 4

@@ -216,7 +216,7 @@ def decode_beside(
     """Return the times between tokens of ``batch`` decoding requests: alone, while prompts of
     ``length`` tokens are computed, and while such prompts are read from files.
 
-    Both with computed and with read prompts, three prompts run one after another.
+    In the second and the third case, three prompts run one after another.
     """
     gaps: dict[str, list[float]] = {way: [] for way in (ALONE, COMPUTED, READ)}
     cpu_s: dict[str, float] = dict.fromkeys(gaps, 0.0)

@@ -74,7 +74,7 @@ class Way:
     pids: tuple[int, ...]
 
     def step(self, plan: StepPlan) -> float:
-        """Return the seconds from a plan to its last result."""
+        """Send a plan; return the seconds until all workers have sent their results."""
         began_s = time.perf_counter()
         if isinstance(self.peers, BarePeers):
             self.peers.round(encoder.encode(plan.for_rank(0)))

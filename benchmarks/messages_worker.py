@@ -1,7 +1,7 @@
 """The program of the workers of ``make bench-messages``. A worker replies to every plan at once.
 
-As in a deployment with more workers than cores, the workers are forked from one process, and so
-share memory pages, which stay in the CPU's cache from one wake-up to the next.
+The workers are forked from one process, like the workers of a deployment that has more workers than
+cores. So the workers share memory pages, and these pages stay in the CPU's cache between two steps.
 """
 
 from __future__ import annotations

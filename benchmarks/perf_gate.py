@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 INT8 = {"quantization": "w8a8"}
-# With prompts, all requests together need more steps than are run.
+# The prompts are so long that they fill all steps that are run.
 MIXED_TOKENS, LONG_PROMPT = 64, 900
 MIXED = GraphFamily(run_mode="FULL", query_len=0, buckets=(MIXED_TOKENS,))
 CHUNKS = {
@@ -82,6 +82,14 @@ CHUNKS = {
 }
 EXPERT_MODEL = {"architectures": ["Qwen3MoeForCausalLM"], **HEADS, **EXPERTS}
 LATENT_MODEL = {**LATENT, "architectures": ["DeepseekV2ForCausalLM"]}
+# The widths of DeepSeek-V3, for which torch_npu has an operator; one rank of 16 heads.
+WIDE_LATENT_MODEL = {
+    **LATENT_MODEL,
+    "hidden_size": 7168,
+    "q_lora_rank": 1536,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
 CASES = {
     "dense": Case(MODELS["dense"]),
     "dense, no updates": Case(MODELS["dense"], settings={"graph": {"updates": "none"}}),
@@ -91,6 +99,7 @@ CASES = {
     "experts, int8": Case(EXPERT_MODEL, settings=INT8),
     "latent": Case(LATENT_MODEL),
     "latent, int8": Case(LATENT_MODEL, settings=INT8),
+    "latent of DeepSeek-V3, int8": Case(WIDE_LATENT_MODEL, settings=INT8),
     "hybrid": Case(MODELS["hybrid"]),
     "sparse": Case(MODELS["sparse"]),
     "sparse, int8 KV": Case(MODELS["sparse"], settings={"kv": {"dtype": "int8"}}),

@@ -109,8 +109,8 @@ def measure(
     """Stream from each server in turn; return one row for each server and number of streams.
 
     Args:
-        is_apart: whether no client runs on the servers' core. Then no client preempts a server, as
-            if the clients were remote.
+        is_apart: whether no client runs on the servers' core. Such clients never preempt a server,
+            like remote clients.
     """
     config = _config(max(sizes), pace)
     tokens = Tokenizer(config.model).encode(TEXT)
@@ -228,7 +228,7 @@ class Client:
 class Turn:
     """The results of one turn: CPU time per token, all latencies, and the frames of one stream.
 
-    ``ingress_us`` is the CPU time of each ingress per token of its own.
+    ``ingress_us``: the CPU time of each ingress, divided by the number of its tokens.
     """
 
     cpu_us: float

@@ -89,7 +89,7 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return the times of steps by number of constrained requests, of compiling, and of masks."""
+    """Return step times by number of constrained requests, and times to compile and to mask."""
     models = [
         {**config, "vocab_size": VOCAB}
         for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())
@@ -250,7 +250,7 @@ class _Scripted(Matchers):
         vars(matchers)["answer"] = answer
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # its result is dropped; the call costs the usual time
+        super()._tokens(row, begin, end)  # not used; the call takes the usual time
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 

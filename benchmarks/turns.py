@@ -127,7 +127,7 @@ def title(workload: str) -> str:
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
     """Return how many requests got other tokens than in ``base``.
 
-    The other runs of the base setting are compared, too, so they can also differ.
+    ``runs`` may contain other runs of the base setting, which can also differ from ``base``.
     """
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)

@@ -26,6 +26,9 @@ export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:
 export RAY_gcs_rpc_server_reconnect_timeout_s="${RAY_gcs_rpc_server_reconnect_timeout_s:-300}"
 # Ray's head stores no events of tasks. Every heartbeat is a task, so they would take more memory all the time.
 export RAY_task_events_report_interval_ms="${RAY_task_events_report_interval_ms:-0}"
+# By default, Ray's head keeps the records of 100,000 actors that have ended.
+export RAY_maximum_gcs_destroyed_actor_cached_count="${RAY_maximum_gcs_destroyed_actor_cached_count:-1000}"
+export RAY_maximum_gcs_dead_worker_cached_count="${RAY_maximum_gcs_dead_worker_cached_count:-1000}"
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 # torch must not import torch_npu by itself, because the libraries of emulated NPUs must be loaded first.
 export TORCH_DEVICE_BACKEND_AUTOLOAD="${TORCH_DEVICE_BACKEND_AUTOLOAD:-0}"

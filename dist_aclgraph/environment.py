@@ -235,9 +235,9 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     Args:
         is_local: whether this package starts Ray, or has started it. Any other cluster keeps its
             own settings.
-        waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer. If
-            so, another process can restart the store, and this process itself must notice that Ray
-            has died.
+        waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer, so
+            that another process can restart the store. With such waits, this process must notice
+            by itself that Ray has died.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -262,9 +262,12 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
         # Disables Ray's events of tasks. Every heartbeat is a task, so the control store and the
         # dashboard's agent would grow for as long as the service runs. No code reads the events.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        # Ray would keep the records of 100,000 actors and workers that have ended.
-        os.environ.setdefault("RAY_maximum_gcs_destroyed_actor_cached_count", "200")
-        os.environ.setdefault("RAY_maximum_gcs_dead_worker_cached_count", "200")
+        # By default, the control store keeps the records of 100,000 actors that have ended.
+        os.environ.setdefault("RAY_maximum_gcs_destroyed_actor_cached_count", "1000")
+        os.environ.setdefault("RAY_maximum_gcs_dead_worker_cached_count", "1000")
+        # Disables Ray's metrics. The dashboard's agent would keep metrics of each process that has
+        # ended, and nobody knows the port of a local Ray's metrics.
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")
         # With this period, a daemon that hangs is noticed after 12 to 42 s.
         os.environ.setdefault("RAY_health_check_period_ms", "2000")
         os.environ.setdefault("RAY_health_check_timeout_ms", "5000")

@@ -99,7 +99,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def heard_signals() -> Iterator[None]:
     """Let this process and its children react to SIGINT and SIGHUP.
 
-    A process ignores SIGINT if a shell has started it with ``&``, and SIGHUP if ``nohup`` has.
+    A process that a shell starts with ``&`` ignores SIGINT. With ``nohup``, it ignores SIGHUP.
     """
     handlers: dict[signal.Signals, Any] = {
         signal.SIGINT: signal.default_int_handler,

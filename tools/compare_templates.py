@@ -140,7 +140,7 @@ def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation in all forms: with unchanged contents, as texts, and as parts.
 
     Each form is yielded with arguments of calls as objects, and with arguments as JSON texts. Then
-    all forms are yielded again; this time, a message with calls has "" instead of no content.
+    all forms are yielded again with "" as the content of messages that have calls, but no content.
     """
     filled = [{**m, "content": m.get("content") or ""} if m.get("tool_calls") else m for m in chat]
     for each in (chat, filled):

@@ -64,7 +64,7 @@ _TEXT = (
     "device ([probe.md](../operate/probe.md)). For each of the other places, "
     "`tools/known_refusals/*.toml` has one of these reasons why there is no question:"
 )
-_WIDTH = 120  # of the page, except for tables
+_WIDTH = 120  # columns of the page; tables can be wider
 _OPEN, _CLOSE = "([{", ")]}"
 
 

@@ -43,7 +43,7 @@ class Cause:
     """The cause of failures, as in ``upstream.toml``.
 
     Attributes:
-        needs: what the tests need and the emulator does not have; empty if it is a defect.
+        needs: what the tests need and the emulator lacks; empty if the cause is a defect.
         tests: patterns of names of tests.
     """
 

@@ -29,7 +29,7 @@ SETS: dict[str, tuple[str, ...]] = {
         "tests/parity/test_sparse_latent.py",
         "tests/parity/test_spread_experts.py",
     ),
-    # The questions compare each operator that the runtime calls with the host.
+    # For each operator of the runtime, a question compares the results with results of the host.
     "probe": (
         "tests/probe/test_devices.py::test_the_emulator_answers_as_it_says",
         "--hypothesis-profile=full",

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-qwen3"
 PATCH = ROOT / "emulator" / "for_vllm_ascend"
-LENGTHS = (1, 5, 60, 129, 200)  # of prompts; some end inside a block, one fills more than a block
+LENGTHS = (1, 5, 60, 129, 200)  # lengths of prompts; a block has 128 tokens
 NUM_TOKENS = 24
 SIZES = [1, 2, 4, 8]
 TIMEOUT_S = 1800
@@ -53,7 +53,7 @@ def our_tokens(tp: int) -> list[list[int]]:
 
 
 def peer_tokens(tp: int) -> list[list[int]]:
-    vllm = importlib.import_module("vllm")  # only in the environment of vLLM
+    vllm = importlib.import_module("vllm")  # installed only in vLLM's environment
     llm = vllm.LLM(
         model=str(MODEL),
         dtype="bfloat16",

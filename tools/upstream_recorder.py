@@ -37,7 +37,7 @@ class Recorder:
         known = read(self._log)
         done = {test for test, (outcome, _) in known.items() if outcome != "not run"}
         waiting = [i for i in items if i.nodeid not in done and i.nodeid not in self._left_out]
-        # unittest's order, in which torch_npu runs the tests; some depend on it.
+        # torch_npu runs the tests in unittest's order, and some tests depend on this order.
         items[:] = sorted(waiting, key=lambda item: str(item.nodeid))
         for item in items:
             add(self._log, "not run", item.nodeid)

@@ -30,7 +30,7 @@ def check_deployment(config: Config) -> Config:
         check_weight_files(config.model)
     read_task(config)
     if config.device.kind == "auto":
-        Planner.from_config(config)  # only the nodes of the cluster know their memory
+        Planner.from_config(config)  # the memory of the cluster's devices is unknown here
     else:
         plan_report(config)
     return config

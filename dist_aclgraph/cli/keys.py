@@ -52,7 +52,7 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
-MAX_WORDS = 4  # if an option has more names of values, the page shows only the option's note
+MAX_WORDS = 4  # if an option renames more values, the page shows only the option's note
 
 
 def _options() -> Iterator[tuple[str, str]]:

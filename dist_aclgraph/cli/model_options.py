@@ -58,7 +58,7 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
     """
     left = deque(args)
     parts: dict[str, dict[str, Any]] = {}
-    # If the model followed these values, it would be read as a further value.
+    # If the model followed an option's values, the model would be read as one more value.
     is_model_first = bool(args) and not args[0].startswith("-")
     while left:
         argument = re.sub(r"^-O(?=\d)", "-O=", left.popleft())  # -O3
@@ -124,8 +124,8 @@ def _set_part(mapping: dict[str, Any], names: Sequence[str], value: str) -> None
 
 
 def _plain_int(text: str) -> str:
-    """Return an integer that may have a unit (1k is 1000, 1K is 1024) without the unit, as vLLM
-    reads it. Any other text is not changed.
+    """Convert an integer with a unit (1k is 1000, 1K is 1024) to a plain integer, by vLLM's rules.
+    Any other text is not changed.
     """
     if text == "auto":
         return "-1"

@@ -49,7 +49,7 @@ ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 @dataclass
 class _Ingress:
-    """One ingress, and what outlives it.
+    """One ingress: its process, and the objects that its next process will use, too.
 
     Attributes:
         pid: 0 while no process runs.
@@ -220,7 +220,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - ingress.began_s >= SETTLED_S:
                     ingress.backoff.succeeded()
-                # The pause is counted from the previous failure, so it is over after a long run.
+                # The pause begins at the previous failure. After a long run it is already over.
                 ingress.due_s = now_s + ingress.backoff.pause_s(now_s)
                 ingress.backoff.failed(now_s)
                 return None

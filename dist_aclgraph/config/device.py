@@ -11,7 +11,12 @@ from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 FusionName = Literal[
-    "norm_quant", "swiglu_quant", "routing_quant", "expert_swiglu_quant", "nz_weights"
+    "norm_quant",
+    "swiglu_quant",
+    "routing_quant",
+    "expert_swiglu_quant",
+    "nz_weights",
+    "latent_prologue",
 ]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
 ASSUMED_CANN = "9.1.0"  # the newest CANN for which a version of torch_npu is published
@@ -165,7 +170,8 @@ class DeviceConfig(Section):
         "swiglu_quant the result of SwiGLU, routing_quant the rows of experts while they are "
         "sorted (not in steps that use MC2, which sorts while it sends), expert_swiglu_quant "
         "computes the products of gate and up of experts, SwiGLU and its quantisation. With "
-        "nz_weights, int8 weights have the format that the cube unit reads (FRACTAL_NZ). auto "
+        "nz_weights, int8 weights have the format that the cube unit reads (FRACTAL_NZ). "
+        "latent_prologue computes the queries of latent attention and writes its cache. auto "
         "uses each of them where chip, CANN, torch_npu, dtype and widths allow it; none uses none "
         "of them; a list uses only those in it. Results differ from those of separate operators "
         "by roundings, but do not depend on nz_weights. The report of a start shows which are "

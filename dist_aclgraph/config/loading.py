@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from os.path import exists, expanduser, isdir, isfile  # accept any text; methods of Path do not
+from os.path import exists, expanduser, isdir, isfile  # methods of Path refuse some texts
 from pathlib import Path
 from typing import Any
 

@@ -114,6 +114,13 @@ class ServeConfig(Section):
     header_s: float = Field(
         10.0, gt=0, description="limit in seconds for sending the headers of a request"
     )
+    keep_alive_s: float = Field(
+        5.0,
+        gt=0,
+        description="a connection without a request is closed after this number of seconds. If a "
+        "reverse proxy keeps connections to this server, set a longer time than the proxy's own "
+        "limit; otherwise the proxy may send a request while the connection is closed",
+    )
     stall_s: float = Field(
         60.0,
         gt=0,

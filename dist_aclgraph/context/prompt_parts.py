@@ -211,7 +211,7 @@ class Reads:
         own: [m], slots that this shard reads for all shards. ``m`` is the same on every shard; if a
             shard has fewer slots, slot 0 fills the array. None if there is only one shard.
         launches: for each launch, the indices of its keys among the gathered keys, which are
-            [count * m], shard by shard. If there is only one shard, the slots of its keys.
+            [count * m], shard by shard. With one shard, launches contain slots of keys instead.
     """
 
     own: IntArray | None

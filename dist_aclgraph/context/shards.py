@@ -100,7 +100,7 @@ class Shards:
         return np.where(is_own, self.own_slots(whole), FOREIGN_SLOT - whole).astype(np.int32)
 
     def whole_slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the slot of each position in an undivided cache; arguments as ``slots``."""
+        """Return the slot of each position in an undivided cache; see ``slots`` for arguments."""
         size = self.tokens_per_block
         blocks, offsets = positions // size, positions % size
         last = block_table.shape[1] - 1

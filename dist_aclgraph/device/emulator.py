@@ -1,5 +1,5 @@
-"""The emulated NPU: the package ``npu_emulator`` beside its C++ sources in ``emulator/``, with this
-package's errors.
+"""The emulated NPU: the package ``npu_emulator``, which is beside its C++ sources in ``emulator/``.
+Its errors are converted to errors of this package.
 
 ``python -m dist_aclgraph.device.emulator`` builds the emulated libraries. With ``run -- COMMAND``,
 it runs a program on the emulated NPU.

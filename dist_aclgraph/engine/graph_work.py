@@ -149,7 +149,7 @@ class GraphWork:
             inputs.positions,
             inputs.slots,
             self.caches,
-            metadata,
+            replace(metadata, is_in_pieces=True),
             run,
             self._experts_of(graph),
         )

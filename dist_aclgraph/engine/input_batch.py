@@ -66,7 +66,7 @@ class InputBatch:
         # that the last step sampled.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
-        # References to samples of the last step, and the row of each sample.
+        # The references that name the samples of the last step, and the row of each sample.
         self._names = self._named_rows = NO_INTS
         # The last step and its records, if the next step may be computed from the last step; and
         # the number of steps that may be computed in this way before a request needs another block.

@@ -76,7 +76,7 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows
             continue
-        # Index that the token at position 0 of the request would have in the step.
+        # The index in the step that position 0 of the request has, or would have if it ran.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -57,9 +57,9 @@ class StateSteps:
         """Return the metadata of any mixture of live requests.
 
         A direct request updates its state token by token. With drafts, a request is direct if it
-        verifies drafts. Without drafts, it is direct if it has one token, even if it samples none:
-        a request from another group runs its known output without sampling, but must round its
-        state in the same way. The requests that decode are the first requests of a batch.
+        verifies drafts. Without drafts, a request is direct if it has one token. A request from
+        another group first runs its known output without sampling. Such steps are direct, too, so
+        that the state is rounded in the same way. Requests that decode come first in a batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -67,7 +67,7 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        if self._passed is not None:  # a chunk of a prompt can have this length, too
+        if self._passed is not None:  # but a chunk of a prompt can have this length
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
         rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)

@@ -113,8 +113,8 @@ class StepsInFlight:
         continues while the device drafts. The step is in flight after ``add``.
 
         Args:
-            prompts: log-probabilities of prompts, whose copies are already queued.
-            embeddings: hidden states of prompts, whose copy is already queued.
+            prompts: log-probabilities of prompts; their copies to the host are already queued.
+            embeddings: hidden states of prompts; their copy to the host is already queued.
         """
         needs_tokens = self.owns_output or self.has_drafts or self.matchers.concern(inputs)
         coming = self.output.queue(

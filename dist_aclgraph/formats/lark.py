@@ -343,7 +343,7 @@ def choice_of(expressions: list[str]) -> str:
 
 
 def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of ``root`` as a separate schema. Its references keep their targets."""
+    """Return a part of ``root`` as a separate schema, whose references keep their targets."""
     moved = _moved(schema)
     return schema if moved == schema else {**moved, "$defs": {"root": _moved(root)}}
 

@@ -119,8 +119,8 @@ def _ends_parameter(scanner: Scanner) -> Scan[bool]:
 def _as_json(text: str, types: set[str]) -> str:
     """Return JSON or a Python literal as JSON; any other text becomes a JSON string.
 
-    Templates write the strings of earlier calls without quotes, or all values in quotes. If a value
-    has none of the types, it becomes a string; if it is a string, the value in its quotes is used.
+    Templates write the strings of earlier calls without quotes, or all values in quotes. A value of
+    another type than ``types`` becomes a string; for a string, the value in its quotes is used.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.

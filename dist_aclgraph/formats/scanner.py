@@ -33,7 +33,7 @@ Emit: TypeAlias = Callable[[str], None]
 
 FIRST_CODE = 0xD800
 MAX_HEAD_CHARS = 256  # maximum length of the text between a call's first marker and its arguments
-MAX_HELD_CHARS = 1 << 16  # maximum length of a value that is read whole before it is passed on
+MAX_HELD_CHARS = 1 << 16  # maximum length of a value that is passed on as a whole
 _SPACE = re.compile(r"\s*")
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]\ud800-\udfff]')
 _INSIDE_STRINGS = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')

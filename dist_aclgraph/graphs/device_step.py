@@ -20,8 +20,8 @@ class DraftInputs(NamedTuple):
         slots: [num_reqs, 3 k] int32, slots of 3 k positions, the first place first; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
             with fewer places repeats its last place.
-        behind: [num_reqs] int32, only in graphs. The row whose number of accepted drafts the device
-            must add to the positions; the spare row if the host knows the positions.
+        behind: [num_reqs] int32, only in graphs. The device adds the number of accepted drafts of
+            this row to the positions. If the host knows the positions, this is the spare row.
     """
 
     rows: Tensor

@@ -110,7 +110,7 @@ class TaskRecorder:
         self.tasks: list[UpdatableTask] = []
 
     def ahead(self, by: int) -> AttentionTasks:
-        """Return the object that records operators of iteration ``by`` of drafting."""
+        """Return the object that records the operators of drafting's iteration ``by``."""
         return _TasksAhead(self, by)
 
     @property

@@ -63,7 +63,7 @@ LookUp = Callable[[Files], T]
 
 
 class LookUps:
-    """Looks up files in the caller's thread. This suits files in memory, where no call hangs."""
+    """Looks up files in the caller's thread; only for files in memory, because no call may hang."""
 
     num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
 
@@ -113,7 +113,7 @@ class DiskLookUps(LookUps):
         super().__init__(files)
         self._everywhere = everywhere
         self._clock = clock
-        self._late: _Call | None = None  # the call that the disk has not answered in time
+        self._late: _Call | None = None  # a call that is still late
         self._resumes_s = 0.0
         self._last: _Call | None = None
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()

@@ -149,6 +149,7 @@ class AttentionMetadata:
         on_shards: if attention chooses keys, the tokens that attend to each shard on the shard's
             rank; None if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
+        is_in_pieces: whether piecewise graphs contain the other parts of the layers.
         states: the slots of recurrent states that the step uses; None if no layer has such a state,
             or if no request is live.
     """
@@ -168,11 +169,17 @@ class AttentionMetadata:
     on_device: DeviceRows | None = None
     on_shards: ShardRows | None = None
     tasks: AttentionTasks | None = None
+    is_in_pieces: bool = False
     states: StateMetadata | None = None
 
     @property
     def num_direct(self) -> int:
         return self.query_ends[-1] if self.query_ends else 0
+
+    @property
+    def attends_directly(self) -> bool:
+        """Whether all tokens of the step attend directly, to a cache that is not sharded."""
+        return not self.parts and self.num_exchanged == 0 and self.is_empty is None
 
     @property
     def is_idle(self) -> bool:
@@ -348,7 +355,7 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            heads, scale = "num_query_heads", "softmax_scale"  # names in version 2 of the operator
+            heads, scale = "num_query_heads", "softmax_scale"  # the operator's version 2
         return {
             heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,

@@ -108,28 +108,34 @@ class LatentAttention:
             kv, rope = self.context.gather_new(kv, n), metadata.written_rope
         write_latents(kv, self.norm, rope, cache, metadata.written)
         if n := metadata.num_direct:
-            self._attend_directly(q[:n], q_rope[:n], out[:n], cache, metadata)
+            self.attend_directly(absorb(q[:n], self.keys), q_rope[:n], out[:n], cache, metadata)
         if metadata.parts:
             assert metadata.tasks is None, "graphs hold the direct form only"
             self._attend_parts(q, q_rope, out, cache, metadata)
 
-    def _attend_directly(
+    def attend_directly(
         self,
-        q: Tensor,
+        absorbed: Tensor,
         q_rope: Tensor,
         out: Tensor,
         cache: LatentCache,
         metadata: AttentionMetadata,
     ) -> None:
+        """Attend to the latents of the cache, for the first tokens of the step.
+
+        Args:
+            absorbed: [num_direct, heads, 512], queries multiplied by the key matrices.
+            q_rope: [num_direct, heads, 64], rotated.
+            out: [num_direct, heads, 128].
+        """
         context, is_empty = self.context, metadata.is_empty
-        absorbed = absorb(q, self.keys)
         if added := padded_latent_heads(self.num_heads) - self.num_heads:
             # The operator accepts only powers of two. The results of heads of zeros are not used.
             absorbed, q_rope = (pad(x, (0, 0, 0, added)) for x in (absorbed, q_rope))
         sums = None
         if is_empty is not None:
             absorbed, q_rope = gather_queries(context, absorbed, q_rope)
-            sums = q.new_empty((*absorbed.shape[:2], 1), dtype=torch.float32)
+            sums = out.new_empty((*absorbed.shape[:2], 1), dtype=torch.float32)
         n, heads, rank = absorbed.shape
         attended = absorbed.new_empty((heads, n, rank))
         latents = cache.latents.flatten(2)  # [num_blocks, block_size, 512]
@@ -150,7 +156,7 @@ class LatentAttention:
         launch(FUSED_ATTENTION_V2, arguments, metadata, attended, sums)
         if is_empty is not None and sums is not None:
             merged = context.merge(attended.transpose(0, 1), sums, is_empty)
-            attended = merged.to(q.dtype).transpose(0, 1)
+            attended = merged.to(out.dtype).transpose(0, 1)
         compute_values(attended[: self.num_heads], self.values, out)
 
     def _attend_parts(

@@ -20,7 +20,7 @@ class DeviceLaunch:
     """A launch, and the indices of its keys.
 
     Attributes:
-        keys: indices of the keys among the gathered rows; if the cache is not sharded, slots.
+        keys: indices of the keys among the gathered rows; slots if the cache is not sharded.
         ends: the launch's query ends and key ends, int32, for an operator that reads them on the
             device; None for other operators.
     """

@@ -83,7 +83,7 @@ class DirectLayout:
 
     @classmethod
     def of_arrays(cls, sent: Sequence[Tensor], max_tokens: int) -> DirectLayout:
-        """Return the layout of any lengths.
+        """Return the layout of requests with different lengths.
 
         Args:
             sent: the fields of ``DirectArrays`` without the slots, on the device.
@@ -102,7 +102,7 @@ class DirectStates:
 
     For example, a request with two drafts has the slots 4, 5, 6, and one draft is accepted. Then
     the current state is in slot 5. The next step may name 4, 5, 6 with ``accepted`` 2, or 5, 4, 6
-    with ``accepted`` 1. A step of one token only must name 5 with ``accepted`` 1.
+    with ``accepted`` 1. If the next step has a single token, it must name 5 with ``accepted`` 1.
 
     Attributes:
         slots: [t] int32. Except for slot 0, no two requests name the same slot. A padding request

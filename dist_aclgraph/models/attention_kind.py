@@ -46,9 +46,14 @@ class LayerAttention(Protocol):
     def quantises_rows(self) -> bool:
         """Whether only products in int8 use the input of ``project``."""
 
-    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
+    def project(
+        self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
+    ) -> tuple[Tensor, ...]:
         """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for the result of
         ``attend``.
+
+        Args:
+            metadata: of the step; None in piecewise graphs, which many steps use.
         """
 
     def attend(

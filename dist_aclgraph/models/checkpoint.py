@@ -136,7 +136,7 @@ class Checkpoint:
         tensor's end are zero.
 
         Args:
-            shape: shape of the stack; its first dimension counts the members.
+            shape: shape of the stack; the first dimension is the number of members.
             dim: dimension of the member.
             has_blocks: whether members are [out, in] matrices, which may be in FP8. Other members
                 are [in, out] matrices or vectors; matrices may be stored in MXFP4.

@@ -30,6 +30,10 @@ class Fusion:
         dtypes: possible types of activations.
         multiple: the width of the quantised rows must be a multiple of this number.
         widest: largest width of the quantised rows; None if there is no limit.
+        widths: possible widths; empty if there is no such limit.
+        block_sizes: possible sizes of KV blocks; empty if all sizes are possible.
+        modes: possible values of graph.mode; empty if all values are possible.
+        needs: another fusion without which the operator cannot be used.
         place: the report's description of a place where the operator fits; {} is the width.
     """
 
@@ -38,6 +42,10 @@ class Fusion:
     dtypes: tuple[str, ...]
     multiple: int = 1
     widest: int | None = None
+    widths: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    modes: tuple[str, ...] = ()
+    needs: FusionName | None = None
     place: str = "rows of {}"
     generations: tuple[str, ...] = ("A2", "A3")
     cann: tuple[int, ...] = (8, 5)
@@ -61,6 +69,11 @@ class Fusion:
             return f"torch_npu is {line}; known in {', '.join(self.lines)}"
         if config.dtype not in self.dtypes:
             return f"dtype is {config.dtype}; takes {' and '.join(self.dtypes)}"
+        size = config.kv.block_size
+        if self.block_sizes and size not in self.block_sizes:
+            return f"kv.block_size is {size}; takes {' and '.join(map(str, self.block_sizes))}"
+        if self.modes and config.graph.mode not in self.modes:
+            return f"graph.mode is {config.graph.mode}; used with {', '.join(self.modes)}"
         return None
 
     def misfit(self, width: int) -> str | None:
@@ -69,6 +82,9 @@ class Fusion:
             return f"{self.place.format(width)}, which is no multiple of {self.multiple}"
         if self.widest is not None and width > self.widest:
             return f"{self.place.format(width)}, which is more than {self.widest}"
+        if self.widths and width not in self.widths:
+            known = ", ".join(map(str, self.widths))
+            return f"{self.place.format(width)}, which is not one of {known}"
         return None
 
 
@@ -108,6 +124,20 @@ FUSIONS = (
         multiple=32,  # full blocks, so that weights need no more memory than in ND
         place="matrices of {} outputs",
     ),
+    Fusion(
+        "latent_prologue",
+        # Replaces all operators between the norm of a layer and latent attention. Known sources of
+        # CANN 8.5 have another order of arguments, and later documents allow more sizes.
+        "npu_mla_prolog_v3",
+        dtypes=("bfloat16",),
+        widths=(6144, 7168, 7680),
+        block_sizes=(16, 128),
+        # Piecewise graphs end before the cache is written, so they use separate operators.
+        modes=("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"),
+        needs="nz_weights",
+        cann=(9, 0),
+        place="hidden states of {}",
+    ),
 )
 
 
@@ -131,7 +161,11 @@ class Fusions:
     @classmethod
     def decide(cls, config: Config, chip: Chip, line: str) -> Fusions:
         """Return the operators for a chip with its CANN, and for a release series of torch_npu."""
-        return cls({fusion.name: fusion.obstacle(config, chip, line) for fusion in FUSIONS})
+        obstacles = {fusion.name: fusion.obstacle(config, chip, line) for fusion in FUSIONS}
+        for fusion in FUSIONS:
+            if fusion.needs and obstacles[fusion.name] is None and obstacles[fusion.needs]:
+                obstacles[fusion.name] = f"needs {fusion.needs}"
+        return cls(obstacles)
 
     @classmethod
     def none(cls) -> Fusions:

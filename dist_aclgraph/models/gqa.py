@@ -81,7 +81,9 @@ class GroupedQueryAttention:
     def quantises_rows(self) -> bool:
         return self.qkv.quantises_rows
 
-    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
+    def project(
+        self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
+    ) -> tuple[Tensor, ...]:
         """Return q, k and v, [num_tokens, heads, head_dim] each, the gate [num_tokens, heads *
         head_dim] if there is one, and a tensor for the result.
 

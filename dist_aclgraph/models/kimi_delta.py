@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.int8_rows import Rows, quantised
 from dist_aclgraph.layers.linear import Product
 from dist_aclgraph.models.attention_kind import Rope
@@ -41,7 +42,9 @@ class KimiDeltaAttention(DeltaAttention):
     def quantises_rows(self) -> bool:
         return self.qkv.quantises_rows and self.inner.quantises_rows
 
-    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
+    def project(
+        self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
+    ) -> tuple[Tensor, ...]:
         """Return the inputs of the convolution, g, beta, the gates [n, heads * value_dim], and a
         tensor for the results [n, heads, value_dim].
         """

@@ -93,9 +93,17 @@ class DecoderLayer:
     result_scale: float = 1.0
 
     def before_attention(
-        self, x: Tensor, residual: Tensor | None, rope: Rope
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: Rope,
+        metadata: AttentionMetadata | None,
     ) -> tuple[Tensor, ...]:
-        """Return the residual stream, followed by the inputs of attention."""
+        """Return the residual stream, followed by the inputs of attention.
+
+        Args:
+            metadata: of the step; None in piecewise graphs.
+        """
         self.marks.enter(self.index, BEFORE)
         h: Rows
         if residual is None:
@@ -103,7 +111,7 @@ class DecoderLayer:
             h, residual = self.input_norm(x), x
         else:
             h, residual = self.input_norm.after_sum(x, residual)
-        return residual, *self.attention.project(h, rope)
+        return residual, *self.attention.project(h, rope, metadata)
 
     def after_attention(
         self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
@@ -151,7 +159,7 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_self_attn_layernorm.weight"),
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
-    is_first = index in (0, spec.num_layers)  # in the decoder, or in the next-token module
+    is_first = index in (0, spec.num_layers)  # of the decoder or the next-token module
     # An ``Int8Norm`` always adds a residual stream, and only one product can use its int8 rows.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
@@ -239,7 +247,8 @@ class LayerStack:
         """
         marks = self.layers[0].marks
         marks.begin_pass(self.layers[0].index)
-        first, *between, last = self._segments(embed, step)
+        known = None if metadata.is_in_pieces else metadata
+        first, *between, last = self._segments(embed, step, known)
         cos, sin, residual, *state = run(first, positions, *inputs)
         earlier: Any = None
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
@@ -252,18 +261,20 @@ class LayerStack:
         marks.enter(HEAD, BEFORE)
         return hidden
 
-    def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:
+    def _segments(
+        self, embed: Embed, step: ExpertStep, metadata: AttentionMetadata | None
+    ) -> list[Segment]:
         """Return the segments of the forward pass: one more than there are layers."""
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             rope = self.rope(positions)
-            return *rope, *layers[0].before_attention(embed(*inputs), None, rope)
+            return *rope, *layers[0].before_attention(embed(*inputs), None, rope, metadata)
 
         def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
             residual, slots, cos, sin, *attended = state
             x, residual = above.after_attention(tuple(attended), residual, slots, step)
-            return below.before_attention(x, residual, (cos, sin))
+            return below.before_attention(x, residual, (cos, sin), metadata)
 
         def last(residual: Tensor, slots: Tensor, *attended: Tensor) -> tuple[Tensor]:
             x, residual = layers[-1].after_attention(attended, residual, slots, step)

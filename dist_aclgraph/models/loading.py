@@ -132,7 +132,7 @@ class WeightSlices:
         """Return the slice ``[start, stop)`` along ``dim`` of some members of a stack of tensors.
 
         Args:
-            shape: shape of the stack; its first dimension counts the members.
+            shape: shape of the stack; the first dimension is the number of members.
             dim: dimension of a member.
             has_blocks: whether members are [out, in] matrices, which may be in FP8.
         """
@@ -165,6 +165,10 @@ class WeightSlices:
     ) -> MatrixPart:
         """Describe the slice ``[start, stop)`` along ``dim`` of an [out, in] weight."""
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
+
+    def are_int8(self, parts: Sequence[MatrixPart]) -> bool:
+        """Return whether products multiply all these matrices in int8."""
+        return all(self._form_of([part]) == torch.int8 for part in parts)
 
     def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:
         """Return one product for several matrices, whose outputs are concatenated."""

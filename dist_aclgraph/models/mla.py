@@ -12,8 +12,9 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.context_parallel import ContextParallel
-from dist_aclgraph.layers.int8_rows import Rows
+from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, quantised
 from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentAttention, LatentCache
+from dist_aclgraph.layers.latent_prologue import HEADS, SIZES, LatentPrologue
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables, score_factor
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
@@ -41,38 +42,48 @@ class MultiHeadLatentAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: hidden -> q_rank (or the queries) + 512 (latent) + 64 (key to rotate).
+        down: hidden -> q_rank (or the queries) + 512 (latent) + 64 (key to rotate); one product,
+            or two products if there is a prologue.
         q_norm: [q_rank], weight of a norm; None if ``down`` returns the queries.
         q_up: q_rank -> heads * 192, the queries; None if ``down`` returns the queries.
+        prologue: one operator for steps whose tokens all attend directly; None if such steps use
+            separate operators, too.
     """
 
-    down: Product
+    down: tuple[Product, ...]
     q_norm: Tensor | None
     q_up: Product | None
     latent: LatentAttention
     output_product: RowParallelLinear
     sizes: LatentSpec
+    prologue: LatentPrologue | None = None
 
     @property
     def quantises_rows(self) -> bool:
-        return self.down.quantises_rows
+        return all(product.quantises_rows for product in self.down)
 
-    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
+    def project(
+        self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
+    ) -> tuple[Tensor, ...]:
         """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
-        tensor for the result.
+        tensor for the result. If the prologue will compute these, return its int8 rows instead.
         """
-        npu, sizes = torch.ops.npu, self.sizes
-        x = self.down(h)
-        n = x.shape[0]
+        npu, sizes, heads = torch.ops.npu, self.sizes, self.latent.num_heads
+        if self.prologue is not None:
+            h = quantised(h)
+            if metadata is not None and metadata.attends_directly:
+                out = self.latent.keys.new_empty((len(h.values), heads, sizes.value_dim))
+                return h.values, h.scales, out
+        x = [product(h) for product in self.down]
+        n = len(x[0])
         width = sizes.kv_rank + sizes.rope_dim
-        q, kv = torch.split(x, [x.shape[1] - width, width], dim=-1)
+        q, kv = x if len(x) > 1 else torch.split(x[0], [x[0].shape[1] - width, width], dim=-1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(npu.npu_rms_norm(q, self.q_norm, NORM_EPS)[0])
-        q = q.view(n, self.latent.num_heads, -1)
+        q = q.view(n, heads, -1)
         q, q_rope = torch.split(q, [sizes.plain_dim, sizes.rope_dim], dim=-1)
         q_rope = npu.npu_interleave_rope(q_rope.unsqueeze(2).contiguous(), *rope).squeeze(2)
-        shape = (n, self.latent.num_heads, sizes.value_dim)
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        out = q.new_empty((n, heads, sizes.value_dim))
         return q.contiguous(), q_rope, kv.contiguous(), out
 
     def attend(
@@ -83,11 +94,23 @@ class MultiHeadLatentAttention:
         metadata: AttentionMetadata,
         earlier: None,
     ) -> None:
-        q, q_rope, kv, out = inputs
-        self.latent(q, q_rope, kv, out, rope, cache, metadata)
+        if self.prologue is None or not _has_int8_rows(inputs):
+            q, q_rope, kv, out = inputs
+            self.latent(q, q_rope, kv, out, rope, cache, metadata)
+        elif not metadata.is_idle:
+            values, scales, out = inputs
+            rows = Int8Rows(values, scales, out.dtype)
+            queries = self.prologue(rows, rope, cache, metadata.written)
+            n = metadata.num_direct
+            self.latent.attend_directly(*queries, out[:n], cache, metadata)
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.output_product(inputs[-1].flatten(1))
+
+
+def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
+    """Return whether inputs of attention are those of the prologue."""
+    return inputs[0].dtype == torch.int8
 
 
 class LatentKind:
@@ -195,16 +218,24 @@ class MultiHeadLatent(LatentKind):
     def load(self, slices: WeightSlices, index: int) -> MultiHeadLatentAttention:
         prefix, rank = f"model.layers.{index}.self_attn", self._sizes.q_rank
         hidden = self._spec.hidden_size
-        q_norm, q_up = None, None
+        key_values = self._key_values(slices, prefix)
+        norm, keys, values = self._up(slices, prefix)
+        q_norm, q_up, fits = None, None, False
         if rank is None:
             queries = self._queries(slices, f"{prefix}.q_proj", hidden)
         else:
             queries = slices.matrix(f"{prefix}.q_a_proj", (rank, hidden), 0, 0, rank)
             q_norm = slices.whole(f"{prefix}.q_a_layernorm.weight", (rank,))
-            q_up = slices.product([self._queries(slices, f"{prefix}.q_b_proj", rank)])
-        norm, keys, values = self._up(slices, prefix)
+            up = self._queries(slices, f"{prefix}.q_b_proj", rank)
+            q_up = slices.product([up])
+            fits = self._suits_prologue(slices, [queries, key_values, up])
+        parts = [[queries], [key_values]] if fits else [[queries, key_values]]
+        down = tuple(slices.product(matrices) for matrices in parts)
+        prologue = None
+        if fits and q_up is not None and q_norm is not None:
+            prologue = LatentPrologue.of(down, q_up, q_norm, norm, keys)
         return MultiHeadLatentAttention(
-            down=slices.product([queries, self._key_values(slices, prefix)]),
+            down=down,
             q_norm=q_norm,
             q_up=q_up,
             latent=LatentAttention(
@@ -212,6 +243,17 @@ class MultiHeadLatent(LatentKind):
             ),
             output_product=self._output(slices, prefix),
             sizes=self._sizes,
+            prologue=prologue,
+        )
+
+    def _suits_prologue(self, slices: WeightSlices, matrices: list[MatrixPart]) -> bool:
+        sizes = self._sizes
+        return (
+            (sizes.q_rank, sizes.kv_rank, sizes.rope_dim, sizes.plain_dim) == SIZES
+            and len(self._heads) in HEADS
+            and self._context.dcp.size == self._context.pcp.size == 1
+            and slices.are_int8(matrices)
+            and slices.fusions.use("latent_prologue", self._spec.hidden_size)
         )
 
     def make_cache(self, room: CacheRoom) -> LatentCache:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of values and powers
-STORED = ("U8",)  # safetensors' name of the type of values and powers
+STORED = ("U8",)  # the type of values and powers, in safetensors' words
 GROUP = 32  # values that share a power
 _BIAS = 127  # subtracted from a stored power
 # The value of each code of E2M1: one sign bit, two bits of the exponent, one bit of the mantissa.

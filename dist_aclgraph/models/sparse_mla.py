@@ -92,10 +92,12 @@ class MultiHeadSparseAttention:
 
     @property
     def quantises_rows(self) -> bool:
-        # The indexer multiplies the rows by the weights of its heads in floats.
+        # An indexer needs the rows in floats, and multiplies them by the weights of its heads.
         return self.indexer is None and self.down.quantises_rows
 
-    def project(self, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
+    def project(
+        self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
+    ) -> tuple[Tensor, ...]:
         """Return q [n, heads, plain dim], the rotated part of q [n, heads, 64], kv [n, 576], the
         rows of the indexer if there is one, and an empty tensor for the result.
         """

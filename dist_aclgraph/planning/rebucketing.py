@@ -76,8 +76,8 @@ def choose_again(
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
     """Return the offer with step times as additional probes; prices come from the first probes.
 
-    A kind of graph gets an additional probe only if it already has a probe. Otherwise the kind
-    would get the price 0.
+    A kind of graph gets an additional probe only if it already has a probe. Additional probes have
+    no streams and no bytes, so as first probes they would give the kind the price 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (

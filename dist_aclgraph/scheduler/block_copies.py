@@ -135,7 +135,7 @@ class BlockCopies:
         """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # then each block that a job holds counts as used once more
+        if self._pool.counts_shared:  # every reference of a job to a block counts as a used block
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 
@@ -218,7 +218,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Return the waiting checkpoints that are still stored and have no file, and hold them."""
+        """Hold and return the waiting checkpoints that are still stored and have no file."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
@@ -285,9 +285,9 @@ class BlockCopies:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
         checkpoint after the last block.
 
-        Returns False if copies are late, if no checkpoint is free, if a block was condemned after
-        the look-up, or if too many blocks are being read. If a disk never answers, the blocks that
-        wait for it must leave room for the other requests.
+        Returns False if copies are late, if no checkpoint is free, if a block's file must be
+        deleted (``condemn``), or if too many blocks are being read. The number of blocks is limited
+        because a disk may never answer, and the other requests need blocks, too.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
             return False

@@ -95,7 +95,7 @@ class StepOutputs(Struct, frozen=True):
         return self.deltas(np.arange(len(self), dtype=np.int32)).each(names)
 
     def deltas(self, numbers: IntArray, picked: Places | None = None) -> StepDeltas:
-        """Return the message to one client about its requests.
+        """Return the message that tells one client the results of its requests.
 
         Args:
             numbers: [n], the numbers that the client gave its requests.

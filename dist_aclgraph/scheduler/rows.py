@@ -31,8 +31,8 @@ class StepChanges(NamedTuple):
     """The numbers that a step adds to the columns of a request that decodes.
 
     Attributes:
-        taken_off: [4, 1], added to the columns ``TAKING_OFF`` when the step is decided.
-        landed: [4, 1], added to the columns ``LANDING`` when the request gets one token.
+        taken_off: [4, 1], numbers added to the columns ``TAKING_OFF`` when the step is decided.
+        landed: [4, 1], numbers added to the columns ``LANDING`` when the request gets one token.
     """
 
     taken_off: IntArray

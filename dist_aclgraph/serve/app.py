@@ -46,8 +46,8 @@ STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
     """The application cannot be served.
 
-    The class has two bases because ``serve run`` prints only click's errors as one sentence, and
-    ``serve status`` only Serve's errors. Both commands print other errors with a traceback.
+    ``serve run`` prints click's errors as one sentence. ``serve status`` prints Serve's errors as
+    one sentence. Both commands print other errors with a traceback. So the class has two bases.
     """
 
 
@@ -125,7 +125,7 @@ class Ingress:
         def ask() -> Outlook:
             try:
                 found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
-            except DistAclGraphError:  # the groups have responded, so waiting does not help
+            except DistAclGraphError:  # the groups have responded; no retry is needed
                 raise
             except (RayError, RayServeException, TimeoutError):
                 return Outlook(progress="Ray Serve starts the groups again")

@@ -219,7 +219,7 @@ def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
     else:
         reply["content"] = _json(REPLIES[path])
     if path in STREAMS:
-        # Without a schema, because readers apply it to the whole text or to each event.
+        # Streams have no schema: some programs apply a schema to the whole text, others to events.
         reply["content"]["text/event-stream"] = {}
     found: Json = {
         "operationId": endpoint.__name__,

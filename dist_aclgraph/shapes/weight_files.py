@@ -177,8 +177,8 @@ def _check_all_exist(directory: Path, names: list[str]) -> None:
 
 
 def _file_named(directory: Path, name: str) -> Path:
-    """Return the file of that name. If there is none, return the only file whose name has the same
-    ending.
+    """Return the file with the name ``name``. If there is no such file, return the only file whose
+    name has the same ending.
     """
     wanted = directory / name
     if wanted.exists():

@@ -90,7 +90,7 @@ def compile_source(
     before = _private_bytes()
     try:
         grammar = make_grammar(source)
-    except Exception as e:  # the library raises ValueError, and for some sources other errors
+    except Exception as e:  # the library raises other errors, too, besides ValueError
         return {"error": reason_of(str(e))}
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():

@@ -346,8 +346,8 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
 
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
-    """Return whether spaces before punctuation are removed from texts. BPE models need a second key
-    in tokenizer_config.json for this.
+    """Return whether spaces before punctuation are removed from texts. For BPE models, a second key
+    in tokenizer_config.json must request it, too.
     """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)

@@ -1,5 +1,5 @@
-"""What vllm-ascend imports and no emulated NPU has. Python imports this file when it starts, if its
-folder is on PYTHONPATH (``make test-vllm-ascend``).
+"""Replaces packages that vllm-ascend imports, and that are not installed with an emulated NPU. If
+this folder is on PYTHONPATH, Python imports this file when it starts (``make test-vllm-ascend``).
 
 vllm-ascend imports pyACL, a part of CANN, for its sleep mode. It also imports models of images,
 whose processors need torchvision. No model of text uses these packages, so they are mocks.
@@ -35,8 +35,8 @@ def register() -> None:
 
     vllm-ascend's own kernels are imported before the model is compiled; the import fails, because
     the kernels are not built.
-    The warm-up of ATB, whose operators are not emulated, does nothing; nothing uses its result.
-    The slots of tokens are computed by torch, because there is no triton.
+    The warm-up of ATB does nothing, because ATB's operators are not emulated and not needed.
+    The slots of tokens are computed by torch, because triton is not installed.
     """
     import torch_npu
     from torch_npu.op_plugin.atb import _atb_ops

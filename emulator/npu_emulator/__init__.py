@@ -1,8 +1,8 @@
 """An Ascend NPU on the CPU: emulated CANN libraries for the real, unmodified torch_npu.
 
-``npu-emulator run -- python script.py`` runs a program on the emulated NPU. In a program, ``load``
-does the same for the own process. ``README.md`` beside the C++ sources describes settings and
-counters.
+``npu-emulator run -- python script.py`` runs a program on the emulated NPU. The function ``load``
+loads the emulated NPU into the calling process. ``README.md`` beside the C++ sources describes
+settings and counters.
 
 The C++ sources are compiled at the first use. libtorch_npu.so needs CANN libraries with certain
 SONAMEs, and the loader uses libraries with these SONAMEs that the process has already loaded.

@@ -115,7 +115,7 @@ def _processor_features() -> str:
 
 
 def _make(progress: OnProgress | None) -> None:
-    # Dependency files name their own objects, so a clone must use the folder name that make uses.
+    # Dependency files contain the objects' paths. So in a clone, B must be as in the Makefile.
     folder = BUILD.name if BUILD.parent == SOURCES else BUILD
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
     command.append(f"B={folder}")

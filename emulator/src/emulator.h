@@ -41,7 +41,7 @@ struct LaunchTraits {
   std::shared_ptr<const std::vector<uintptr_t>> operands;
 };
 
-// Whether a fault may hit the memory of an operator's tensors; then its launch must name them.
+// Whether a fault may hit the memory of an operator's tensors. If so, the launch must set operands.
 EMU_SHARED bool wants_operands(const char *name);
 
 // Runs `body` on the device. Depending on the stream's state, the task is queued on the stream's

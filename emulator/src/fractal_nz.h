@@ -17,7 +17,7 @@ struct FractalNz {
   int64_t matrices, rows, columns;
   int64_t element_bytes;
 
-  // Of a tensor whose last two dimensions are the matrices.
+  // `sizes` are those of a tensor whose last two dimensions are the rows and columns of matrices.
   FractalNz(const std::vector<int64_t> &sizes, int64_t element_bytes)
       : matrices(1), rows(sizes[sizes.size() - 2]), columns(sizes.back()),
         element_bytes(element_bytes) {

@@ -62,7 +62,7 @@ class World:
         at = Place(NODE, str(folder), **server)
         self.server = BlockServer(at, TOKEN, self.there)
         self.fetches = BlockFetches(here, NODE, TOKEN, clock=lambda: self.now_s)
-        at_file = self.server.address.file  # as if other nodes reached it
+        at_file = self.server.address.file  # stands for an address on other nodes
         self.address = Address("source", at_file, self.server.address.tcp or at_file)
         self.use(self.address)
 

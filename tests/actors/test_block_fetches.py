@@ -91,7 +91,7 @@ def test_without_a_checkpoint_nothing_is_copied(world: World) -> None:
 def test_files_are_kept_for_the_weights_that_the_engine_has_loaded(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for the weights of the next roll, which may be in the same folder when a fetch begins."""
+    """The weights of the next roll may be in the same folder when a fetch begins."""
     world.write(*NAMES)
     monkeypatch.setattr("dist_aclgraph.kv.tiers.cache_identity", lambda config: "next weights")
     world.fetch()
@@ -217,7 +217,7 @@ def test_a_block_is_not_found_before_all_its_files_are_here(world: World) -> Non
 
 
 def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
-    """As from a source that is slow, but not silent."""
+    """A source can be slow without being silent."""
     world.write(*NAMES)
 
     def wait() -> bool:
@@ -281,7 +281,7 @@ def test_a_wrong_token_gets_no_answer(world: World, monkeypatch: pytest.MonkeyPa
 
 
 class Hang:
-    """While it is open, all threads for fetches hang in a file system."""
+    """All threads for fetches hang in a file system, until ``close`` is called."""
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self._goes_on, self._calls = threading.Event(), list[bool]()
@@ -320,7 +320,7 @@ def test_a_disk_that_hangs_holds_no_request(
 
 
 def test_a_request_whose_fetch_does_not_begin_waits_no_longer(world: World, hang: Hang) -> None:
-    """As when many prompts are handed over at once. A fetch that has begun has its whole time."""
+    """Fetches can wait for a thread. A fetch that has begun still has its whole time limit."""
     queued = hang.begin()
     world.now_s += QUEUE_S + 1
     assert queued() and world.fetches.counts.failures == 1
@@ -375,7 +375,7 @@ def test_a_source_that_sends_junk_is_left_alone(
 
 
 def test_a_source_that_repeats_an_answer_is_left_alone(world: World, tmp_path: Path) -> None:
-    """Otherwise the fetch would go on for as long as the source repeats it."""
+    """Without this rule, the fetch would last as long as the source repeats the answer."""
     world.write(*NAMES)
     file = world.file(NAMES[0], 1).read_bytes()
     answer = [msgspec.msgpack.encode(0), file]
@@ -467,7 +467,7 @@ def test_requests_sent_ahead_are_answered_in_order(world: World, asker: Asker) -
 
 
 class Asked:
-    """Stands for an event that is set in the first waits, as many as ``times``."""
+    """A fake event: the first ``times`` waits return true, and later waits return false."""
 
     def __init__(self, times: int) -> None:
         self.left = times

@@ -58,7 +58,7 @@ def check_that_a_router_waits_for_files(service: Serving) -> None:
 
 
 def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Path) -> None:
-    """When it is killed, the other group does everything."""
+    """When the prefill group is killed, the other group computes the prompts, too."""
     kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(tmp_path), "host_gib": 0.1}
     parallel = {"dp": 2, "prefill_groups": 1, "prefill_from_tokens": 64}
     config = make_deployment_config(

@@ -19,7 +19,7 @@ DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
 UNALIGNED = {"tiny-qwen3.5": {"aclnnAdd", "aclnnInplaceCopy"}}
 
 
-# Their steps take ten times as long as the steps of the other demo models.
+# Steps of these models take ten times as long as the steps of the other demo models.
 LONG = ("tiny-deepseek-cp", "tiny-deepseek-v32")
 
 

@@ -20,7 +20,7 @@ class FakeThreads:
 
 
 def test_a_disk_that_hangs_does_not_hold_the_engine_beyond_its_time_to_stop() -> None:
-    """Otherwise the engine is killed before it deletes the copies in memory."""
+    """If the engine waited longer, it would be killed before it deletes the copies in memory."""
     config, hanging = make_config({"model": "m", "timeouts": {"stop_s": 2.0}}), FakeThreads()
     engine = SimpleNamespace(
         _config=config,

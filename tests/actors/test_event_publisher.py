@@ -1,4 +1,4 @@
-"""Subscribers get numbered messages; what they have lost, they can request again."""
+"""Subscribers get numbered messages, and can request lost messages again."""
 
 from __future__ import annotations
 

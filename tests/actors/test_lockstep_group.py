@@ -90,7 +90,7 @@ def test_the_workers_of_a_lost_group_are_killed_once() -> None:
     group, workers = make_group(), Workers()
     group.workers = workers  # type: ignore[assignment]
     group.give_up()
-    assert workers.killed == 0  # because the group is not lost
+    assert workers.killed == 0  # the group is not lost yet
 
     group.state = GroupState.DETACHED
     group.give_up()

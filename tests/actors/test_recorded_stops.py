@@ -163,7 +163,7 @@ def test_a_stalled_device_is_named_with_its_layer_and_collective(
         sentences: list[str] = []
 
         def is_explained() -> bool:
-            # A rank records where its device is when a message wakes it, the ranks one by one.
+            # A rank records its device's place when it gets a message. Ranks get messages in turn.
             for worker in service.ranks.workers:
                 worker.send(("ping", ()))  # like the controller's heartbeat
             found = explained(tmp_path)

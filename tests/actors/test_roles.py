@@ -70,7 +70,7 @@ class World:
         assert self.table.place(request, 0.0)
 
     def answer(self, *tokens: int, reason: str | None = None, index: int = -1) -> None:
-        """Let the engine of the last message answer it."""
+        """Let an engine answer a message of the client; by default, the last message."""
         name, message = self.sent[index]
         notes = () if reason is None else (Note(0, finish_reason=reason),)
         step = StepDeltas(

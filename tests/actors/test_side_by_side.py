@@ -12,7 +12,7 @@ COUNT = 4
 
 
 def test_all_parts_are_in_a_phase_at_once_and_answer_in_order():
-    inside = threading.Barrier(COUNT, timeout=20)  # fails unless all calls wait at the same time
+    inside = threading.Barrier(COUNT, timeout=180)  # fails unless all calls wait at the same time
 
     def work(index: int) -> int:
         inside.wait()
@@ -27,7 +27,7 @@ def test_the_first_failure_is_raised_while_others_still_work():
     def work(index: int) -> None:
         if index == 2:
             raise ValueError("two")
-        going_on.wait(20)
+        going_on.wait(180)
 
     with pytest.raises(ValueError, match="two"):
         side_by_side(work, range(COUNT))

@@ -1,4 +1,4 @@
-"""A context of ZeroMQ that nobody has closed does not keep its process."""
+"""A process ends even if nobody has closed its ZeroMQ context."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ del socket
 print("dropped")
 """
 
-# The context and its socket are in one cycle, and the context is freed first. Its weak reference to
-# the socket is cleared by then.
+# The context and its socket are in one cycle, and the context is freed first. At that time, the
+# context's weak reference to the socket is cleared already.
 CYCLE = """
 import gc
 import zmq

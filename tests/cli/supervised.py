@@ -57,8 +57,8 @@ class Service:
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PARTS + parts + RUN],
-            # A thread of OpenBLAS could get a signal instead of the main thread. A real fork ends
-            # these threads, but a fork that a test fakes does not.
+            # A thread of OpenBLAS could get a signal instead of the main thread. A real fork has no
+            # such threads, but in some tests no real fork takes place.
             env={**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

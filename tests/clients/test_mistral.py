@@ -1,7 +1,7 @@
 """Mistral's client chats, calls tools, gets objects and gets embeddings.
 
-Its streams accept only whole calls of tools, and its list of models demands fields that neither
-OpenAI nor vLLM has, so these two are not tested.
+Streams with tools are not tested, because the client accepts only whole calls. The list of models
+is not tested, because the client demands fields that neither OpenAI nor vLLM has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mooncake's transfer engine for NPUs, unmodified, moves KV blocks between two emulated devices.
 
-The wheel calls CANN's libraries, so this checks the emulated ``adxl`` by a program of others.
+The wheel calls CANN's libraries. So a program of another project tests the emulated ``adxl``.
 """
 
 from __future__ import annotations

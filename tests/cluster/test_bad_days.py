@@ -150,7 +150,7 @@ class Hosts:
         return next((int(x.split()[1]) for x in said.splitlines() if x.startswith("up ")), 0)
 
     def fail(self, node: Node) -> None:
-        """End all processes of a node without a word to the others, like a power failure."""
+        """End all processes of a node at once, as in a power failure; peers get no message."""
         node.set_link(False)
         node.run(["bash", "-c", f"rm -rf /dev/shm/* {PRIVATE}/*; kill -KILL -1"], 30)
 

@@ -1,7 +1,7 @@
 """Commands run on a host that looks like a host with NPUs: it has device nodes, a driver and CANN.
 
-A mount namespace plays the host. The libraries of its CANN are the emulator's, so all other code
-runs as on real NPUs.
+A mount namespace simulates the host. It contains the emulator's libraries in place of CANN's, so
+all other code runs as on real NPUs.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # With a task queue, torch_npu has a thread that wakes up ten thousand times a second, even if
     # nothing runs. test_task_queue.py tests the queue in other processes. torch_npu reads the
-    # variable once, so it must do so before the fixture ``clean_environment`` removes the variable.
-    # Earlier release series have no function that reads it, so there the queue is on.
+    # variable once. This call makes torch_npu read it before the fixture ``clean_environment``
+    # removes the variable. Earlier release series have no such call, so their queue is on.
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     getattr(torch_npu._C, "_npu_get_task_queue_enable", lambda: 0)()
 

@@ -82,7 +82,7 @@ else:
 meet("failed")
 stop()
 if rank == 0:
-    waits.join(20)
+    waits.join(180)
 meet("stopped")
 restart()
 meet("restarted")
@@ -136,7 +136,7 @@ for life in range(2):
     meet(f"failed{life}")
     stop()
     if works:
-        waits.join(30)
+        waits.join(180)
     meet(f"stopped{life}")
     restart()
     reduce(3.0 + life)

@@ -218,7 +218,7 @@ def test_a_transfer_after_its_timeout_goes_on_until_the_link_is_closed(start):
     mine = c.memory(2 * MIB, 1)
     c.link(b)
     assert c.move(b, READ, mine, yours, 10, timeout_ms=100) == TIMEOUT
-    c.unlink(b)  # does not wait for the stall, and voids the transfer
+    c.unlink(b)  # returns during the stall, and voids the transfer
     c.link(b)
     assert c.bytes_at(mine, 10) == "1*10"
     assert c.move(b, READ, mine + 100, yours, 10) == OK

@@ -28,7 +28,7 @@ ARENA = 1024
 PLACES = st.sampled_from([0, 1, 255, 256, 257, 511, 512, 513])
 LENGTHS = st.sampled_from([1, 255, 256, 257, 512])
 ENGINES = st.integers(0, 2)
-# Spans are near ranges: indices of a range of each end, a shift, and a change of the length.
+# A span is in or near a range of each end: indices of both ranges, a shift, a change of the length.
 SHIFTS = st.sampled_from([0, 0, 0, 0, 0, 1, -1])
 SPANS = st.lists(
     st.tuples(st.integers(0, 8), st.integers(0, 8), SHIFTS, SHIFTS), min_size=1, max_size=3
@@ -53,12 +53,12 @@ CALLS = st.tuples(
 
 
 class Model:
-    """What the documents say about three engines with an arena of memory each."""
+    """A model of three engines, by the documents. Each engine has an arena of memory."""
 
     def __init__(self) -> None:
         self.memory = [bytearray([number + 1] * ARENA) for number in range(3)]
         self.ranges: list[list[tuple[int, int, int]]] = [[], [], []]  # handle, begin, end
-        self.links: dict[tuple[int, int], tuple[list, list]] = {}  # with the ranges of both ends
+        self.links: dict[tuple[int, int], tuple[list, list]] = {}  # values: ranges of both ends
 
     def register(self, engine: int, handle: int, place: int, length: int) -> None:
         self.ranges[engine].append((handle, place, place + length))
@@ -151,7 +151,7 @@ def test_any_calls_do_what_a_model_does(three_engines, calls):
             model.memory[number][place : place + length] = bytes([more[2]] * length)
         else:
             peer, chosen, operation, wanted = more
-            if model.links and chosen:  # 0: any two engines, whether they are linked or not
+            if model.links and chosen:  # with 0, the engines need no link
                 number, peer = sorted(model.links)[chosen % len(model.links)]
                 engine, arena = engines[number], arenas[number]
             spans = model.spans((number, peer), wanted)

@@ -206,7 +206,7 @@ def test_a_stall_of_one_rank_is_waited_for_by_the_clocks_of_all(run_ranks):
 def test_the_modelled_time_of_aborted_work_does_not_pass(told):
     t = told("""
         import threading, time
-        LONG_S = 20
+        LONG_S = 600
         def wait_for(wait):
             try:
                 wait()

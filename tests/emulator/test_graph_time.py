@@ -159,7 +159,7 @@ def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    assert t["queued_us"] >= 900  # tasks after the updates are queued only after this time
+    assert t["queued_us"] >= 900  # later tasks are queued only after the updates
 
 
 @pytest.mark.parametrize("where", ["update()", "exec(in_a_thread)"])

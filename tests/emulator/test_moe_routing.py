@@ -71,7 +71,7 @@ def test_routing_with_quantisation(dtype):
     assert (difference <= 0.57).all()  # at most 1 / 16 is cut from a quotient
     fives = (source == 5).nonzero().flatten()
     assert torch.equal(rows.cpu()[fives, :4], want[5, :4].char().expand(len(fives), -1))
-    if dtype != torch.float32:  # the separate operator rounds other halves, and cuts nothing
+    if dtype != torch.float32:  # the separate operator rounds halves differently
         separate, _ = torch_npu.npu_dynamic_quant(x.npu())
         steps = rows[: len(order)].cpu().int() - separate.cpu()[source].int()
         assert steps.abs().max() <= 1

@@ -61,7 +61,7 @@ def rms_norm(x, gamma):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * gamma.float()
 
 
-# torch_npu accepts a call without a mask from 2.13 on, as it has ``_sleep``.
+# torch_npu accepts a call without a mask since release 2.13, which is the first with ``_sleep``.
 MASKS = [[True, False], *([None] if hasattr(torch.npu, "_sleep") else [])]
 
 
@@ -88,8 +88,8 @@ def test_a_quantised_norm_is_that_of_the_sum_before_it_is_rounded(dtype, mask):
 
 
 def test_a_quantised_norm_is_within_two_steps_of_norm_and_quantisation():
-    # Norm and quantisation round twice to bfloat16, each time by 1 / 256 at most, of the element
-    # and of the largest element: 127 * 4 / 256 is less than two steps.
+    # Norm and quantisation round twice to bfloat16. Each rounding changes the element, and the
+    # largest element, by at most 1 / 256. The sum, 127 * 4 / 256, is less than two steps.
     x, residual, gamma = (torch.randn(*s).bfloat16() for s in ((64, 256), (64, 256), (256,)))
 
     values, scale, total = quantised_norm(x, residual, gamma)

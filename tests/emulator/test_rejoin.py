@@ -63,7 +63,7 @@ waits = threading.Thread(target=wait_for_ever)
 waits.start()
 time.sleep(1)
 assert torch.npu.stop_device(rank) == 0
-waits.join(20)
+waits.join(180)
 assert not waits.is_alive()
 torch.npu.restart_device(rank)
 del graph

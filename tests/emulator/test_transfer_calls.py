@@ -34,7 +34,7 @@ def acl():
 
 
 def copy_batch(acl, copies, attributes, first):
-    """Return (status, index of the failed copy); a copy is target, room, source and bytes."""
+    """Return (status, failed copy's index). A copy is (target, bytes there, source, bytes)."""
     targets, room, sources, sizes = zip(*copies, strict=True)
     pointers, counts = ctypes.c_void_p * len(copies), ctypes.c_size_t * len(copies)
     failed = ctypes.c_size_t(0)

@@ -1,4 +1,4 @@
-"""The part of vllm-ascend's work that the patch for the emulated NPU computes."""
+"""Tests the results that the patch for the emulated NPU computes in place of vllm-ascend."""
 
 import importlib.util
 import sys

@@ -218,7 +218,7 @@ class StateLayer:
         return list(out.split([len(each) for each in rows] + [padding]))[: len(rows)]
 
     def forward(self, h: Tensor, metadata: StateMetadata) -> Tensor:
-        inputs = self.layer.project(h, NO_ROPE)
+        inputs = self.layer.project(h, NO_ROPE, None)
         whole = AttentionMetadata(
             num_tokens=0, written=h, block_table=h, query_ends=[], kv_lens=[], causal_mask=h,
             is_causal=False, states=metadata,

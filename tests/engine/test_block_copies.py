@@ -267,7 +267,7 @@ def test_a_block_that_cannot_be_written_delays_no_other_block(
 
 
 def test_no_file_is_written_after_the_end_of_files(npu: Npu, tmp_path: Path) -> None:
-    """The engine deletes the files then, and nobody would delete a later one."""
+    """The engine then deletes all files. No process would delete a file that is written later."""
     tiers, begun, goes_on = make_tiers(tmp_path), threading.Event(), threading.Event()
     name, write = bytes(16), tiers.write
 

@@ -73,6 +73,6 @@ def test_full_graphs_of_mixed_batches_give_the_tokens_of_eager_steps(
 
         assert tokens == expected, name
         assert not scheduler.dispatcher.misses
-        if name == "1 in flight":  # the same steps, so the same drafts
+        if name == "1 in flight":  # both runs have the same steps and drafts
             found, wanted = (each.ranks[0].accepted_by_position for each in (scheduler, eager))
             assert found == wanted

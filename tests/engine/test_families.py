@@ -208,7 +208,7 @@ def test_other_names_of_llama(
 
 
 def test_mimo_is_a_qwen2_with_another_name(npu: Any, tmp_path: Path) -> None:
-    """Its published code inherits that of Qwen2; its next-token modules are not loaded."""
+    """MiMo's published code inherits Qwen2's code. MiMo's next-token modules are not loaded."""
     model = make_reference("Qwen2ForCausalLM", tmp_path)
     path = tmp_path / "config.json"
     names = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
@@ -296,7 +296,7 @@ def test_the_number_of_parameters_is_that_of_transformers(
 
     parts = weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=4)
 
-    # The numbers of an activation are no tensors here.
+    # In this package, the parameters of an activation are no tensors.
     stored = (w for name, w in model.state_dict().items() if ".act_fn." not in name)
     tied = model.lm_head.weight.numel() * bool(model.config.tie_word_embeddings)
     assert sum(part.bytes for part in parts) == 4 * (sum(w.numel() for w in stored) - tied)

@@ -125,7 +125,7 @@ def test_a_weight_that_stays_in_nd_is_an_error(npu: Any) -> None:
 WIDE = {"intermediate_size": 192}  # a width that the operator after SwiGLU accepts
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", WIDE),
-    ("Qwen3ForCausalLM", {}),  # the width of its SwiGLUs is refused
+    ("Qwen3ForCausalLM", {}),  # the operator refuses this model's width
     ("Qwen3MoeForCausalLM", WIDE),
     ("DeepseekV3ForCausalLM", WIDE),
     ("GlmMoeDsaForCausalLM", WIDE),
@@ -139,7 +139,7 @@ def decide(npu: Npu, chosen: Any) -> Fusions:
     return Fusions.decide(config, Chip(npu.name, npu.cann), installed_name())
 
 
-# The number of launches that each place saves, if it is not one.
+# Number of launches that each place of a fusion saves; 1 for fusions that are missing here.
 SAVED = {"expert_swiglu_quant": 2, "nz_weights": 0}
 
 

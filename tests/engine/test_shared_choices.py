@@ -55,8 +55,8 @@ KIND: Any = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Case:
-    """Requests, each with numbers of earlier tokens and of queries. The earlier tokens are a step
-    of their own.
+    """Requests, each with numbers of earlier tokens and of queries. The earlier tokens run in a
+    separate step.
 
     Attributes:
         kind: what the ranks share: heads, which also means shards of the cache; prompts; or both.

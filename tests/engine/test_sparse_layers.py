@@ -97,9 +97,9 @@ def test_the_stream_budget_counts_every_operator_of_a_layer(
     earlier, counts = None, []
     for index, cache in enumerate(layers.make_caches(int8=int8)):
         attention = layers.attention(index)
-        inputs = attention.project(layers.h, layers.rope)
+        inputs = attention.project(layers.h, layers.rope, None)
         attend = partial(attention.attend, inputs, layers.rope, cache, layers.metadata, earlier)
-        projected = count_operators(npu, partial(attention.project, layers.h, layers.rope))
+        projected = count_operators(npu, partial(attention.project, layers.h, layers.rope, None))
         counts.append((1 + projected, count_operators(npu, attend)))  # 1: the layer's norm
         earlier = attend()
 
@@ -111,7 +111,7 @@ def test_the_stream_budget_counts_every_operator_of_a_layer(
 @torch.inference_mode()
 def test_index_keys_are_normalised_and_rotated_in_their_slots(layers: Layers) -> None:
     cache, other = layers.make_caches()
-    inputs = layers.attention(0).project(layers.h, layers.rope)
+    inputs = layers.attention(0).project(layers.h, layers.rope, None)
 
     layers.attention(0).attend(inputs, layers.rope, cache, layers.metadata, None)
 
@@ -125,7 +125,7 @@ def test_index_keys_are_normalised_and_rotated_in_their_slots(layers: Layers) ->
 @torch.inference_mode()
 def test_padding_writes_index_keys_into_the_dummy_block_only(layers: Layers) -> None:
     cache, _ = layers.make_caches()
-    inputs = layers.attention(0).project(layers.h, layers.rope)
+    inputs = layers.attention(0).project(layers.h, layers.rope, None)
     rows = layers.metadata.on_device
     assert rows is not None
     slots = rows.slots.clone()
@@ -159,7 +159,7 @@ def test_attention_to_int8_latents_is_attention_to_their_values(npu: Any, layers
     attention = layers.attention(0)
     found = []
     for cache in (floats, packed):
-        inputs = attention.project(layers.h, layers.rope)
+        inputs = attention.project(layers.h, layers.rope, None)
         attention.attend(inputs, layers.rope, cache, layers.metadata, None)
         found.append(inputs[-1].cpu())
 

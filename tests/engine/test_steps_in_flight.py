@@ -197,7 +197,7 @@ def test_two_steps_in_flight_give_the_results_of_one(
 
         for index, arrival in enumerate(arrivals):
             ours, wanted = two[str(index)], one[str(index)]
-            if arrival.abort_at is not None:  # runs may abort at other lengths
+            if arrival.abort_at is not None:  # the runs abort at different lengths
                 length = min(len(ours.tokens), len(wanted.tokens))
                 assert ours.tokens[:length] == wanted.tokens[:length], mode
                 continue

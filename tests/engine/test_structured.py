@@ -307,7 +307,7 @@ def test_a_hybrid_runs_its_prompt_once_more_when_its_grammar_is_compiled(
     for _ in range(20):
         assert not list(turn(scheduler, runner))
     gate.set()
-    # The one thread that compiles runs this after the compilation.
+    # A single thread compiles grammars, so this call runs after the compilation.
     runner._matchers._grammars._thread.submit(bool).result(60)
     tokens = []
     while scheduler.has_work or runner.is_busy:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import ALONE, CommGroup
 from dist_aclgraph.layers.context_parallel import ContextParallel
 
-MEETING_S = 20.0  # seconds after which a collective fails if a member has not called
+MEETING_S = 180.0  # a collective fails if a member has not joined after this number of seconds
 
 
 class Meeting:

@@ -64,7 +64,7 @@ def test_arguments_are_a_json_object(kind, has_tokens, written, expected):
 
     for sizes in ((1,), (2, 3), (100,)):
         found = read(form, begin + written + end, sizes)
-        if order == " name last" and not written:  # such an object has no arguments at all
+        if order == " name last" and not written:  # the object has no key for arguments
             assert found.content
             continue
         ((_, arguments, is_whole),) = found.calls

@@ -174,7 +174,7 @@ def test_published_descriptions_of_calls_choose_the_format(template, expected):
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ '<|im_start|>assistant\\n<think>' }}", "</think>"),  # OLMo 3 Think only opens it
+        ("{{ '<|im_start|>assistant\\n<think>' }}", "</think>"),  # of OLMo 3 Think
         ("{{ content.split('</think>')[-1] }}", "</think>"),
         ("<|START_THINKING|>{{ reasoning }}<|END_THINKING|>", "<|END_THINKING|>"),
         ("[THINK][/THINK]", "[/THINK]"),

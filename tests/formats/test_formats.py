@@ -155,7 +155,7 @@ def without_space(text):
 
 
 def without_wrapping(form, text):
-    """Return a text without the markers around it, as far as they are no content."""
+    """Return a text without the markers around its calls, unless the markers are content."""
     begin, end = form.around
     is_begun = text.lstrip().startswith(begin)
     text = text.replace(begin, "", 1) if is_begun else text

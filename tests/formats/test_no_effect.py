@@ -20,7 +20,7 @@ from tests.formats.walk import Walk
         {"propertyNames": {}},
         {"unevaluatedProperties": True},
         {"dependentRequired": {}},
-        {"$id": "Output Format"},  # griptape's; no schema can refer to it
+        {"$id": "Output Format"},  # an id of griptape, which no schema can refer to
         {"$id": "größe"},
         {"$schema": "draft 7"},
         {"required": None, "properties": None, "enum": None, "items": None, "$ref": None},

@@ -74,7 +74,7 @@ def test_nothing_of_tests_benches_and_tools_is_shipped(installation: Installatio
 
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dist_aclgraph"}
     assert not [name for name in names if name.endswith((".o", ".so", ".pyc"))]
-    assert "dist_aclgraph/serve/observe/status.html" in names  # the service cannot start without it
+    assert "dist_aclgraph/serve/observe/status.html" in names  # the service reads it at its start
 
 
 def test_packages_of_plots_benches_and_tests_are_extras(installation: Installation) -> None:

@@ -72,7 +72,7 @@ def test_modelslim_w4a8_beside_w8a8_gives_the_tokens_of_the_same_values_in_int8(
         made.append(quantised)
     in_int4, in_int8 = made
 
-    # Experts of four bits have no operator with SwiGLU, so int8 experts must not use theirs.
+    # No operator joins SwiGLU to 4-bit experts, so the int8 experts must not use such an operator.
     common = ["norm_quant", "swiglu_quant", "routing_quant", "nz_weights"]
     want = generate(in_int8, parallel, common)
 

@@ -62,7 +62,7 @@ def plant() -> None:
         return (a.cpu().long() * b.cpu().long()).clamp(limits.min, limits.max).int().npu()
 
     packet = torch.ops.npu.npu_fused_infer_attention_score
-    launch = packet.out  # the call that is captured and updated; version 2 stays as fast as before
+    launch = packet.out  # captured and updated calls become slow; calls of version 2 stay fast
 
     def slow_launch(**arguments):
         time.sleep(0.005)

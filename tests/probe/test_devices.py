@@ -32,8 +32,8 @@ NEAR_PLANTED = {"graphs.update_us_v2", "graphs.update_at_once_us"}
 
 
 def asked():
-    """Return quick questions, and those with or near artificial answers. The profile "full" has
-    all questions.
+    """Return the quick questions, the questions with artificial answers, and ``NEAR_PLANTED``. The
+    profile "full" has all questions.
     """
     names = {probe.name for probe in probes_of("quick")} | set(PLANTED) | NEAR_PLANTED
     return [p for p in PROBES if laws.is_full() or p.name in names]

@@ -59,7 +59,7 @@ def can_begin_with(text, part):
 
 @pytest.mark.parametrize("probe", [p for p in PROBES if p.rule], ids=lambda probe: probe.name)
 def test_a_rule_is_a_part_of_a_text_of_its_question(probe):
-    """Otherwise ``admit`` would have no effect for a device without the rule."""
+    """If it were no part, ``admit`` would have no effect for a device without the rule."""
     texts = {text for e in ENTRIES if probe.name in e.questions for text in e.texts}
 
     assert any(can_begin_with(t[i:], probe.rule) for t in texts for i in range(len(t))), texts

@@ -42,8 +42,8 @@ class Service:
 
 
 WAIT_S = 180.0  # a time limit that tests never reach on an idle machine
-# Time limit of silence in services whose engines become silent. On a busy machine, the thread of a
-# fake engine can get no CPU time for more than a second; the limit is longer than this.
+# Time limit of silence in services whose engines become silent. The limit is longer than a second,
+# because the thread of a fake engine can get no CPU time for a second on a busy machine.
 SILENT_S = 2.0
 
 

@@ -114,7 +114,7 @@ class FakeEngine:
             token.
         frames: all received frames, unchanged.
         submitted, aborted: the received requests and aborts, in order.
-        prefill_s: what the engine tells of the time of each prefill.
+        prefill_s: duration of each prefill, as the engine reports it.
         fail_after: the number of tokens after which requests fail, and the kind of the error.
         reports_late: whether requests with prompt log-probabilities wait until all other requests
             have ended.

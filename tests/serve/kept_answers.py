@@ -194,10 +194,12 @@ def serving(
     Args:
         limit, trap, overrides: see ``kept_service.py``.
     """
+    # On a busy machine, a test may need a long time between two requests on one connection.
+    keys = {"serve.keep_alive_s": 2 * WAIT_S, **overrides}
     engine = FakeEngine(by_position, step_s=0.01)
     command = [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url]
     process = subprocess.Popen(
-        [*command, str(limit or ""), str(trap or ""), json.dumps(overrides)],
+        [*command, str(limit or ""), str(trap or ""), json.dumps(keys)],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,

@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_the_error_that_serve_shows(key, value):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["/nowhere/at/all", str(CONFIG.parent)])
 def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
-    """The error must come before the connection to Ray, because the connection would fail, too."""
+    """The error about the model must come before the connection to Ray, which would fail here."""
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "dist_aclgraph:app"]
 
     found = subprocess.run(

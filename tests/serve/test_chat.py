@@ -301,7 +301,7 @@ def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_servi
 
 
 def test_a_client_that_leaves_before_the_first_frame_frees_the_engine(service):
-    """The server cancels the response before it takes the first frame."""
+    """The server cancels the response before the server has sent the first frame."""
     service.engine.reply = lambda submit: [70] * submit.max_tokens
     body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
     messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])

@@ -120,7 +120,7 @@ def test_an_echoed_prompt_has_log_probabilities(service, prompt, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_point_at_tokens_of_text_that_is_sent_late(service, stream):
-    service.answer("abcde")  # its text is sent late, because it could begin a stop string
+    service.answer("abcde")  # sent late, because this text could begin a stop string
     body = {"model": MODEL, "prompt": "x", "logprobs": 0, "stop": ["abcdX", "cdeX"]}
 
     reply = service.openai.completions.create(**body, stream=stream)

@@ -311,7 +311,7 @@ def test_requests_fail_if_the_client_cannot_connect_again(both, engine, other, m
     def refuse(*_):
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(Endpoint, "connect", refuse)  # fails when a new link replaces a lost link
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # called when a new link is opened
     engine.silent = True
 
     errors = [collect(deltas)[1].error for deltas in answers]

@@ -118,7 +118,7 @@ BAD_TEXT = [
     {"logprobs": True},
     {"best_of": 2},
     {"best_of": 3, "n": 2},
-    {"suffix": "x"},  # the demo model's tokenizer has no markers for it
+    {"suffix": "x"},  # the demo model's tokenizer has no markers for gaps
     {"max_tokens": 0},
     {"n": 17},
 ]

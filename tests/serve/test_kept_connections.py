@@ -316,7 +316,7 @@ def is_accepted_at(port: int, descriptor: int) -> bool:
 
 
 def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
-    """Otherwise a process that is killed meanwhile takes the connection with it."""
+    """If the process is killed before the connection is held, the connection ends, too."""
     link, listener = HoldsNone(socket.socketpair()[0]), listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = HttpServer(ServeConfig(), listener, link=link)
@@ -324,7 +324,7 @@ def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
     not_held = []
 
     def look() -> None:
-        """Look again and again between the callbacks of the loop."""
+        """Count connections that are accepted but not held, between all callbacks of the loop."""
         accepted = sum(is_accepted_at(port, int(name)) for name in os.listdir("/dev/fd"))
         not_held.append(accepted - link.count)
         if link.count == 0:

@@ -18,6 +18,7 @@ from tests.serve.test_errors import CHAT, HI, MODEL
 LIMITS = {
     "serve.header_s": 0.3,
     "serve.body_s": 0.5,
+    "serve.keep_alive_s": 0.4,
     "serve.stall_s": 0.5,
     "serve.max_header_bytes": 4096,
     "serve.max_connections": 20,
@@ -55,6 +56,16 @@ def rest(client: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return found
+
+
+def test_a_connection_without_a_request_is_closed_after_its_time(limited) -> None:
+    """The connection itself may be used for several requests."""
+    request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    with connect(limited) as client:
+        client.sendall(request + request)
+        answers = rest(client)
+
+    assert answers.count(b"HTTP/1.1 200") == 2
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"G"])
@@ -176,7 +187,7 @@ def test_trailers_and_extensions_of_chunks_without_an_end_are_cut_off(service, b
     with connect(service) as client:
         client.sendall(CHUNKED + b"1\r\n{\r\n" + begun)
 
-        with pytest.raises(OSError):  # a reset, after the kernel has buffered a few MB
+        with pytest.raises(OSError):  # the service resets the connection after a few MB
             for _ in range(500):
                 client.sendall(piece)
 

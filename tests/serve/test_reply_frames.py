@@ -53,7 +53,7 @@ async def sent(pieces, error=None):
         generation.usage += 1
     await asyncio.sleep(0)
     frames.finish(error)
-    shape.is_free.set()  # a frame waits for this, but the event loop was not blocked
+    shape.is_free.set()  # one frame waits for this event; the event loop does not
 
     async def send(message):
         parts.append(message["body"])

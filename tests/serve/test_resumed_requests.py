@@ -185,7 +185,7 @@ def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) 
 
 @pytest.mark.parametrize("poison_after", [0, 1], ids=["prefill", "decode"])
 def test_its_neighbours_go_on(three: Engines, poison_after: int) -> None:
-    """Other requests lose their engine twice. Then they run one by one: each can be the cause."""
+    """Other requests lose their engine twice. Each may be the cause, so they then run in turn."""
     names = [f"n{i}" for i in range(8)]
     deltas = {name: queue.Queue() for name in names}
     for name in names:

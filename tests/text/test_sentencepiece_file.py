@@ -101,8 +101,8 @@ def test_tokens_have_the_text_of_sentencepiece(
 
     found, expected = ours.decode(ids), theirs.decode(ids)
     if KINDS[kind].get("remove_extra_whitespaces", True):
-        # SentencePiece then removes all spaces at the beginning of a text. We remove one space:
-        # otherwise, the text of a stream would depend on the part of it that is decoded again.
+        # With this setting, SentencePiece removes all spaces at the beginning of a text. We remove
+        # one space. Otherwise a stream's text would depend on which tokens are decoded together.
         found, expected = found.lstrip(" "), expected.lstrip(" ")
     assert found == expected
 

@@ -67,8 +67,8 @@ def write(folder: Path, ranks: dict[bytes, int]) -> Path:
 
 
 def tokens_of(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Return the tokens of a piece: of all neighbours that are a token together, those with the
-    lowest rank are merged first.
+    """Return the tokens of a piece. Two neighbours are merged if they form a token; the token with
+    the lowest rank comes first.
     """
     if piece in ranks:
         return [ranks[piece]]

@@ -12,7 +12,7 @@ MODEL = "models/tiny-qwen3"
 
 
 class TorchType:
-    """Replaces an object of torch with the same text, because torch is not imported here."""
+    """A stand-in for ``torch.bfloat16``: ``str`` gives the same text. torch is not imported."""
 
     def __str__(self) -> str:
         return "torch.bfloat16"

@@ -196,7 +196,7 @@ class Rig:
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
             answers = self._collect([normal, *([others] if others else [])])
-            if stopped:  # the answers may not have needed this process, e.g. an idle group's
+            if stopped:  # perhaps no answer needed the process, e.g. because its group was idle
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             recovered_s = self._wait_for_groups(service)
         exit_code = service.exit_code
@@ -296,7 +296,7 @@ class Rig:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
             return []
-        # it has already ended with its lockstep group
+        # the process may have ended already, together with its lockstep group
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
         return [victim] if kind in STOPS else []

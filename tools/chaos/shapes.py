@@ -54,7 +54,7 @@ class Shape:
     linear: str = "aclnnMm"
 
     def bodies(self) -> list[dict[str, Any]]:
-        """Return the usual requests, then the slow readers' requests; every second is greedy."""
+        """Return the usual requests, then the slow readers'. Every second request is greedy."""
         chance = random.Random(self.config)
         counts = [self.num_tokens] * self.num_streams + [LONG * self.num_tokens] * NUM_LONG
         return [self._body(i, count, chance) for i, count in enumerate(counts)]

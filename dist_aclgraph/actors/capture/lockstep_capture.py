@@ -75,7 +75,7 @@ def capture_plan(
 def agree(
     records: Sequence[CaptureRecord], capture_again: Callable[[int, GraphPlan], CaptureRecord]
 ) -> None:
-    """Give all groups the same plan. A group that has more graphs than another group releases them.
+    """Give all groups the same plan; a group releases graphs that another group does not have.
 
     If a group cannot capture the common plan, all groups are compared again. The comparisons end,
     because the plan shrinks each time.

@@ -144,7 +144,7 @@ class EngineClient:
             seed: used if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
             output: tokens that the request already has, int32; the engine continues after them.
-            role: what a router outside the deployment has chosen.
+            role: see ``TransferRole``.
 
         Raises:
             EngineDeadError: no engine is alive, and no engine will be started.
@@ -196,7 +196,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # The query is open before the check, so that it ends if the engine is lost meanwhile.
+            # Open the query before the check: if the engine is lost meanwhile, the query ends, too.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -296,7 +296,7 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        # Catch any exception, so that no request waits for this thread after its end.
+        # Catch any exception, because all requests must end if this thread fails.
         except Exception as e:
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
@@ -389,7 +389,7 @@ class EngineClient:
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
-        engine.link.is_lost = True  # so that commands in the link's queue are not sent
+        engine.link.is_lost = True  # commands that wait for this link are then dropped
         self._queries.end(engine, None)
         return True
 
@@ -421,7 +421,7 @@ class EngineClient:
                 try:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
                     self._table.engines[url].prefill_from = entry.prefill_from
-                except PlacementError as e:  # perhaps other clients can reach the group
+                except PlacementError as e:  # other clients may be able to reach it
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
     def _receive(self, engine: KnownEngine) -> None:
@@ -499,8 +499,8 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # A request of a lost link was moved to another engine. The new link to this engine does
-            # not know the request.
+            # The link for which the request was queued was lost, and the request was moved to
+            # another engine. So the request must not be sent over the new link.
             if isinstance(message, Submit) and message.number not in engine.names:
                 continue
             if not engine.link.is_lost:

@@ -158,7 +158,7 @@ class RequestTable:
                 self.forget(delta.request_id)
                 request.source = engine.name
                 self._handed_over.append(request)
-                if delta.token_ids:  # an engine without files sends token and end together
+                if delta.token_ids:  # without files, one delta contains token and end
                     told.append((request.on_delta, replace_fields(delta, finish_reason=None)))
                 continue
             if self._trials.is_turn and not request.is_suspect:

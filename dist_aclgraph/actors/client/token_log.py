@@ -22,8 +22,8 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
 OnDelta = Callable[[RequestDelta], None]
-# What a router outside the deployment has chosen for a request: "prefill" ends it when the prompt's
-# KV is in files, and "decode" continues a prompt whose KV another service has written.
+# What a router outside the deployment has chosen. A "prefill" request ends when its prompt's KV is
+# in files. For a "decode" request, another service has written the prompt's KV to files.
 TransferRole = Literal["", "prefill", "decode"]
 
 
@@ -43,8 +43,8 @@ class OpenRequest:
         hands_over: whether the present engine only computes the prompt and the first token.
         source: name of the group that has computed the prompt for another group; "" if the prompt
             was not handed over.
-        role: what a router has chosen; see ``TransferRole``. If the engine of a "prefill" is lost
-            after the last token, another engine generates one token too many.
+        role: what a router has chosen; see ``TransferRole``. If the engine of a "prefill" request
+            is lost after the last token, another engine generates one superfluous token.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
 
@@ -86,8 +86,8 @@ class OpenRequest:
     def has_run(self) -> bool:
         """Whether the request has made progress on its present engine.
 
-        The request's first new token comes from a prefill, so only its second delta shows that the
-        request survives a decode step.
+        The prefill generates the first new token. So only the second delta shows that the request
+        survives a decode step.
         """
         return self.num_deltas > 1
 
@@ -95,8 +95,8 @@ class OpenRequest:
     def may_hand_over(self) -> bool:
         """Whether one group may compute the prompt, and another group the output.
 
-        Requests for log-probabilities of the prompt or for embeddings stay in one group, and so do
-        requests for which a router has chosen.
+        Three kinds of requests stay in one group: requests for log-probabilities of the prompt,
+        requests for embeddings, and requests that have a ``role``.
         """
         sampling = self.sampling
         return (
@@ -127,7 +127,7 @@ class OpenRequest:
         if delta.token_ids:
             self.append(delta.token_ids)
             self.num_deltas += 1
-            if self.num_deltas > 1:  # ``has_run``, without the cost of a call
+            if self.num_deltas > 1:  # the property ``has_run``, inlined for speed
                 self.num_deaths = 0
 
     def append(self, output: bytes) -> None:

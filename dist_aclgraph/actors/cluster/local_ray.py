@@ -405,7 +405,7 @@ def _init(address: str, **options: Any) -> None:
     ray_worker._worker_logs_enabled = False
     # Ray's messages about daemons and retries mean nothing to a user who runs a model.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray would apply its own format to its logger's lines, which may be part of our log.
+    # Our log may contain lines of Ray's logger, so Ray must not apply its own format to them.
     ray.init(
         address=address,
         namespace=NAMESPACE,

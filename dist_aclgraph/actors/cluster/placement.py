@@ -139,8 +139,8 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # First try the bundles for the whole deployment, because the lost group was placed in such
-    # bundles.
+    # First try bundles with which the whole deployment fits. A lost group was placed in such
+    # bundles, and the group that replaces it can use the same bundles.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):

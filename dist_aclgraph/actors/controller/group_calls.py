@@ -64,7 +64,7 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         report=report,
     )
     serving: Any = group.engine.serve.remote(settings)
-    # Also wait for the loops, so that the wait ends early if a worker dies.
+    # Also wait for the workers' loops: if a worker dies, its loop ends, and the wait ends at once.
     ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
     if not ready:
         raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
@@ -77,8 +77,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
 def drain_groups(
     groups: Sequence[LockstepGroup], version: int
 ) -> Iterator[tuple[LockstepGroup, str]]:
-    """Drain groups at the same time; yield each group that has drained, or could not drain, and the
-    reason if it could not.
+    """Drain groups at the same time. Yield each group with the reason why it could not drain, or
+    with "" after it has drained.
 
     Args:
         version: version of the list of groups in which these groups are draining.
@@ -108,8 +108,8 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Let engines dismiss workers, and let workers' loops end. Then let engines leave the copies
-    that workers have written, and kill the remaining processes.
+    """End the loops of engines and workers. Then let engines delete the copies of KV in memory that
+    no other group uses, and kill the remaining processes.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
     loops = [ref for group in stopping.values() for ref in group.loops]
@@ -120,7 +120,7 @@ def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
 
 
 def _wait(refs: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Return the calls that have ended when all have ended, or after the timeout."""
+    """Wait until all calls have ended, or until the timeout; return the calls that have ended."""
     if not refs:
         return []
     ended: list[Any] = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]

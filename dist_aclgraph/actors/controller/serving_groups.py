@@ -94,7 +94,7 @@ class ServingGroups:
         self._version = term.first_version
         self._next_number = term.first_group
         self._num_ranks = 0
-        self._leaving: LockstepGroup | None = None  # the group that a new one replaces in a roll
+        self._leaving: LockstepGroup | None = None  # in a roll: the group being replaced
         self.groups: list[LockstepGroup] = []
         self.starting: list[LockstepGroup] = []
         self.num_wanted = term.num_groups or len(planner.layout.lockstep_groups)
@@ -363,8 +363,8 @@ class ServingGroups:
                 group.give_up()
 
     def _may_rejoin(self, group: LockstepGroup) -> bool:
-        # Survivors have the weights of their own configuration; a new group has the newest
-        # configuration.
+        # A new group has the newest configuration. Only survivors that were started with this
+        # configuration can join it, because they have its weights.
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:

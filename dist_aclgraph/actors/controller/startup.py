@@ -48,7 +48,7 @@ from dist_aclgraph.topology import GroupRank, Ranks
 # The first epoch of a group. The epoch grows by 1 each time that the group resumes after a fault.
 EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # In trials, only padding rows use the cache.
+TRIAL_BLOCKS = 2  # few blocks are enough, because trial steps have only padding rows
 
 T = TypeVar("T")
 Job = TypeVar("Job")
@@ -190,7 +190,7 @@ class Startup:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # A forked process may load libraries now; other processes load them while they join.
+        # The fork server may still load libraries now; other processes load libraries in JOINING.
         longest_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
         try:

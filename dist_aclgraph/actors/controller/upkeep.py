@@ -177,8 +177,8 @@ class Upkeep:
     def _give_back(self) -> None:
         """Give a restart back for each newly lost group that had served for ``SOUND_S``.
 
-        The budget limits restarts for causes that a restart does not remove. Such a cause ends each
-        new group soon, so it did not end a group that had served for ``SOUND_S``.
+        The budget is for faults that a restart does not remove. Such a fault ends every new group
+        within ``SOUND_S``. A group that has served for longer was ended by another fault.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):

@@ -93,7 +93,7 @@ class LLM:
 
     Raises:
         ConfigError: our configuration has no such option, or a value is not allowed.
-        DistAclGraphError: the deployment did not start; nothing is left running.
+        DistAclGraphError: the deployment did not start; no process of it is running.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class LLM:
         Args:
             lora_request: must be None, because LoRA is not offered.
             chat_template: name of one of the checkpoint's templates.
-            chat_template_content_format: has no effect, because the template's code tells whether
-                it reads texts or parts.
+            chat_template_content_format: has no effect, because the template's code shows whether
+                the template reads texts or parts.
             chat_template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
             mm_processor_kwargs: must be None.
 
@@ -401,7 +401,7 @@ class LLM:
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
             if self._deployment is not None:
-                self._deployment.raise_if_dead()  # raises the cause if the deployment knows it
+                self._deployment.raise_if_dead()  # raises an error with the cause, if known
             raise
         finally:
             for engine_id in running:

@@ -25,7 +25,7 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # maximum number of waiting connections; the ingress has closed most of them
+WAITING = 64  # length of the listen queue, which also contains connections that have timed out
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call to Ray

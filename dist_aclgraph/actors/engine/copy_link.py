@@ -23,9 +23,9 @@ class CopyLink:
     """Connects the scheduler's copy jobs with the workers.
 
     Args:
-        timeout_s: if no job of a data-parallel rank ends on all its workers for this time, requests
-            stop waiting for the rank's jobs, and are computed. The jobs keep their blocks, because
-            workers may still write to them.
+        timeout_s: if no job of a data-parallel rank ends on all its workers for this time, the
+            rank's requests stop waiting for jobs, and their tokens are computed. The jobs keep
+            their blocks, because workers may still write to the blocks.
     """
 
     def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
@@ -85,9 +85,9 @@ class CopyLink:
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
 
     def _give_up_late(self, now_s: float) -> None:
-        """Let no request wait for the jobs of a rank that has ended none of them for too long.
+        """If no job of a rank has ended for ``timeout_s``, its requests stop waiting for jobs.
 
-        A worker whose files do not answer must not be hidden by other workers, whose files do.
+        A job counts as ended when all workers have ended it, so a single slow worker is noticed.
         """
         for rank, copies in enumerate(self._scheduler.copies.ranks):
             if not copies.num_running or copies.num_ended != self._num_ended[rank]:

@@ -338,7 +338,7 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
-        # Threads that hang in a file system must leave the controller time for ``leave_copies``.
+        # These threads can hang in a file system. The limit leaves time for ``leave_copies``.
         limit_s = self._config.timeouts.stop_s / 4
         if self._fetches is not None:
             self._fetches.close(limit_s)

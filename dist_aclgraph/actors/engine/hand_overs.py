@@ -26,7 +26,7 @@ class HandOvers:
     def __init__(self, copies: GroupCopies, recipients: Recipients) -> None:
         self._copies = copies
         self._recipients = recipients
-        # Requests with their clients, because a later request can have the same id.
+        # Each request is stored with its client, because a later request can have the same id.
         self._waiting: list[tuple[Request, tuple[ClientLink, int] | None]] = []
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
 """LateDecisions: tells how long the engine may wait before it decides the next step (ADR 36).
 
-While step n runs, the engine decides step n + 1, and the workers queue this step behind step n. A
-request that arrives after the decision begins in step n + 2. So the engine decides as late as the
-devices allow. Each worker measures how long it had to wait for step n after the device had enough
-of step n + 1 (``StepResult.waited_us``). The decision could have come later by this time.
+While step n runs, the engine decides step n + 1, and the workers queue step n + 1 on the devices. A
+request that arrives after this decision starts in step n + 2. So the engine decides as late as the
+devices allow. Each worker queues enough of step n + 1, and then waits for the result of step n. The
+decision could have been later by the duration of this wait (``StepResult.waited_us``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import StepPlan
 
-# The workers should have at least this time to spare, and at least this part of the known time.
+# The delay is shorter than the known time by at least LEAST_SPARE_S, and by at least this fraction.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
-# A shorter time is used at once. A longer time is approached slowly, so that steps that take less
-# time than others of their kind determine the delay.
+# A shorter measured time replaces the known time at once. A longer measured time increases the
+# known time by this fraction of the difference, so that the fastest steps determine the delay.
 GROWTH = 0.03
-SIZES_PER_DOUBLING = 8  # steps without a graph are of one kind if they have about as many tokens
+SIZES_PER_DOUBLING = 8  # of eager steps; steps of about the same size are one kind
 
 Kind = BatchDescriptor | tuple[int, int]
 
@@ -29,7 +29,7 @@ class LateDecisions:
         self._spare_s: dict[Kind, float] = {}
 
     def delay_s(self, running: StepPlan) -> float:
-        """Return how long the next decision may wait, from the time when ``running`` was the only
+        """Return how long the next decision may wait. The wait begins when ``running`` is the only
         step in flight.
         """
         spare_s = self._spare_s.get(_kind(running), 0.0)
@@ -46,7 +46,7 @@ class LateDecisions:
         known_s = self._spare_s.get(kind)
         spare_s = delayed_s + waited_s
         if waited_s < LEAST_SPARE_S / 2:
-            spare_s = delayed_s / 2  # the decision came too late, by an unknown time
+            spare_s = delayed_s / 2  # the decision was too late; by how much is unknown
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH
         self._spare_s[kind] = spare_s

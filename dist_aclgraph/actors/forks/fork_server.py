@@ -258,7 +258,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Let Ray's native library read the variables again; it has read only the server's values."""
+    """Let Ray's native library replace the server's variables by the variables of this process."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # the module is compiled
 
     Config.initialize("")
@@ -271,7 +271,7 @@ def main() -> None:
     if os.getppid() != started_by:
         return  # the parent has ended already
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        # Imported objects stay, and garbage collections would take a third of the import time.
+        # Garbage collections would free no imported object, and take a third of the import time.
         gc.disable()
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:

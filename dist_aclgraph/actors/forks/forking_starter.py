@@ -50,14 +50,14 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Do not return None: if a forked process starts an actor without a command, Ray uses the
-        # command of the forked process.
+        # Return Python's path, not None: for an actor without a command, Ray uses the command of
+        # the process that starts the actor, and this process may be a forked one.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:
-        """Return a server that forks processes for this configuration; None if no server can."""
+        """Return the fork server for this configuration; None if there is no such server."""
         if not is_emulated_here(config.device.kind):
-            # This class is chosen for emulated devices, but a roll can change to real devices.
+            # After a roll, the devices can be real. Processes for real devices are not forked.
             return None
         with self._lock:
             if self._lent is not None and self._lent.serves(config):
@@ -78,7 +78,7 @@ class ForkingStarter(ProcessStarter):
         # Ray joins a folder and this path. The folder has no effect, because the path is absolute.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
-            # Workers that Ray starts in advance are not forked; they would only use CPU time.
+            # Ray must start no workers in advance: they would not be forked, and never be used.
             yield {"prestart_worker_first_driver": False}
         finally:
             ray_constants.SETUP_WORKER_FILENAME = name

@@ -103,7 +103,7 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Show heartbeats on a thread within this context, whose body has its own time limits."""
+        """Show heartbeats on a thread within this context. The body must limit its own time."""
         has_ended = threading.Event()
 
         def run() -> None:

@@ -28,9 +28,9 @@ class ProcessStarter:
         yield {}
 
     def open_handles(self, pid: int) -> list[int]:
-        """Return a handle of a process; empty if Ray started the process, so that Ray can kill it.
+        """Return handles with which ``processes.kill_handles`` can kill a process.
 
-        The result is for ``processes.kill_handles``.
+        Empty if Ray itself started the process, because Ray can then kill it.
         """
         return []
 

@@ -1,8 +1,8 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups.
 
-A few threads copy files into the first tier of this node. A file gets its name when it is complete,
-so other code finds fetched files like all other files. If a fetch fails, fewer leading blocks are
-read from files, and more tokens are computed. No request waits longer than ``QUEUE_S`` plus
+A few threads copy files into the first tier of this node. A file gets its name when it is complete.
+Then it is found like a file that was written on this node. If a fetch fails, fewer leading blocks
+are read from files, and more tokens are computed. No request waits longer than ``QUEUE_S`` plus
 ``LIMIT_S``.
 """
 
@@ -178,7 +178,7 @@ class BlockFetches:
         return partial(self._has_ended, fetch)
 
     def _has_ended(self, fetch: _Fetch) -> bool | None:
-        # The thread may hang in a file system, so the answer does not wait for it for ever.
+        # After the deadline, do not wait for the thread, because it may hang in a file system.
         if self._clock() > fetch.deadline_s:
             self._count_failure()
             return True
@@ -212,7 +212,7 @@ class BlockFetches:
                 self._running[index] = fetch
                 try:
                     self._run(context, fetch)
-                except Exception:  # the engine computes the tokens; the thread continues
+                except Exception:  # the engine then computes the tokens itself
                     logger.exception("fetching KV blocks failed")
                 self._running[index] = None
                 fetch.done.set()
@@ -238,7 +238,7 @@ class BlockFetches:
             event(logger, "kv_source_silent", logging.WARNING, cause=str(e), pause_s=PAUSE_S)
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-        """Return the files on this node in the source's layout."""
+        """Return this node's folders for files that have the source's layout."""
         if place not in self._files:
             # The engine's own identity is used, because the model's files may have been replaced
             # since the engine started.
@@ -269,11 +269,11 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
-        """Fetch the files of blocks that are missing here, until one file cannot be had; return the
-        number of leading blocks with all files.
+        """Fetch the files of blocks that are missing on this node, until a fetch fails. Return the
+        number of leading blocks that have all files.
 
-        The first worker's file of a block comes last: look-ups see only this file, so they find a
-        block only when it has all files.
+        The first worker's file of a block is fetched last. Look-ups check only this file, so they
+        find only blocks that have all files.
         """
         missing = (
             _Key(position, place)
@@ -323,7 +323,7 @@ class _Link:
             request = ReadFile(self._token, self._next, kind, key.place, names[key.position])
             try:
                 self._socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
-            except zmq.Again:  # WINDOW requests fit, so the handshake has failed
+            except zmq.Again:  # the queue has space, so the handshake has failed
                 raise _SourceError("the source refuses the connection") from None
             asked.append((key, self._next))
             self._next += 1

@@ -30,8 +30,8 @@ from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of requests of one fetch that wait for answers
-# Maximum number of frames that wait for one peer. More frames are dropped; only a peer that sends
-# more than WINDOW requests at once loses frames.
+# Maximum number of frames that wait for one peer; further frames are dropped. A peer with at most
+# WINDOW unanswered requests loses no frame.
 MAX_QUEUED_FRAMES = 2 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message

@@ -187,8 +187,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients use this version of the list or a later version. Thread-safe.
 
-        If so, the queue of events for the loop already contains every request that a client sent
-        with an earlier version.
+        If the result is true, the queue of events for the loop already contains every request that
+        a client sent by an earlier version.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
@@ -272,8 +272,8 @@ class ClientLinks:
                 self._end(link)
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
-        # Send the list before the status, because the client sends requests as soon as it has the
-        # status, and the list can say that a group drains.
+        # Send the list before the status. The client sends requests as soon as it has the status,
+        # and must not send requests to a group that drains by the list.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

@@ -105,7 +105,7 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and at its replay port; if the replay port is not free, at neither."""
+        """Listen at a port and its replay port. If one of them is in use, listen at none; raise."""
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")
         if self.replays is not None and place.replay_ports is not None:

@@ -29,7 +29,7 @@ FAREWELL_MS = 200  # time limit for sending the last frame, because a worker mig
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a worker on another node connects, in each direction, and its data-parallel rank."""
+    """The addresses for a worker on another node, and the worker's data-parallel rank."""
 
     plans: Endpoint
     results: Endpoint

@@ -45,7 +45,7 @@ class DeviceFaults:
         be freed.
 
         Raises:
-            DeviceError: they are unknown, so the rank cannot join another group.
+            DeviceError: the contents are unknown, so the rank cannot join another group.
         """
         memory = rank.joined.npu.bad_memory() if self._is_sound else ()
         self._bad_memory.update(memory)

@@ -410,7 +410,7 @@ class RunningRank:
     def resume(self, *, keeps_kv: bool = True) -> None:
         """Make the device usable again after an abort.
 
-        Graphs stay valid, and so does the KV that requests still need.
+        Graphs stay valid. The KV that requests still need stays valid, too.
 
         Raises:
             DeviceError: the device does not recover, or memory that is still needed is faulty.

@@ -1,7 +1,7 @@
 """Finds out from the recorded steps of a group's ranks which rank stopped first, and where.
 
-As in ``wire/blame.py``, a rank that waits for its device might be waiting for other ranks in a
-collective. So the rank to blame is a rank that does not wait for its device.
+A rank that waits for its device might be waiting for other ranks in a collective. So the rank to
+blame is a rank that does not wait for its device. ``wire/blame.py`` has the same rule.
 """
 
 from __future__ import annotations

@@ -433,8 +433,8 @@ class Worker:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._faults.fault_of(error, self._running)
         self._faults.note(fault)
-        # Report the failure for the step after the last step, because the engine might already have
-        # the result of the last step, and ignores errors of steps that have a result.
+        # Report the failure as the result of the step after the last step. The engine might already
+        # have a result of the last step, and would ignore a second one.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)
@@ -457,7 +457,7 @@ class Worker:
             self._epoch = order.next_epoch
         except DistAclGraphError as e:
             error = str(e)
-            # The device was started again, so an unknown error is not the result of the stop.
+            # The device was started again, so this error is not a consequence of the earlier stop.
             self._faults.note(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -20,7 +20,7 @@ from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # Starting a process and loading CANN take long on a busy node.
-PORTS_OF_A_GROUP = 4  # without the port for KV blocks
+PORTS_OF_A_GROUP = 4  # number of ports that a group needs, without its port for KV blocks
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
@@ -39,7 +39,7 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
 
 
 def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
-    """Ask all nodes, and return the findings; ``config`` as in ``examine_cluster``."""
+    """Ask all nodes, and return the findings. ``examine_cluster`` explains ``config``."""
     facts = probes.call("answer", lambda node: [node_facts])
     ports = ports_to_try(config)
     opened = probes.call("listen", lambda node: (node.address, ports))

@@ -66,8 +66,8 @@ def _disk(config: Config, mounts: Path) -> Finding:
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
     """Return the type of a path's file system, e.g. tmpfs or nfs4; "unknown" if it is not listed.
 
-    The type is read from the list of mounts. Links are followed, which hangs if their file system
-    hangs.
+    The type is read from the list of mounts. Before that, links in the path are followed; this
+    hangs if a link's file system hangs.
     """
     best, kind = -1, "unknown"
     wanted = os.path.realpath(path)
@@ -100,7 +100,7 @@ def _problem(root: Path, gib: float, key: str) -> Finding | None:
 
 def _with_space(name: str, told: str, root: Path, gib: float) -> Finding:
     space = os.statvfs(_existing(root))
-    used = BlockFiles(root, root, 0).num_bytes()  # of files that a service may delete
+    used = BlockFiles(root, root, 0).num_bytes()  # size of files that a service may delete
     if space.f_bavail * space.f_frsize + used < gib * GIB:
         remedy = "free some space: blocks that do not fit are not kept"
         return Finding(
@@ -123,7 +123,7 @@ def _existing(path: Path) -> Path:
 
 
 def _within_limit(name: str, check: Callable[[], Finding]) -> Finding:
-    """Return the finding of a check, or that the file system does not answer."""
+    """Return the finding of a check, or the finding that the file system does not answer."""
     found: list[Finding] = []
 
     def run() -> None:

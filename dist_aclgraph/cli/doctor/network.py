@@ -62,7 +62,7 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which variables of this environment do not reach the workers; "" if all reach them."""
+    """Return which of this environment's variables the configuration overrides; "" if none."""
     overridden = [
         f"{name}={variables[name]} ({key})"
         for name, key in sorted(CONFIGURED_HCCL.items())

@@ -130,6 +130,6 @@ class SlowRow(Row):
         return self._words
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        if matcher.is_stopped():  # then ``token`` must be a stop token
+        if matcher.is_stopped():  # a valid token is now a stop token
             return super()._consume(matcher, token)
         return self._grammars.consume(matcher, token)

@@ -1,4 +1,4 @@
-"""Seed-OSS: as Qwen3-Coder, with other outer tags, and values without line breaks around them.
+"""Seed-OSS: like Qwen3-Coder, but with other outer tags, and without line breaks around values.
 
 <seed:tool_call>
 <function=f>

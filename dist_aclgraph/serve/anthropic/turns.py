@@ -150,7 +150,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
         texts = [text for i, part in enumerate(parts) for text in _texts_of(part, f"{place}.{i}")]
     elif data not in _NOTHING:
         texts = [decode(data, str, place)]
-    if block.is_error:  # because chat templates have no field for errors
+    if block.is_error:  # chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

@@ -183,8 +183,8 @@ def _check_key(keys: ApiKeys, headers: Headers) -> ApiKey:
 def _check_site(headers: Headers, host: str) -> None:
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
-    # A browser may send Sec-Fetch-Site, which no page can forge. If it is present, it decides, not
-    # the comparison of Origin and Host: a proxy can change Host.
+    # A browser may send Sec-Fetch-Site, which no page can forge. Its values cross-site and
+    # same-origin decide. Otherwise Origin and Host are compared, although a proxy can change Host.
     if site == b"cross-site" or (is_foreign and site != b"same-origin"):
         raise ForbiddenError(
             "requests from pages of other sites are refused; serve.allowed_origins may name them"

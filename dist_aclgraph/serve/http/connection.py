@@ -32,7 +32,6 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED, Chance, Journal
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-IDLE_S = 5.0  # maximum number of seconds between a response and the next request
 
 
 @dataclass
@@ -180,7 +179,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._exchanges:
             self._start(self._exchanges[0])
         elif self._is_quiet:
-            self._deadline.set(IDLE_S)
+            self._deadline.set(self._limits.keep_alive_s)
         self._settle()
 
     def _start(self, exchange: HttpExchange) -> None:
@@ -328,7 +327,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._exchanges:
             self._deadline.clear()
         else:
-            self._deadline.set(IDLE_S)
+            self._deadline.set(self._limits.keep_alive_s)
 
     @property
     def _has_right_host(self) -> bool:

@@ -113,8 +113,8 @@ class Traces:
 def _phases(account: RequestAccount, end_s: float) -> Iterator[tuple[str, float, float]]:
     """Yield name, begin and end of each phase of a request that reached an engine.
 
-    The engine measures the prefill, by its own clock. So the way to and from the engine is part of
-    ``queue``. If there are several choices, the phases are those of the first choice with a token.
+    The engine measures the prefill by its own clock. So ``queue`` includes the time of the messages
+    to and from the engine. With several choices, the choice with the earliest token is reported.
     """
     submitted_s, first_s = account.submitted_s, account.first_token_s
     if submitted_s is None:

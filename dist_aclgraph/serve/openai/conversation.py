@@ -157,7 +157,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
 
 
 def _check_reasoning(asked: Conversation, name: str | None) -> None:
-    """Raise an error if a request limits the reasoning and the model's format cannot."""
+    """Raise an error if a request limits or disables the reasoning of the format ``name``."""
     is_soft = asked.is_limit_soft or asked.is_budget_soft
     if asked.params.thinking_tokens is not None and not is_soft:
         raise InvalidParameterError(
@@ -186,9 +186,9 @@ async def _with_form(
 ) -> SamplingParams:
     """Return parameters with the grammar of the answer.
 
-    Required calls follow the schemas of the tools. But the arguments of a tool may be any object if
-    the tool is not strict and its schema cannot be used. If the grammar cannot be made for another
-    reason, for example its size, this applies to all tools that are not strict.
+    Required calls follow the schemas of the tools. If the schema of a tool that is not strict
+    cannot be used, the tool's arguments may be any object. If the grammar is too large, or cannot
+    be made for another reason, this is true of all tools that are not strict.
 
     Raises:
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.

@@ -217,7 +217,7 @@ _NAMED = {
     "required": ["name"],
     "properties": {"name": {"type": "string"}},
 }
-# Without a pattern, because ``\w`` in a JSON schema means only letters and digits of ASCII.
+# The schema has no pattern, because ``\w`` in a JSON schema means only ASCII letters and digits.
 TOOL_NAME = {
     "type": "string",
     "minLength": 1,

@@ -46,7 +46,7 @@ async def embeddings(state: ApiState, request: Request) -> Response:
             state.fit(len(ids), 1, None, "input")
         return prompts
 
-    # Not on the event loop, because long texts must not delay the streams of other requests.
+    # Encode on a thread, because long texts must not delay the streams of other requests.
     prompts = await asyncio.to_thread(encode)
     try:
         pieces = await answer_prompts(state, request, prompts, EMBEDDING)

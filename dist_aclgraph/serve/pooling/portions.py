@@ -35,8 +35,8 @@ async def answer_prompts(
     pieces: list[ChoicePiece] = []
     for start in range(0, len(prompts), PORTION):
         part = prompts[start : start + PORTION]
-        # ``is_resumed`` lets all later portions get slots, because the request was accepted. The
-        # time limit begins with the first portion.
+        # The request was accepted with its first portion, so later portions always get slots
+        # (``is_resumed``). The time limit counts from ``chance.created_s``, for all portions.
         journal = Journal(chance, is_resumed=start > 0)
         account = request.scope.get(ACCOUNT)
         generation = Generation(state, part, [params] * len(part), 1, "", journal, account=account)

@@ -118,7 +118,7 @@ async def _score_pairs(
             prompts.append(ids)
         return prompts
 
-    # Not on the event loop, because long texts must not delay the streams of other requests.
+    # Encode on a thread, because long texts must not delay the streams of other requests.
     prompts = await asyncio.to_thread(encode)
     pieces = await answer_prompts(state, request, prompts, reranker.params)
     rows = [piece.logprobs[0].ranked() for piece in pieces]

@@ -79,9 +79,9 @@ class HolderLink:
         return self.link is not None and self._num_held < self.max_held
 
     def begin(self, connection: int, journal: int) -> int | None:
-        """Give the supervisor copies of a connection and of its journal; return the number of both.
+        """Send the supervisor the descriptors of a connection and its journal; return their number.
 
-        None if the supervisor cannot hold the connection.
+        Return None if the supervisor cannot hold the connection.
         """
         if not self.has_room:
             return None

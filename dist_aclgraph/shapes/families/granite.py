@@ -21,7 +21,7 @@ NAMES = WeightNames(
         (".mlp.down_proj.", ".shared_mlp.output_linear."),
     )
 )
-# The parts of the names begin with the module, because experts have joined matrices, too.
+# These parts of names include the module, so that they do not match matrices of routed experts.
 SHARED_GATE_UP = (".mlp.shared_experts.gate_proj.", ".mlp.shared_experts.up_proj.")
 DENSE_GATE_UP = (".mlp.gate_proj.", ".mlp.up_proj.")
 

@@ -33,12 +33,12 @@ void Channel::check(const TransferOpDesc &span) const {
   demand(span.len, PARAM_INVALID, "the span at ", hex(span.local_addr), " has no bytes");
   const Range *local = range_of(local_, span.local_addr, span.len);
   const Range *remote = range_of(peer_.ranges(), span.remote_addr, span.len);
-  // These bytes may belong to anything, so no setting admits them.
+  // Bytes outside the registered ranges may belong to any object, so no setting permits a transfer.
   refuse_unless(local, PARAM_INVALID, "the ", span.len, " bytes at ", hex(span.local_addr),
                 " of this engine were not registered when the link was made");
   refuse_unless(remote, PARAM_INVALID, "the ", span.len, " bytes at ", hex(span.remote_addr),
                 " of the peer were not registered when the link was made");
-  // The document of the option adxl.BufferPool.
+  // This rule is from the document of the option adxl.BufferPool.
   demand(!peer_.over_hccs() || local->type == MEM_DEVICE || remote->type == MEM_DEVICE,
          PARAM_INVALID, "HCCS does not transfer from host to host");
 }

@@ -20,7 +20,7 @@ struct Transfer {
 
 class Channel {
 public:
-  // Call it with the context of the engine. Throws a Refusal if there are too few stream ids.
+  // The calling thread must use the engine's context. Throws a Refusal if stream ids are missing.
   Channel(Peer peer, std::vector<Range> local, int device);
   ~Channel();
 

@@ -74,7 +74,7 @@ int physical(int device) {
   return id;
 }
 
-// Lets the thread use a context, and then its own one again.
+// While the object exists, the thread uses a context; afterwards, it uses its previous context.
 class CurrentContext {
 public:
   explicit CurrentContext(aclrtContext context) {
@@ -108,7 +108,7 @@ public:
       listener_ = std::make_unique<Listener>(name, self_.identity(), memory_, context_);
   }
 
-  // The documents of all calls but Finalize and SendNotify.
+  // The documents of all calls except Finalize and SendNotify have this rule.
   void check_context() const {
     aclrtContext current = nullptr;
     aclrtGetCurrentContext(&current);

@@ -14,7 +14,7 @@ static aclrtPtrAttributes attributes_of(uint64_t address) {
   return attributes;
 }
 
-// RegisterMem's document: aclrtMalloc has allocated device memory, and aclrtMallocHost host memory.
+// RegisterMem's document: device memory must be from aclrtMalloc, host memory from aclrtMallocHost.
 static bool is_memory_of(int device, const Range &range) {
   for (uint64_t address : {range.begin, range.begin + range.bytes - 1}) {
     const aclrtMemLocation &at = attributes_of(address).location;

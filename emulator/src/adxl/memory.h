@@ -1,4 +1,4 @@
-// Registered memory: what an engine's own spans and its peers' spans may touch.
+// Registered memory: the ranges that transfers of an engine and of its peers may access.
 #pragma once
 
 #include "adxl/refusal.h"
@@ -16,7 +16,7 @@ struct Range {
   uint32_t reserved = 0;
 };
 
-// The documents' limits of an engine.
+// Limits of each engine, from the documents.
 constexpr size_t kMaxRanges = 4096;
 constexpr uint64_t kMaxDeviceBytes = 50ull << 30;
 constexpr uint64_t kMaxHostBytes = 20ull << 30;

@@ -264,7 +264,7 @@ Listener::~Listener() {
 
 namespace {
 
-// A client's connection. It is a link once the server has taken stream ids for it and answers.
+// A client's connection, which becomes a link when the server has taken stream ids and answers.
 struct Connection {
   File socket;
   Clock::time_point begun = Clock::now();

@@ -1,7 +1,7 @@
-// The two ends of a link. A client connects to the address in the server's name; both tell who they
-// are, and the server tells its registered memory. Afterwards the client accesses the memory of the
-// server's process by itself, as a device does, also while that process is stopped. The connection
-// stays open only to show that both ends live.
+// The two ends of a link. A client connects to the address in the server's name. Both ends send
+// their identities, and the server also sends its registered ranges. Afterwards the client accesses
+// the memory of the server's process directly, like a device, even while the server's process is
+// stopped. The connection stays open only to show that both ends are alive.
 #pragma once
 
 #include "adxl/memory.h"

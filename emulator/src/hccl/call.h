@@ -1,4 +1,4 @@
-// Describes the call that a rank runs. Ranks compare it, and messages contain it.
+// The description of the call that a rank runs. Ranks compare their descriptions before they run.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The collectives. Each is one task of the stream, so that it may be captured like any other.
+// The collectives. Each collective is one task of the stream, so it can be captured like any task.
 #include "hccl/cost.h"
 #include "hccl/domain.h"
 #include "hccl/point_to_point.h"

@@ -83,7 +83,7 @@ public:
   // A communicator is used either for collectives or for operators that communicate inside their
   // kernel. The reason: such kernels keep flags and data of several steps in the communicator's
   // windows, and collectives write to the same windows (documents of npu_moe_distribute_dispatch_v2
-  // and _combine_v2). The first operation decides which of the two it is.
+  // and _combine_v2). The first operation decides for which use the communicator is.
   enum class Use { None, Collectives, Kernels };
   bool claim(Use use) {
     Use owner = Use::None;

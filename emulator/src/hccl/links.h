@@ -15,7 +15,7 @@ void check_message_bytes(uint32_t rank, size_t wanted, uint32_t from, size_t sen
 
 class Links {
 public:
-  // Place for a rank's call and its data.
+  // The memory into which another rank's call and its data are written.
   struct Place {
     Call *call;
     char *data;

@@ -43,8 +43,8 @@ struct SparseAttention {
   Int8Latents packed;       // in place of latents and rope_keys; query is [rows, heads, dim + rope_dim]
   const int32_t *chosen;    // [rows, wanted], as choose_keys writes them
   Data out;                 // [rows, heads, dim]
-  // [rows, heads], the greatest score and the sum of the exponentials of the differences to it; null
-  // if they are not asked for. Nothing is known about rows without keys, so these values are NaN.
+  // [rows, heads]: the greatest score, and the sum of exp(score - greatest score); null if the
+  // caller does not need them. No source defines them for rows without keys, so they are NaN there.
   float *greatest, *sums;
   int64_t heads, dim, rope_dim, wanted;
   float scale;

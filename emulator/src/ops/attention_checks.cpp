@@ -279,8 +279,8 @@ bool FiaArguments::split_fuse() const {
          pages;
 }
 
-// vllm-ascend pads each step with sequences of one row without keys, and ignores their results. What
-// a device writes there is not known; the probe asks it (rules.attention.padded_row).
+// vllm-ascend pads each step with sequences of one row without keys, and ignores their results. A
+// device's results are unknown; the probe has a question about them (rules.attention.padded_row).
 static void warn_of_rows_without_keys() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -298,8 +298,8 @@ void FiaArguments::check_tnd() const {
   should(sparse_mode != 0 || !mask, "with TND sparse_mode 0 takes no atten_mask");
   const Ints &q = *query_lengths, &kv = *kv_lengths;
   for (size_t i = 0; sparse_mode == 3 && i < q.size(); i++) {
-    // The split-fuse tiling does not check this, and no source defines the result of rows without
-    // keys.
+    // The split-fuse tiling accepts rows without keys, but no source defines the result of such
+    // rows.
     int64_t rows = q[i] - (i ? q[i - 1] : 0), seen = kv[i] - (i && !paged() ? kv[i - 1] : 0);
     if (rows == 1 && seen == 0) {
       warn_of_rows_without_keys();

@@ -54,7 +54,7 @@ OP(aclnnAttentionUpdate,
      m.lse = lse_out ? lse_out->data_ptr<float>() : nullptr;
      m.rows = out.size(0);
      m.dim = out.size(1);
-     // The kernel does this since December 2025. A row that has keys in no share is still NaN.
+     // Since December 2025, +infinity also means an empty share. A row without keys is still NaN.
      m.infinity_is_empty = !cann_before(9);
      return arithmetic([m = std::move(m)] { kernels::merge_attention(m); });
    })

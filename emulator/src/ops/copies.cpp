@@ -64,7 +64,7 @@ static void clear(char *p, size_t bytes) {
   memset(p, 0, first - begin);
   memset(reinterpret_cast<void *>(last), 0, end - last);
 }
-// Also for types with which no operator computes, because zeros need no arithmetic.
+// Accepts even types with which no operator computes, because zeros need no arithmetic.
 OP(aclnnInplaceZero, [](Tensor a) -> Task {
   return [=] {
     AtenScope scope;

@@ -139,8 +139,8 @@ void check_slots(const int32_t *slots, int64_t request, int64_t start, int64_t c
 
 }  // namespace
 
-// Rules: document npu_recurrent_gated_delta_rule, and aclnnRecurrentGatedDeltaRule for what it
-// leaves open: num_accepted_tokens is required, T is at most the number of slots. CANN does not
+// Rules: document npu_recurrent_gated_delta_rule; two more rules from aclnnRecurrentGatedDeltaRule:
+// num_accepted_tokens is required, and T is at most the number of slots. CANN does not
 // check the values of tensors; the emulator does. torch_npu's document of 2.13 says that gk is not
 // supported yet; the newest document of aclnnRecurrentGatedDeltaRule describes it.
 OP(aclnnRecurrentGatedDeltaRule,

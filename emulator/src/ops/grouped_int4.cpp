@@ -39,9 +39,9 @@ Task bind_float_rows(const GroupedCall &call, const Tensor &x, const Tensor &wei
   });
 }
 
-// The same document, x int8 and weight INT4, symmetric, and GMMTiling::A8W4Tiling. The operator
-// takes numbers of rows whatever groupListType says. The cube unit multiplies x - 8, and
-// bias = 8 * weight * scale, added over k, corrects this.
+// The same document, x int8 and weight INT4, symmetric, and GMMTiling::A8W4Tiling. The group list
+// always has numbers of rows, even if groupListType says otherwise. The cube unit multiplies x - 8,
+// and bias = 8 * weight * scale, added over k, corrects this.
 Task bind_int8_rows(const GroupedCall &call, const Tensor &x, const Tensor &weight,
                     const Tensor &y) {
   refuse_all({{"antiquant_scale", &call.antiquant_scale},

@@ -197,7 +197,7 @@ void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, c
 
 // Rules: the same document, int8 with a scale for each row and each output of a group.
 //
-// nz: the values of the weight if it is in FRACTAL_NZ; then `weight` has its sizes only.
+// nz: the values of a weight in FRACTAL_NZ; only the sizes of `weight` are then used.
 Task bind_quantised(const Tensors &x, const Tensors &weight, const std::optional<NzMatrices> &nz,
                     const Tensors &bias, const Tensors &scale, const Tensors &row_scale, const OptTensor &list,
                     int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,

@@ -1,4 +1,4 @@
-// What the files of GroupedMatmul share.
+// Declarations for the files of GroupedMatmul.
 #pragma once
 
 #include "ops/bind.h"

@@ -71,7 +71,7 @@ OP(aclnnMoeGatingTopK,
 
 // ---- rows sorted by expert
 
-// Writes the outputs other than rows that depend on `route`: positions of choices, and counts.
+// Writes the positions of the choices in the sorted rows, or with `scatter` the inverse positions.
 static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *index) {
   for (size_t i = 0; i < to.size(); i++)
     if (!scatter)

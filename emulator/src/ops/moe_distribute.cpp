@@ -47,14 +47,14 @@ int64_t needed_bytes(const std::string &algorithm, int64_t experts, int64_t rank
   return 2 * (local * rows * ranks * sent + k * rows * aligned(row, 512));
 }
 
-// Only since 29 November 2025 does the tiling for A3 use the size of the communicator's buffer, and
-// it never does so for hierarchy (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
+// The tiling for A3 uses the size of the communicator's buffer since 29 November 2025, but never
+// for the algorithm "hierarchy" (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
 Window window_of(const Domain &domain, const std::string &algorithm, int64_t needed) {
   int64_t real = domain.buffer_mb * MIB, variable = hccl::hccl_buffsize_mb() * MIB;
   return {needed, cann_before(8, 5, 1) || algorithm == "hierarchy" ? variable : real, real};
 }
 
-// The tiling for A2 compares nothing.
+// The tiling for A2 does not check the buffer's size.
 void check_tiling(const Window &w) {
   refuse_unless(!is_a3() || w.needed <= w.assumed, "HCCL_BUFFSIZE is too SMALL, "
                 "NEEDED_HCCL_BUFFSIZE = ", w.needed / MIB + 1, "MB, HCCL_BUFFSIZE=",

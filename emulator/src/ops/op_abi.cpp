@@ -183,7 +183,7 @@ EMU_API int aclDestroyTensorList(aclTensorList *p) { return destroy(p); }
 EMU_API int aclDestroyScalarList(aclScalarList *p) { return destroy(p); }
 EMU_API int aclDestroyAclOpExecutor(aclOpExecutor *p) { return destroy(p); }
 
-// For operators whose result's shape depends on data: op-plugin synchronizes and then calls this.
+// op-plugin calls this function, after a synchronize, if the shape of a result depends on data.
 EMU_API int aclGetViewShape(const aclTensor *tensor, int64_t **shape, uint64_t *rank) {
   auto sizes = tensor->t.sizes();
   *rank = sizes.size();

@@ -144,7 +144,7 @@ OP(aclnnDequantSwigluQuantV2,
 // prepared int64 scales, int4 rows) are not emulated; int4.cpp has the rules of
 // int4 weights. An integer bias is added before the scale.
 //
-// nz: the values of b if b is in FRACTAL_NZ; then b has its sizes only.
+// nz: the values of b if b is in FRACTAL_NZ; only the sizes of `b` are then used.
 static TimedTask quant_matmul(const Tensor &a, const Tensor &b, const std::optional<NzMatrices> &nz,
                               const OptTensor &row_scale, const OptTensor &scale,
                               const OptTensor &out_scale, const OptTensor &offset,

@@ -122,7 +122,7 @@ void cut_top_k(float *row, int64_t n, int64_t k) {
     row[i] = row[i] < least ? -INFINITY : row[i];
 }
 
-// Sorts only the logits near the cut. False if rounding could decide; then nothing is written.
+// Sorts only the logits near the cut. If rounding could decide, returns false and writes nothing.
 bool cut_top_p(float *row, const double *weights, int64_t n, double p, float greatest) {
   constexpr int kBuckets = 1024;
   // fraction of the sum; the rounding error is smaller for up to millions of logits

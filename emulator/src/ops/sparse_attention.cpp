@@ -43,8 +43,8 @@ const int32_t *require_lengths(const char *what, const OptTensor &lengths, int64
   return lengths->data_ptr<int32_t>();
 }
 
-// Both documents require this of lengths and tables. The device checks no values in the tensors;
-// the kernels here check all of them.
+// Checks the requirements of both documents for lengths and tables. The device does not check the
+// values in these tensors; the kernels here check all values.
 kernels::StoredRequests bind_requests(const StepArguments &s, const Tensor &query,
                                      const Tensor &cache) {
   bool is_paged = s.layout_kv == "PA_BSND";

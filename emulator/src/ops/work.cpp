@@ -108,7 +108,8 @@ double memory_efficiency(const char *op) {
 
 }  // namespace
 
-int64_t product_ns(const Product &p) {
+// The time of the cube unit, without the kernel's minimum time and the gap.
+static double product_us(const Product &p) {
   const Rates &r = rates();
   bool is_int8 = p.type == at::kChar;
   double bytes_each = at::elementSize(p.type);
@@ -116,10 +117,13 @@ int64_t product_ns(const Product &p) {
   double peak = is_int8 ? r.int8_tflops : p.type == at::kFloat ? r.bf16_tflops / 4 : r.bf16_tflops;
   double efficiency = is_int8 ? r.int8_matmul : product_efficiency(p);
   double rows = p.batch * (p.m * p.k * bytes_each + p.m * p.n * std::max(bytes_each, 2.));
-  return kernel_ns(std::max(compute_us(2 * p.batch * p.m * p.n * p.k, peak, efficiency),
-                            memory_us(rows + p.weight_bytes, r.weights_memory)),
-                   r.matmul_us);
+  return std::max(compute_us(2 * p.batch * p.m * p.n * p.k, peak, efficiency),
+                  memory_us(rows + p.weight_bytes, r.weights_memory));
 }
+
+int64_t product_ns(const Product &p) { return kernel_ns(product_us(p), rates().matmul_us); }
+
+int64_t product_phase_ns(const Product &p) { return microseconds(product_us(p)); }
 
 int64_t product_ns(const at::Tensor &a, const at::Tensor &b) {
   if (a.numel() == 0 || b.numel() == 0)

@@ -15,6 +15,8 @@ struct Product {
   double weight_bytes;  // of the right side
 };
 int64_t product_ns(const Product &product);
+// The product is a further phase of a kernel, so without its own launch.
+int64_t product_phase_ns(const Product &product);
 // a [.., m, k] times b [k, n] or [.., k, n].
 int64_t product_ns(const at::Tensor &a, const at::Tensor &b);
 
@@ -29,7 +31,7 @@ int64_t delta_rule_ns(double state_bytes, double operations);
 int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);
 int64_t combine_ns(double rows, double hidden, double choices, double ranks);
 
-// The vector cores move these bytes in a second phase of a kernel, so without its own launch.
+// The time in which vector cores move these bytes in a kernel's second phase, without a launch.
 int64_t vector_phase_ns(double bytes);
 
 // The time of all other operators, computed from the bytes of their tensors; the tensors are in the

@@ -108,7 +108,7 @@ EMU_API aclError aclrtMemUceRepair(int32_t device, aclrtMemUceInfo *ranges, size
 }
 
 // On A2 and A3 the answer is an error of memory, another error, or none (ApiImpl::GetErrorVerbose);
-// torch_npu queries it from Ascend950 on.
+// torch_npu makes this query only for Ascend950 and later chips.
 EMU_API aclError aclrtGetErrorVerbose(int32_t device, aclrtErrorInfo *info) {
   if (!is_device(device))
     return refuse_device(device);

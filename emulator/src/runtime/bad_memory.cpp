@@ -128,7 +128,7 @@ Task watched(Task body) {
   if (!may_turn_bad())
     return body;
   return [body = std::move(body)] {
-    // Clears the bits that a task left which failed for another reason. Also creates the variable,
+    // Clears bits of an earlier task, which failed for another reason. Also creates the variable,
     // so that the signal handler need not create it.
     t_touched = 0;
     body();

@@ -75,7 +75,7 @@ EMU_API aclError aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t b
                 [=] { memset(accessible(to), value, bytes); }, traits_of(to, nullptr, bytes));
 }
 
-// A batch copies between host and device only (the call's document), and each location is told.
+// By the call's document, each copy is between host and device, and attributes give its locations.
 static aclError check_batch(void **to, size_t *room, void **from, size_t *bytes, size_t count,
                             aclrtMemcpyBatchAttr *attributes, size_t *first, size_t num_attributes,
                             size_t *failed) {

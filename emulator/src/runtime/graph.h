@@ -30,7 +30,7 @@ struct TaskGroup {
   std::vector<int> nodes;
 };
 
-// g_capture_mutex guards it until the capture ends; after that only bodies of task groups change.
+// g_capture_mutex guards a graph until its capture ends. Later only bodies of task groups change.
 struct Graph : std::enable_shared_from_this<Graph> {
   const uint32_t id;
   const int device;

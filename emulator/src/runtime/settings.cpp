@@ -80,7 +80,7 @@ std::string decoded(const std::string &part) {
   return text;
 }
 
-// The parts of a list a;b.
+// Splits a list, whose parts are separated by semicolons, into its parts.
 std::vector<std::string> parts(const std::string &value) {
   std::vector<std::string> all;
   std::istringstream stream(value);

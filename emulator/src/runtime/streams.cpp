@@ -112,7 +112,7 @@ aclError Stream::synchronize(int timeout_ms) {
   if (!settings().timed)
     return wait(submitted_, timeout_ms);
   pay_host_time(device);
-  // This does not wait for work that other threads queue meanwhile.
+  // The call does not wait for work that other threads queue meanwhile.
   auto end = std::make_shared<int64_t>(0);
   post("synchronize", [end] { *end = t_timeline->ns(); });
   aclError error = wait(submitted_, timeout_ms);

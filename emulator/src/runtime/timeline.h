@@ -24,13 +24,13 @@ int64_t host_ns(int device);
 void host_works_until(int device, int64_t ns);
 void pay_host_time(int device);
 
-// The clock of a stream, or of a lane of a graph while it is replayed. Only its worker moves it.
+// The clock of a stream, or of a lane of a replayed graph. Only the worker of the stream moves it.
 class Timeline {
 public:
   Timeline(int device, int64_t ns = 0) : device_(device), ns_(ns) {}
   int64_t ns() const { return ns_.load(std::memory_order_relaxed); }
 
-  // The task was queued at this time.
+  // Begins a task that was queued at this time.
   void begin(int64_t queued_ns);
   // Moves the clock to `ns` if this is later; returns the waiting time.
   int64_t wait_until(int64_t ns, Idle cause);

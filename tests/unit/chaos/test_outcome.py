@@ -100,7 +100,7 @@ def test_where_no_group_was_missed_nothing_is_said_of_a_recovery() -> None:
 
 def test_the_last_stream_says_when_tokens_came_again() -> None:
     streams = [replace(WANTED, times_s=list(times)) for times in (
-        (9.0, 10.4, 10.6, 14.0),  # continued in another group; paused later for another reason
+        (9.0, 10.4, 10.6, 14.0),  # the pause at the end has another reason
         (9.0, 10.1, 12.5, 12.6),
         (9.0, 10.2, 12.0),
         (9.0, 9.5),  # ended before the fault

@@ -140,7 +140,7 @@ def test_a_block_that_was_used_after_the_survey_is_kept(files: BlockFiles) -> No
     for number in range(10):
         files.write(name(number), contents(number))
         use_time(files, number, 1000.0 + number)
-    files.write(name(10), contents(10))  # deletes 0, and remembers 1 as the next one
+    files.write(name(10), contents(10))  # deletes block 0; block 1 is the next
     files.read(name(1), room())
     files.write(name(11), contents(11))
     assert files.has(name(1)) and not files.has(name(2))

@@ -175,7 +175,7 @@ def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
 
 
 def test_other_weights_of_the_same_size_and_time_have_another_name(tmp_path: Path) -> None:
-    """As after the unpacking of archives whose files all have the same time."""
+    """Files from archives can all have the same time."""
     names = set()
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
@@ -221,7 +221,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
 def test_a_link_that_another_user_has_made_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files in the folder behind the link would be deleted, or would be made there."""
+    """Otherwise the service would write and delete files in the folder that the link names."""
     config, target = configure(tmp_path), tmp_path / "mine"
     target.mkdir(mode=0o700)
     host_root(config).symlink_to(target)

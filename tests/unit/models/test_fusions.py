@@ -12,12 +12,19 @@ from dist_aclgraph.models.fusions import FUSIONS, Fusions
 from dist_aclgraph.planning.chip import Chip
 
 A2 = Chip("Ascend910B1", "9.1.0")
+NOT_CHOSEN = "not in device.fusions"
+# A width that suits each operator.
+WIDTHS = {fusion.name: fusion.widths[0] if fusion.widths else 1024 for fusion in FUSIONS}
 
 
 def decide(
-    chosen: Any = "auto", chip: Chip = A2, line: str = DEFAULT, dtype: str = "bfloat16"
+    chosen: Any = "auto",
+    chip: Chip = A2,
+    line: str = DEFAULT,
+    dtype: str = "bfloat16",
+    **keys: Any,
 ) -> Fusions:
-    config = make_config({"model": "m", "dtype": dtype, "device": {"fusions": chosen}})
+    config = make_config({"model": "m", "dtype": dtype, "device": {"fusions": chosen}, **keys})
     return Fusions.decide(config, chip, line)
 
 
@@ -26,23 +33,47 @@ def decide(
 def test_auto_uses_each_operator_on_supported_chips_and_versions(chip: Chip, line: str) -> None:
     fusions = decide(chip=chip, line=line)
 
-    assert all(fusions.use(fusion.name, 1024) for fusion in FUSIONS)
+    assert all(fusions.use(fusion.name, WIDTHS[fusion.name]) for fusion in FUSIONS)
 
 
 @pytest.mark.parametrize(
     ("changes", "off"),
     [
-        ({"chosen": "none"}, ["not in device.fusions"] * 5),
-        ({"chosen": ["norm_quant"]}, [None, *["not in device.fusions"] * 4]),
-        ({"chosen": []}, ["not in device.fusions"] * 5),
-        ({"chip": Chip("Ascend310P3", "9.1.0")}, ["known on A2 and A3, not on Ascend310P3"] * 5),
+        ({"chosen": "none"}, [NOT_CHOSEN] * 6),
+        ({"chosen": ["norm_quant"]}, [None, *[NOT_CHOSEN] * 5]),
+        ({"chosen": ["latent_prologue"]}, [*[NOT_CHOSEN] * 5, "needs nz_weights"]),
+        ({"chosen": []}, [NOT_CHOSEN] * 6),
+        ({"chip": Chip("Ascend310P3", "9.1.0")}, ["known on A2 and A3, not on Ascend310P3"] * 6),
         (
             {"chip": Chip("Ascend910B1", "8.3.0")},
-            [f"CANN is 8.3.0; needs {oldest}" for oldest in ("8.5", "8.5", "8.5", "9.0", "8.5")],
+            [f"CANN is 8.3.0; needs {v}" for v in ("8.5", "8.5", "8.5", "9.0", "8.5", "9.0")],
         ),
-        ({"chip": Chip("Ascend910B1", "8.5.0")}, [*[None] * 3, "CANN is 8.5.0; needs 9.0", None]),
-        ({"line": "2.9"}, ["torch_npu is 2.9; known in 2.10, 2.12, 2.13"] * 5),
-        ({"dtype": "float16"}, [None, "dtype is float16; takes bfloat16", *[None] * 3]),
+        (
+            {"chip": Chip("Ascend910B1", "8.5.0")},
+            [*[None] * 3, "CANN is 8.5.0; needs 9.0", None, "CANN is 8.5.0; needs 9.0"],
+        ),
+        ({"line": "2.9"}, ["torch_npu is 2.9; known in 2.10, 2.12, 2.13"] * 6),
+        (
+            {"dtype": "float16"},
+            [
+                None,
+                "dtype is float16; takes bfloat16",
+                *[None] * 3,
+                "dtype is float16; takes bfloat16",
+            ],
+        ),
+        (
+            {"kv": {"block_size": 64}},
+            [*[None] * 5, "kv.block_size is 64; takes 16 and 128"],
+        ),
+        (
+            {"graph": {"mode": "PIECEWISE"}},
+            [
+                *[None] * 5,
+                "graph.mode is PIECEWISE; used with NONE, FULL_DECODE_ONLY, FULL, "
+                "FULL_AND_PIECEWISE",
+            ],
+        ),
     ],
 )
 def test_an_operator_that_is_off_is_used_nowhere(
@@ -50,7 +81,7 @@ def test_an_operator_that_is_off_is_used_nowhere(
 ) -> None:
     fusions = decide(**changes)
 
-    uses = [fusions.use(fusion.name, 1024) for fusion in FUSIONS]
+    uses = [fusions.use(fusion.name, WIDTHS[fusion.name]) for fusion in FUSIONS]
 
     assert uses == [reason is None for reason in off]
     told = [None if text.startswith("in ") else text for text in fusions.report().values()]
@@ -80,6 +111,10 @@ def test_the_report_counts_places_and_names_widths_that_do_not_fit() -> None:
     fusions.use("nz_weights", 48)
     assert fusions.report()["nz_weights"] == (
         "off (1 with matrices of 48 outputs, which is no multiple of 32)"
+    )
+    fusions.use("latent_prologue", 5120)
+    assert fusions.report()["latent_prologue"] == (
+        "off (1 with hidden states of 5120, which is not one of 6144, 7168, 7680)"
     )
     fusions.use("norm_quant", 48)
     assert fusions.report()["norm_quant"] == "in 1 place"

@@ -100,8 +100,8 @@ def test_long_queries_hold_the_keys_of_a_chunk() -> None:
         parallel={"tp": 8, "dp": 4, "ep": 32, "dcp": 8}, max_model_len=65536, scheduler=few
     )
 
-    # For a chunk of 8192 tokens, ``made`` is the bytes of keys and values of 16 heads, and ``read``
-    # is the bytes of the latents from which keys and values are computed.
+    # For a chunk of 8192 tokens: ``made`` counts the bytes of keys and values of 16 heads, and
+    # ``read`` counts the bytes of the latents from which keys and values are computed.
     made, read = 8192 * 16 * 320 * 2, 8192 * 576 * 2
     keys = account(long).eager_bytes - account(short).eager_bytes
     assert 0.99 < keys / (made + read) < 1.01

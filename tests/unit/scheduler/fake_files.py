@@ -81,7 +81,7 @@ class FakeFiles:
         return ended
 
     def advance(self) -> Iterator[tuple[int, int, int]]:
-        """Continue some copies; yield number, rank and count of each that has ended."""
+        """Continue some copies; for each copy that has ended, yield its number, rank and count."""
         self._elsewhere |= self.contents
         for files in (self.contents, self.states):
             if files and self._chance.random() < 0.05:

@@ -45,7 +45,7 @@ class World:
 
 
 def test_nothing_is_read_if_the_first_block_has_no_file() -> None:
-    """Files of a prefix that the device's cache has are not used, and can be the oldest ones."""
+    """If the device's cache has a prefix, the prefix's files are not read, and may be deleted."""
     world = World()
     world.files.update(world.hashes[1:])
     assert world.copies.find(world.hashes)() == 0
@@ -81,7 +81,7 @@ def test_nothing_is_fetched_if_all_blocks_have_files() -> None:
 
 
 def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
-    """Its file can be deleted on another rank only, and files are looked up on the first rank."""
+    """Its file can be missing on another rank only, and look-ups check only the first rank."""
     world = World(ranks=(0, 1))
     world.files.update(world.hashes)
     request: Request = world.request

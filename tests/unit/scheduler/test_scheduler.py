@@ -321,7 +321,7 @@ def test_a_full_queue_takes_a_request_that_another_group_has_begun() -> None:
 def test_cached_tokens_are_counted_where_a_request_begins(
     output: list[int], num_cached: int
 ) -> None:
-    """The blocks that another group has computed for this request are not blocks of others."""
+    """A request that continues may find its own blocks, so they do not count as cached."""
     scheduler, params = make_scheduler(), SamplingParams(max_tokens=2)
     scheduler.add(submit("first", range(17), params))
     scheduler.schedule()
@@ -333,7 +333,7 @@ def test_cached_tokens_are_counted_where_a_request_begins(
 
 
 def test_a_request_that_shares_no_blocks_reads_none_from_files() -> None:
-    """Its hashes are known after a preemption, because others may share its blocks."""
+    """After a preemption, the request's hashes are known: other requests may use its blocks."""
     scheduler = make_scheduler(look_ups=LookUps(Files(lambda block_hash: True)))
     request = make_request("a", 33, prompt_logprobs=0)
     request.hashes = block_hashes(request.tokens.tobytes(), "", 16)
@@ -364,7 +364,7 @@ def test_steps_go_on_while_a_disk_does_not_answer() -> None:
 
 @pytest.mark.parametrize("num_tokens", [5, 16, 33])
 def test_a_request_without_blocks_to_look_up_waits_for_no_disk(num_tokens: int) -> None:
-    """Its prompt has no block whose KV could be read, or all of its blocks are cached."""
+    """Either no block of the prompt could be read from files, or all its blocks are cached."""
 
     class Silent(LookUps):
         def ask(self, look_up: LookUp[T]) -> Answer[T]:

@@ -281,7 +281,7 @@ def test_variants_of_more_families_are_refused(
 
 
 def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
-    """The published files have keys of their own; transformers 5 saves an object for each type."""
+    """The published files have Gemma's older keys. transformers 5 saves one object per type."""
     pattern = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
     older = {
         "rope_theta": 1e6, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3,

@@ -126,8 +126,8 @@ def test_a_request_waits_as_long_as_its_blocks_are_read(checkpoint: Path) -> Non
         simulated, [Arrival(0, 40, 1, 1, 32), Arrival(90, 70, 1, 2, 70), Arrival(180, 40, 1, 1, 32)]
     )
 
-    # The second prompt takes the blocks of the first one. Prompts of 40, 70 and 8 tokens need two,
-    # three steps and one step of 32 tokens.
+    # The second prompt evicts the blocks of the first one. Steps have 32 tokens, so prompts of 40,
+    # 70 and 8 tokens need two steps, three steps and one step.
     assert simulated.latencies.first_token_s == [2, 3, 2 * 0.25 + 1]
     assert simulated.copies is not None and simulated.copies.num_loaded == {HOST: 2}
     assert simulated.scheduler.num_cached_tokens == 32

@@ -1,0 +1,102 @@
+"""One operator for the work before latent attention: ``npu_mla_prolog_v3``.
+
+In a step whose tokens all attend directly, this operator replaces the products, the norms and the
+rotations that compute queries, latents and rotated keys, the write of the cache, and the product of
+queries and key matrices. Its results have the same order of elements as those of the separate
+operators, so steps of both kinds use the same cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, ops
+
+from dist_aclgraph.layers.int8_products import Int8Linear
+from dist_aclgraph.layers.int8_rows import Int8Rows
+from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentCache
+from dist_aclgraph.layers.linear import Product
+
+WEIGHTS_IN_INT8 = 2  # weight_quant_mode: rows and the weights of three products are in int8
+# The sizes that the operator has: the latents of queries and of keys, the rotated and the other
+# elements of a head, and the heads of a rank.
+SIZES = (1536, 512, 64, 128)
+HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class LatentPrologue:
+    """The work before latent attention, in int8; weights are in FRACTAL_NZ.
+
+    Attributes:
+        queries: hidden -> 1536, the latents of queries.
+        key_values: hidden -> 512 (latent) + 64 (key to rotate).
+        up: 1536 -> heads * (128 + 64), the queries.
+        query_norm, latent_norm: [1536] and [512], weights of norms.
+        keys: [heads, 128, 512], matrices that compute each head's key from a latent.
+    """
+
+    queries: Int8Linear
+    key_values: Int8Linear
+    up: Int8Linear
+    query_norm: Tensor
+    latent_norm: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        down: Sequence[Product],
+        up: Product,
+        query_norm: Tensor,
+        latent_norm: Tensor,
+        keys: Tensor,
+    ) -> LatentPrologue:
+        """Return the work of separate operators.
+
+        Args:
+            down: ``queries`` and ``key_values``; all products must be ``Int8Linear``.
+        """
+        queries, key_values = down
+        assert isinstance(queries, Int8Linear) and isinstance(key_values, Int8Linear)
+        assert isinstance(up, Int8Linear)
+        return cls(queries, key_values, up, query_norm, latent_norm, keys)
+
+    def __call__(
+        self, rows: Int8Rows, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write the latents and the rotated keys of the first rows to their slots.
+
+        Args:
+            rows: [>= n, hidden].
+            rope: cos and sin, [>= n, 1, 1, 64] each.
+            slots: [n] int64; a row with slot -1 is written nowhere.
+
+        Returns:
+            Queries multiplied by ``keys``, [n, heads, 512], and rotated queries, [n, heads, 64].
+        """
+        n = len(slots)
+        cos, sin = (table[:n].view(n, -1) for table in rope)
+        query, query_rope, *_ = ops.npu.npu_mla_prolog_v3(
+            rows.values[:n],
+            self.queries.weight,
+            self.up.weight,
+            self.keys,
+            self.key_values.weight,
+            self.query_norm,
+            self.latent_norm,
+            sin,
+            cos,
+            cache.latents,
+            cache.rope_keys,
+            cache_index=slots,
+            dequant_scale_x=rows.scales[:n].view(n, 1),
+            dequant_scale_w_dq=self.queries.scale.view(1, -1),
+            dequant_scale_w_uq_qr=self.up.scale.view(1, -1),
+            dequant_scale_w_dkv_kr=self.key_values.scale.view(1, -1),
+            rmsnorm_epsilon_cq=NORM_EPS,
+            rmsnorm_epsilon_ckv=NORM_EPS,
+            weight_quant_mode=WEIGHTS_IN_INT8,
+        )
+        return query, query_rope
