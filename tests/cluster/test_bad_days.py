@@ -23,7 +23,7 @@ import pytest
 
 from tests.actors import leftovers
 from tests.cluster.several_nodes import ROOT
-from tests.namespaces import Node, nodes, why_no_nodes
+from tools.namespaces import Node, nodes, why_no_nodes
 
 pytestmark = [
     pytest.mark.namespaces,

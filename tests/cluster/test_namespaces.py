@@ -36,7 +36,7 @@ from tests.cluster.several_nodes import (
     Program,
     on_one_node,
 )
-from tests.namespaces import Node, nodes, why_no_nodes
+from tools.namespaces import Node, nodes, why_no_nodes
 
 pytestmark = [
     pytest.mark.namespaces,
