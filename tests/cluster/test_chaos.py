@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,13 @@ pytestmark = [
 COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--nodes=3", "--seed=1"]
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Yield a folder for all temporary files, with a short name because of its sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -29,12 +38,12 @@ COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--nodes=3", "--seed=1"]
     ],
 )
 def test_a_fault_of_hosts_is_carried_out_and_told_in_a_table(
-    tmp_path: Path, npu: object, kind: str, name: str
+    temporary: Path, npu: object, kind: str, name: str
 ) -> None:
     rig = subprocess.run(
         [*COMMAND, "--faults=1", f"--only={kind}"],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         timeout=1000,
@@ -42,4 +51,4 @@ def test_a_fault_of_hosts_is_carried_out_and_told_in_a_table(
 
     assert rig.returncode == 0, rig.stdout + rig.stderr
     assert f"| {name} | 1 | 16 | 0 | 0 | 0 |" in rig.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
