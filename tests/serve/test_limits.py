@@ -307,15 +307,15 @@ def test_a_client_that_reads_slowly_but_steadily_gets_everything(limited):
     assert b"[DONE]" in found
 
 
-def test_more_connections_than_allowed_are_told_to_come_back(limited):
-    limited.http.close()
-    clients = [connect(limited) for _ in range(21)]
-    try:
-        clients[-1].sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+def test_more_connections_than_allowed_are_told_to_come_back():
+    with (
+        serving(**{"serve.max_connections": 3, "serve.header_s": WAIT_S}) as service,
+        ExitStack() as clients,
+    ):
+        service.http.close()
+        *_, last = (clients.enter_context(connect(service)) for _ in range(4))
+        last.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
 
-        reply = rest(clients[-1])
-    finally:
-        for client in clients:
-            client.close()
+        reply = rest(last)
     assert b"HTTP/1.1 503" in reply
     assert b"retry-after: 1" in reply.lower()
