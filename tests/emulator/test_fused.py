@@ -5,7 +5,7 @@ import torch
 import torch_npu
 from torch.nn import functional
 
-from tests.emulator.compare import FLOATS, assert_close
+from tests.emulator.compare import FLOATS, assert_close, refused
 from tests.emulator.paged import CAUSAL, Pages, paged_attention, reference
 
 
@@ -29,6 +29,26 @@ def test_rms_norm_of_a_strided_input():
     x, gamma = torch.randn(5, 128), torch.rand(64)
     out = torch_npu.npu_rms_norm(x.npu()[:, ::2], gamma.npu(), 1e-6)[0]
     assert_close(out, rms_norm(x[:, ::2], gamma))
+
+
+def test_norms_with_a_strided_weight():
+    x, weights = torch.randn(5, 64), torch.rand(64, 2)
+    gamma = weights.npu()[:, 0]
+
+    out = torch_npu.npu_rms_norm(x.npu(), gamma, 1e-6)[0]
+    added = torch_npu.npu_add_rms_norm(x.npu(), x.npu(), gamma, 1e-6)[0]
+
+    assert_close(out, rms_norm(x, weights[:, 0]))
+    assert_close(added, rms_norm(2 * x, weights[:, 0]))
+
+
+def test_rms_norm_of_no_rows():
+    gamma = torch.rand(64).npu()
+
+    out, rstd = torch_npu.npu_rms_norm(torch.zeros(0, 64).npu(), gamma, 1e-6)
+
+    assert out.shape == (0, 64) and rstd.shape == (0, 1)
+    refused("x must not be empty", lambda: torch_npu.npu_add_rms_norm(out, out, gamma, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

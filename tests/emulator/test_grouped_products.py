@@ -58,6 +58,49 @@ def test_grouped_products_of_separate_weights():
     assert_close(out[0], grouped(x, weights, sizes, bias))
 
 
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_grouped_products_of_strided_rows(bits):
+    wide = torch.randn(9, 128).half() if not bits else torch.ones(9, 128, dtype=torch.int8)
+    wide[:, 64:] = 0
+    weight = {
+        0: torch.randn(2, 64, 32).half() / 6,
+        4: torch.full((2, 64, 4), 0x11111111, dtype=torch.int32),
+        8: torch.ones(2, 64, 32, dtype=torch.int8),
+    }[bits]
+    ones = torch.ones(2, 1, 32).view(torch.int32).long()
+    others = {
+        0: {},
+        4: {"scale": [ones.npu()], "bias": [torch.full((2, 32), 8.0 * 64).npu()]},
+        8: {"scale": [torch.ones(2, 32).npu()]},
+    }[bits]
+    if bits:
+        others |= {"per_token_scale": [torch.ones(9).npu()], "output_dtype": torch.float16}
+
+    out = torch_npu.npu_grouped_matmul(
+        [wide.npu()[:, :64]],
+        [weight.npu()],
+        group_list=torch.tensor([4, 5]).npu(),
+        group_list_type=1,
+        split_item=3,
+        group_type=0,
+        **others,
+    )[0]
+
+    want = torch.full((9, 32), 64.0) if bits else grouped(wide[:, :64], weight, [4, 5])
+    assert_close(out, want)
+
+
+def test_turned_rows_of_grouped_products_are_refused():
+    x = torch.zeros(64, 5).half().npu().t()
+    weight, ends = torch.zeros(2, 64, 32).half().npu(), torch.tensor([1, 5]).npu()
+    refused(
+        "x must have contiguous rows",
+        lambda: torch_npu.npu_grouped_matmul(
+            [x], [weight], group_list=ends, split_item=3, group_type=0
+        ),
+    )
+
+
 def test_groups_may_end_before_the_rows():
     x, weight = torch.randn(9, 32).half(), torch.randn(2, 32, 16).half() / 6
     out = torch_npu.npu_grouped_matmul(

@@ -108,6 +108,13 @@ given, live = batch(6, 2), 2 + rank
 mask = torch.arange(6) < live
 out, tokens = Layer()(*to_device(*given), mask=mask.npu())
 check(out[:live], *(t[:live] for t in given))
+
+# A mask may be strided.
+wide = torch.zeros(6, 2 * K, dtype=torch.bool)
+wide[:live, ::2] = True
+for strided in (wide.npu()[:, 0], wide.npu()[:, ::2]):
+    out, _ = Layer()(*to_device(*given), mask=strided)
+    check(out[:live], *(t[:live] for t in given))
 total = tokens[-1:].clone()
 dist.all_reduce(total)
 assert total.item() == K * sum(2 + r for r in range(n))
@@ -211,6 +218,10 @@ refused("comm_alg fullmesh is not one", x=wide, comm_alg="fullmesh")
 H = 1024
 given = batch(6, 0)
 check(Layer(comm_alg="fullmesh_v1")(*to_device(*given))[0], *given)
+limited = {"domain": (group, n, rank, 16), "comm_alg": "fullmesh_v2"}
+refused("K 13 is not 1 to 12", x=wide, ids=torch.zeros(4, 13).int(), **limited)
+refused("BS 257 is not 1 to 256", x=torch.zeros(257, 1024).half(), ids=torch.zeros(257, 3).int(),
+        **limited)
 """,
         2,
         devices=2,

@@ -77,6 +77,18 @@ def test_routing_with_quantisation(dtype):
         assert steps.abs().max() <= 1
 
 
+def test_routing_of_strided_rows():
+    x, experts = torch.randn(9, 32), torch.rand(9, 8).topk(6).indices.int()
+
+    rows, index, _, _ = torch_npu.npu_moe_init_routing_v2(
+        x.npu()[:, :16], experts.npu()[:, ::2], expert_num=8, active_expert_range=[0, 8]
+    )
+
+    order = sorted_by_expert(experts[:, ::2], 0, 8)
+    assert torch.equal(rows.cpu(), x[torch.tensor(order) // 3, :16])
+    assert torch.equal(index.cpu()[order].long(), torch.arange(27))
+
+
 def test_routing_with_scatter_indices():
     x, experts = torch.randn(9, 16), torch.rand(9, 8).topk(3).indices.int()
     rows, index, _, _ = torch_npu.npu_moe_init_routing_v2(

@@ -17,7 +17,9 @@ from dist_aclgraph.probe.questions import (
     model_calls,
     operators,
     rules,
+    shortcuts,
     sparse_and_linear,
+    strided,
 )
 
 PROBES: tuple[Probe, ...] = (
@@ -31,6 +33,8 @@ PROBES: tuple[Probe, ...] = (
     *attention_rules.PROBES,
     *rules.PROBES,
     *limits.PROBES,
+    *shortcuts.PROBES,
+    *strided.PROBES,
     *graphs.PROBES,
     *collectives.PROBES,
     *aborts.PROBES,

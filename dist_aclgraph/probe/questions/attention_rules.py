@@ -31,12 +31,14 @@ def _call(
     table_rows: int = 2,
     rows_behind: int = 0,
     sinks: bool = False,
+    masked: bool = False,
 ) -> str:
     """Call the operator for two requests. All tensors contain zeros.
 
     Args:
         padded: number of keys of the second request; None means ``length``.
         rows_behind: number of query rows behind the last request.
+        masked: whether each row has its own mask.
     """
     torch = bench.torch
     half = getattr(torch, dtype)
@@ -52,6 +54,8 @@ def _call(
         extra["learnable_sink"] = torch.zeros(heads, dtype=half).npu()
     if sparse:
         extra["atten_mask"] = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
+    if masked:
+        extra["atten_mask"] = torch.zeros(len(query), block, dtype=torch.bool).npu()
     arguments = {
         "query": query.npu(),
         "key": keys.npu(),
@@ -98,6 +102,15 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("dim_96", {"dim": 96}, _SINCE_9, "head size 96 "),
     ("dim_256", {"dim": 256}, _SINCE_9, "head size 256 "),
     ("dim_272", {"dim": 272}, REFUSED, "head size 272 "),
+    # The layers add a query head of zeros after each query head, if a device refuses this call.
+    ("dim_256_own_keys", {"dim": 256, "kv_heads": 4}, REFUSED, "head size 256 "),
+    # Prompts of GLM-5: 192 + 64 elements of keys, 256 of values.
+    (
+        "rope_192",
+        {"dim": 192, "value_dim": 256, "kv_heads": 4, "rope": True},
+        REFUSED,
+        "with query_rope the head size",
+    ),
     ("dim_192_values_128", {"dim": 192, "value_dim": 128}, ACCEPTED, None),
     ("dim_192", {"dim": 192}, _SINCE_9, "head size 192 "),
     ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, REFUSED, "query rows, more"),
@@ -106,6 +119,8 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("padded_row", {"padded": 0, "sparse": 3}, ACCEPTED, None),
     ("padded_row_sparse_0", {"padded": 0}, ACCEPTED, None),
     ("sparse_2", {"sparse": 2}, REFUSED, "sparse_mode must be 0, 3 or 4"),
+    # With their own masks, rows can be branches of a tree of drafts.
+    ("mask_sparse_0", {"masked": True}, REFUSED, "with TND sparse_mode 0 takes no"),
     ("no_keys", {"length": 0}, _SINCE_9, "must not be all zero"),
     ("shared_block", {"blocks": 1}, _SINCE_9, "blocks, the cache has"),
     # A padded step would need no lengths for padding, if the device accepted these two calls.
@@ -120,6 +135,12 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("latent_lse", _LATENT | {"lse": True}, _SINCE_8_5_1, "softmax_lse is not given"),
     ("latent_heads_96", _LATENT | {"heads": 96}, REFUSED, "64 or 128, got 96"),
     ("latent_rows_17", _LATENT | {"rows": 17, "sparse": 3}, REFUSED, "16 query rows"),
+    (
+        "latent_mask_sparse_0",
+        _LATENT | {"masked": True},
+        _SINCE_9,
+        "with head size 512 sparse_mode 0 takes no",
+    ),
     ("latent_sparse_4", _LATENT | {"sparse": 4}, _SINCE_9, "sparse_mode must be 0 or 3"),
 )
 

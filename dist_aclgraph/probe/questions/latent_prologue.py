@@ -23,12 +23,19 @@ SLOTS = (5, -1, 18)  # of three tokens; nothing is written for -1
 class _Call:
     """The inputs of a call, on the host."""
 
-    def __init__(self, bench: Bench, hidden: int = 7168, rank: int = 1536, block: int = 16) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        hidden: int = 7168,
+        rank: int = 1536,
+        block: int = 16,
+        plain: int = PLAIN,
+    ) -> None:
         torch = bench.torch
         self.bench = bench
         shapes = {
             "dq": (hidden, rank),
-            "uq_qr": (rank, HEADS * (PLAIN + ROTATED)),
+            "uq_qr": (rank, HEADS * (plain + ROTATED)),
             "dkv_kr": (hidden, LATENT + ROTATED),
         }
         self.rows = torch.randint(-127, 128, (len(SLOTS), hidden), dtype=torch.int8)
@@ -38,7 +45,7 @@ class _Call:
             for name, shape in shapes.items()
         }
         self.scales = {name: torch.rand(1, shape[1]) / 1000 for name, shape in shapes.items()}
-        self.keys = torch.randn(HEADS, PLAIN, LATENT).bfloat16() / 16
+        self.keys = torch.randn(HEADS, plain, LATENT).bfloat16() / 16
         self.gammas = torch.randn(rank).bfloat16(), torch.randn(LATENT).bfloat16()
         angles = torch.rand(len(SLOTS), ROTATED // 2) * 6
         self.cos, self.sin = (
@@ -129,6 +136,13 @@ PROBES = (
         partial(_accepts, hidden=4096),
         REFUSED,
         rule="hidden states have",
+    ),
+    Probe(
+        "rules.prologue_head_192",
+        "Is npu_mla_prolog_v3 with keys of 192 elements, without rotation, accepted (GLM-5)?",
+        partial(_accepts, plain=192),
+        REFUSED,
+        rule="a key has",
     ),
     Probe(
         "rules.prologue_rank_2048",

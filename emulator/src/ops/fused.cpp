@@ -5,20 +5,18 @@ using namespace emu;
 using kernels::Rotary;
 
 // Rules: op-plugin documents npu_rms_norm and npu_add_rms_norm (type of x in float32, float16,
-// bfloat16; gamma matches the trailing dimensions of x; no empty tensor).
+// bfloat16; gamma matches the trailing dimensions of x; inputs may be strided). Only npu_rms_norm
+// takes empty tensors.
 static kernels::RmsNorm bind_norm(const Tensor &x, const Tensor &gamma, double epsilon,
                                   const Tensor &out, const Tensor &rstd) {
   require_kernel_type("x", x);
   require_kernel_type("gamma", gamma);
-  demand(x.numel() > 0, "x must not be empty");
   demand(gamma.dim() <= x.dim() &&
              gamma.sizes() == x.sizes().slice(x.dim() - gamma.dim(), gamma.dim()),
          "gamma of shape ", gamma.sizes(), " is not the trailing shape of x ", x.sizes());
-  require_contiguous("gamma", gamma);
   require_contiguous("out", out);
   require_same_type("out", out, x);
   kernels::RmsNorm norm{};
-  norm.gamma = data_of(gamma);
   norm.out = data_of(out);
   norm.columns = gamma.numel();
   norm.rows = x.numel() / std::max<int64_t>(norm.columns, 1);
@@ -29,39 +27,45 @@ static kernels::RmsNorm bind_norm(const Tensor &x, const Tensor &gamma, double e
 }
 
 // Contiguous inputs are read in place; others are made contiguous first, when the task runs.
-static Task run_norm(kernels::RmsNorm norm, Tensor x, OptTensor residual) {
-  bool direct = x.is_contiguous() && (!residual || residual->is_contiguous());
+static Task run_norm(kernels::RmsNorm norm, Tensor x, OptTensor residual, Tensor gamma) {
+  bool direct = x.is_contiguous() && (!residual || residual->is_contiguous()) &&
+                gamma.is_contiguous();
   if (direct) {
     norm.x = data_of(x);
+    norm.gamma = data_of(gamma);
     norm.residual = data_of(residual);
     return arithmetic([norm] { kernels::rms_norm(norm); });
   }
-  return arithmetic([norm, x, residual]() mutable {
+  return arithmetic([norm, x, residual, gamma]() mutable {
     AtenScope scope;
     Tensor dense = x.contiguous(), other = residual ? residual->contiguous() : Tensor();
+    Tensor weight = gamma.contiguous();
     norm.x = data_of(dense);
+    norm.gamma = data_of(weight);
     norm.residual = residual ? data_of(other) : kernels::Data{};
     kernels::rms_norm(norm);
   });
 }
 
 OP(aclnnRmsNorm, [](Tensor x, Tensor gamma, double epsilon, Tensor out, Tensor rstd) -> Task {
-  return run_norm(bind_norm(x, gamma, epsilon, out, rstd), x, {});
+  return run_norm(bind_norm(x, gamma, epsilon, out, rstd), x, {}, gamma);
 })
 // Document npu_gemma_rms_norm: the norm with 1 + gamma. gamma has the type of x, and x is
 // contiguous.
 OP(aclnnGemmaRmsNorm, [](Tensor x, Tensor gamma, double epsilon, Tensor out, Tensor rstd) -> Task {
   demand(gamma.scalar_type() == x.scalar_type(), "gamma must be ", x.scalar_type(), ", got ",
          gamma.scalar_type());
+  demand(x.numel() > 0, "x must not be empty");
   demand(x.is_contiguous(), "x must be contiguous, got strides ", x.strides());
   auto norm = bind_norm(x, gamma, epsilon, out, rstd);
   norm.shift = 1;
-  return run_norm(norm, x, {});
+  return run_norm(norm, x, {}, gamma);
 })
 OP(aclnnAddRmsNorm,
    [](Tensor x, Tensor residual, Tensor gamma, double epsilon, Tensor out, Tensor rstd,
       Tensor sum) -> Task {
      require_same_type("x2", residual, x);
+     demand(x.numel() > 0, "x must not be empty");
      demand(residual.sizes() == x.sizes(), "x2 of shape ", residual.sizes(), " differs from x1 ",
             x.sizes());
      // Document npu_add_rms_norm: the type of gamma is the type of x1.
@@ -70,7 +74,7 @@ OP(aclnnAddRmsNorm,
      require_contiguous("sum", sum);
      auto norm = bind_norm(x, gamma, epsilon, out, rstd);
      norm.sum = data_of(sum);
-     return run_norm(norm, x, residual);
+     return run_norm(norm, x, residual, gamma);
    })
 
 // Rules: document aclnnLayerNorm. The normalised shape is the trailing shape of x; weight and bias

@@ -94,7 +94,7 @@ Task emu::bind_grouped_int4(const GroupedCall &call) {
                     y.size(0) == x.size(0) && y.size(1) == 8 * weight.size(2),
                 "y of shape ", y.sizes(), " does not fit x ", x.sizes(), " and weight ",
                 weight.sizes());
-  require_contiguous("x", x);
+  require_rows(x);
   demand(x.size(1) < 65536 && y.size(1) < 65536, "the dimensions of weight must be below 65536");
   if (x.scalar_type() == at::kChar)
     return bind_int8_rows(call, x, weight, y);

@@ -20,6 +20,11 @@ void emu::check_list(const OptTensor &list, int64_t kind, int64_t groups, bool s
   demand(groups <= (single ? 1024 : 128), groups, " groups, at most ", single ? 1024 : 128);
 }
 
+void emu::require_rows(const Tensor &x) {
+  refuse_unless(x.stride(1) == 1 || x.size(1) == 1 || x.is_contiguous(),
+                "x must have contiguous rows, got strides ", x.strides());
+}
+
 int64_t emu::grouped_ns(const Tensors &x, const Tensors &weight) {
   double rows = 0, weight_bytes = 0, groups = 0;
   for (const Tensor &t : x)
@@ -108,7 +113,7 @@ void check_types(const Tensors &x, const Tensors &weight, const Tensors &bias) {
 void check_shapes(const Tensors &x, const Tensors &weight) {
   for (const Tensor &t : x) {
     refuse_unless(t.dim() == 2, "x must have 2 dimensions, got ", t.sizes());
-    require_contiguous("x", t);
+    require_rows(t);
     demand(t.size(1) < 65536, "the last dimension of x, ", t.size(1), ", must be below 65536");
   }
   bool single = weight.size() == 1 && weight[0].dim() == 3;

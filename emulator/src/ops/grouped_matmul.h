@@ -24,6 +24,10 @@ void each_group(const Tensor &list, int64_t kind, int64_t rows, const F &f) {
 // The rules of group_list if x is one tensor.
 void check_list(const OptTensor &list, int64_t kind, int64_t groups, bool single);
 
+// Rows may be parts of wider rows: ParamsDataContiguous in aclnn_grouped_matmul.cpp copies them. By
+// the document, x must not be turned.
+void require_rows(const Tensor &x);
+
 inline bool is_given(const Tensors &list) { return !list.empty() && list[0].numel() > 0; }
 
 // Refuses lists that must be null.

@@ -123,10 +123,11 @@ static std::pair<Tensor, Tensor> quantised_rows(const Tensor &x) {
   return {at::nan_to_num(rounded, 0., 127., -128.).to(at::kChar), steps.squeeze(1)};
 }
 
-// Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). Dynamic quantisation is emulated
-// without scale. Outputs that the document calls invalid or meaningless are not written: rows after
-// the choices of active experts, and counts if the flag is not set. An id outside 0 to expert_num -
-// 1 stops the device in strict mode.
+// Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). x and the ids may be strided
+// (aclnn_moe_init_routing_v3.cpp copies them). Dynamic quantisation is emulated without scale.
+// Outputs that the document calls invalid or meaningless are not written: rows after the choices of
+// active experts, and counts if the flag is not set. An id outside 0 to expert_num - 1 stops the
+// device in strict mode.
 OP(aclnnMoeInitRoutingV3,
    [](Tensor x, Tensor experts, OptTensor scale, OptTensor offset, int64_t active_num,
       int64_t capacity, int64_t expert_num, int64_t drop_pad, int64_t tokens_kind,
@@ -169,8 +170,7 @@ OP(aclnnMoeInitRoutingV3,
        refuse_unless(scale->dim() == 1 && scale->size(0) == x.size(0) &&
                          scale->scalar_type() == at::kFloat,
                      "scale must be float32, one for each row of x, got ", scale->sizes());
-     for (auto &[what, t] : {std::pair{"x", &x}, {"expert_idx", &experts}, {"expanded_x", &rows}})
-       require_contiguous(what, *t);
+     require_contiguous("expanded_x", rows);
      if (quantises)
        refuse_unless(rows.scalar_type() == at::kChar && row_scale.numel() == experts.numel(),
                      "expanded_x must be int8, and expanded_scale have one number for each choice");
@@ -181,9 +181,11 @@ OP(aclnnMoeInitRoutingV3,
      int64_t counted = tokens_kind == Pairs ? 2 * expert_num : range[1] - range[0];
      refuse_unless(tokens.numel() == counted, "expert_tokens_count_or_cumsum of shape ",
                    tokens.sizes(), " for ", counted, " numbers");
-     kernels::Routing r{experts.data_ptr<int32_t>(), experts.numel(), range[0], range[1],
-                        drop_pad ? capacity : 0};
      return [=] {
+       AtenScope scope;
+       Tensor ids = experts.contiguous();
+       kernels::Routing r{ids.data_ptr<int32_t>(), ids.numel(), range[0], range[1],
+                          drop_pad ? capacity : 0};
        for (int64_t i = 0; settings().strict && i < r.count; i++)
          TORCH_CHECK(r.experts[i] >= 0 && r.experts[i] < expert_num, "expert_idx ", r.experts[i],
                      " is not 0 to expert_num - 1, ", expert_num - 1);
@@ -194,7 +196,7 @@ OP(aclnnMoeInitRoutingV3,
        write_index(to, index_kind == 1, index.data_ptr<int32_t>());
        if (wants_tokens && counted)
          write_tokens(counts, range[0], drop_pad ? Counts : tokens_kind, tokens);
-       Tensor source = x, factors = scale ? *scale : Tensor();
+       Tensor source = x.contiguous(), factors = scale ? *scale : Tensor();
        if (quantises) {
          if (skipping())
            return;

@@ -106,8 +106,10 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
   demand(experts >= 1 && experts <= 1024, "moe_expert_num ", experts, " is not 1 to 1024");
   refuse_unless(experts % ranks == 0, "moe_expert_num ", experts, " is not a multiple of ", ranks,
                 " ranks");
-  demand(k > 0 && k <= 16 && k <= experts, "K ", k, " is not 1 to 16");
-  int64_t most = is_a3() ? (algorithm == "hierarchy" ? 256 : 512)
+  bool is_v2 = algorithm == "fullmesh_v2";
+  int64_t most_k = is_v2 ? 12 : 16;
+  demand(k > 0 && k <= most_k && k <= experts, "K ", k, " is not 1 to ", most_k);
+  int64_t most = is_a3() ? (is_v2 || algorithm == "hierarchy" ? 256 : 512)
                          : (algorithm == "hierarchy" ? 512 : 256);
   demand(rows > 0 && rows <= most, "BS ", rows, " is not 1 to ", most);
   if (is_a3())
@@ -137,17 +139,17 @@ void check_mask(const OptTensor &mask, const Tensor &ids, const std::string &alg
   refuse_unless(!mask || is_a3() || algorithm != "hierarchy", "x_active_mask with comm_alg ",
                 "hierarchy");
   if (mask)
-    refuse_unless(mask->scalar_type() == at::kBool && mask->is_contiguous() &&
+    refuse_unless(mask->scalar_type() == at::kBool &&
                       (mask->sizes() == ids.sizes() ||
                        (mask->dim() == 1 && mask->size(0) == ids.size(0))),
                   "x_active_mask must be bool [BS] or [BS, K], got ", mask->sizes());
 }
 
-bool is_active(const OptTensor &mask, int64_t row, int64_t choice, int64_t k) {
+bool is_active(const OptTensor &mask, int64_t row, int64_t choice) {
   if (!mask)
     return true;
-  auto *p = static_cast<const char *>(mask->data_ptr());
-  return mask->dim() == 1 ? p[row] : p[row * k + choice];
+  auto *p = static_cast<const char *>(mask->data_ptr()) + row * mask->stride(0);
+  return mask->dim() == 1 ? *p : p[choice * mask->stride(1)];
 }
 
 // Ids must be in range and different within each row, in masked rows too; masked rows must come
@@ -161,8 +163,8 @@ void require_ids(const int32_t *ids, int64_t rows, int64_t k, int64_t experts,
       TORCH_CHECK(id >= 0 && id < experts, "expert_ids has ", id, " of ", experts, " experts");
       TORCH_CHECK(seen.insert(id).second, "expert_ids has ", id, " twice in row ", row);
     }
-    TORCH_CHECK(!mask || mask->dim() == 2 || !row || is_active(mask, row - 1, 0, k) ||
-                    !is_active(mask, row, 0, k),
+    TORCH_CHECK(!mask || mask->dim() == 2 || !row || is_active(mask, row - 1, 0) ||
+                    !is_active(mask, row, 0),
                 "x_active_mask has true after false, at row ", row);
   }
 }
@@ -228,7 +230,7 @@ void run(const Dispatch &d) {
   if (settings().strict && !skipping())
     require_ids(ids.data_ptr<int32_t>(), mine, k, p.experts, d.mask);
   for (int64_t i = 0; i < choices; i++)
-    head[2 + i] = i < mine * k && is_active(d.mask, i / k, i % k, k) && !skipping()
+    head[2 + i] = i < mine * k && is_active(d.mask, i / k, i % k) && !skipping()
                       ? ids.data_ptr<int32_t>()[i]
                       : -1;
   if (d.scales)
@@ -319,7 +321,7 @@ void run(const Return &c) {
   Tensor sums = at::bmm(scales.to(at::kFloat).unsqueeze(1), parts.to(at::kFloat)).squeeze(1);
   for (int64_t t = 0; t < tokens; t++)  // masked tokens are not written
     for (int64_t i = 0; i < k; i++)
-      if (is_active(c.mask, t, i, k)) {
+      if (is_active(c.mask, t, i)) {
         c.out[t].copy_(sums[t]);
         break;
       }
