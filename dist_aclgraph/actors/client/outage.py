@@ -153,7 +153,7 @@ class Outage:
 
 
 class OutlookPoller:
-    """Asks for outlooks on a private thread, while the client needs outlooks."""
+    """Requests the controller's outlook on a private thread, while the client needs the outlook."""
 
     def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask

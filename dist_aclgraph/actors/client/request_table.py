@@ -129,7 +129,7 @@ class RequestTable:
         return self._give(request) or self.outage.hold(request, now_s)
 
     def forget(self, request_id: str) -> KnownEngine | None:
-        """Remove a request; return the engine that had it."""
+        """Remove a request; return the engine on which the request was."""
         self.outage.forget(request_id)
         self._trials.leave(request_id)
         engine, number = self._owner.pop(request_id, (None, 0))
@@ -158,7 +158,7 @@ class RequestTable:
                 self.forget(delta.request_id)
                 request.source = engine.name
                 self._handed_over.append(request)
-                if delta.token_ids:  # without files, one delta contains token and end
+                if delta.token_ids:  # empty if an earlier delta had the token
                     told.append((request.on_delta, replace_fields(delta, finish_reason=None)))
                 continue
             if self._trials.is_turn and not request.is_suspect:

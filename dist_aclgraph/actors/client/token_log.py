@@ -22,8 +22,8 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
 OnDelta = Callable[[RequestDelta], None]
-# What a router outside the deployment has chosen. A "prefill" request ends when its prompt's KV is
-# in files. For a "decode" request, another service has written the prompt's KV to files.
+# The role that an external router has chosen. A "prefill" request ends when its prompt's KV is in
+# files. For a "decode" request, another service has written the prompt's KV to files.
 TransferRole = Literal["", "prefill", "decode"]
 
 
@@ -144,9 +144,9 @@ class OpenRequest:
         return cls(request_id, prompt, sampling, 1, (), "", lambda delta: None, is_probe=True)
 
     def submit(self, number: int) -> Submit:
-        """Return the message that asks an engine for the tokens that are still missing."""
+        """Return the message that requests the missing tokens from an engine."""
         sampling = self.sampling
-        # If the request has tokens, its first engine has sent the log-probabilities of the prompt.
+        # If the request has output tokens, it already has the log-probabilities of the prompt, too.
         if self.num_output_tokens and sampling.prompt_logprobs >= 0:
             sampling = replace(sampling, prompt_logprobs=-1)
         return Submit(

@@ -192,8 +192,8 @@ def start_ray(
 ) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares as many NPUs as a node has. If the configuration
-    needs more NPUs, Ray declares the number that is needed.
+    If NPUs are emulated, a local Ray declares the usual number of NPUs of a node, or a larger
+    number if the configuration needs more NPUs.
 
     Args:
         starter: starts the processes of a local Ray. The returned Ray then owns the starter.

@@ -64,7 +64,7 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         report=report,
     )
     serving: Any = group.engine.serve.remote(settings)
-    # Also wait for the workers' loops: if a worker dies, its loop ends, and the wait ends at once.
+    # The end of a worker's loop also ends this wait, so the wait ends at once if a worker dies.
     ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
     if not ready:
         raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")

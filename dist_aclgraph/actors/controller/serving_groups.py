@@ -172,7 +172,7 @@ class ServingGroups:
         self._publish()
 
     def _lacks_prefill(self, config: Config, new: Sequence[LockstepGroup]) -> bool:
-        """Whether too few groups compute prompts, without the group that is being replaced."""
+        """Whether too few groups compute prompts, not counting the group that is being replaced."""
         stay = [each for each in (*self.taking, *new) if each is not self._leaving]
         return sum(each.prefills for each in stay) < config.parallel.prefill_groups
 

@@ -51,7 +51,7 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add groups, which the next ``look`` gives the common plan. Any thread may call this."""
+        """Add groups; the next ``look`` gives them the common plan. Any thread may call this."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:

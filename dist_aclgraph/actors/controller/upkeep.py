@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 COUNT_S = 1.0  # seconds between two counts of running and waiting requests
-GROWTH_PAUSE_S = 30.0  # seconds to wait after the first failed try to add a group
+GROWTH_PAUSE_S = 30.0  # seconds to wait after the first failed attempt to add a group
 SWEEP_S = 10.0
 
 
@@ -175,7 +175,7 @@ class Upkeep:
         return sum(g.served_s >= SOUND_S and g.number not in self._seen_lost for g in lost)
 
     def _give_back(self) -> None:
-        """Give a restart back for each newly lost group that had served for ``SOUND_S``.
+        """Return a restart to the budget for each newly lost group that had served for ``SOUND_S``.
 
         The budget is for faults that a restart does not remove. Such a fault ends every new group
         within ``SOUND_S``. A group that has served for longer was ended by another fault.

@@ -96,7 +96,7 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        self._raise_end()  # before calls to Ray, which can hang without a control store
+        self._raise_end()  # first, because calls to Ray can hang without a control store
         if self._connected is not None:
             self._connected.look()
             self._raise_end()

@@ -292,7 +292,7 @@ class EngineLoop:
             outputs = StepOutputs()
             self._changes.advance()
         while not is_due and (left_s := began_s + self._delay_s() - time.perf_counter()) > 0:
-            self._deliver(outputs)  # first, so that these tokens need not wait for new requests
+            self._deliver(outputs)  # now, because the next line waits for new requests
             outputs = StepOutputs()
             self._take(left_s)
         start_s = time.perf_counter()
@@ -307,7 +307,7 @@ class EngineLoop:
                 request.admitted_s = scheduled_s
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
-        self._deliver(outputs)  # now, because the next call raises an error if a worker failed
+        self._deliver(outputs)  # now, because the next calls can raise an error
         wait_s = IDLE_S
         if self._copies is not None:
             self._copies.turn(is_idle=not self._flying)

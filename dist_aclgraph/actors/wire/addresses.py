@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-# Seconds of the first pause, and of the longest pause, while all ports are in use.
+# Seconds between two attempts while all ports are in use: first pause, longest pause.
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 

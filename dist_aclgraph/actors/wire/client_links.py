@@ -187,8 +187,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients use this version of the list or a later version. Thread-safe.
 
-        If the result is true, the queue of events for the loop already contains every request that
-        a client sent by an earlier version.
+        If the result is true, every request that a client routed by an earlier version is already
+        in the loop's queue of events.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 

@@ -38,7 +38,7 @@ class PublisherPlace:
 
     Attributes:
         host: an address of this host.
-        ports: each publisher takes the first free port.
+        ports: each publisher listens at the first free port in this range.
         replay_ports: the publisher that has the n-th port of ``ports`` replays messages at the n-th
             of these ports; None if messages are not replayed.
         topic: the first frame of each message.
@@ -105,7 +105,7 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and its replay port. If one of them is in use, listen at none; raise."""
+        """Listen at a port and its replay port, or at neither: raise if one of them is in use."""
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")
         if self.replays is not None and place.replay_ports is not None:

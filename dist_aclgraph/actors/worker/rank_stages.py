@@ -298,7 +298,7 @@ class JoinedRank:
             The memory account of this rank.
         """
         config, spec = self.config, self.spec
-        # HCCL's buffers are left out, because their documented size was never measured.
+        # Do not count HCCL's buffers, because their documented size was never measured.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
