@@ -220,7 +220,8 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - ingress.began_s >= SETTLED_S:
                     ingress.backoff.succeeded()
-                # The pause begins at the previous failure. After a long run it is already over.
+                # The pause begins at the previous failure. After a long run of the ingress, the
+                # pause is already over.
                 ingress.due_s = now_s + ingress.backoff.pause_s(now_s)
                 ingress.backoff.failed(now_s)
                 return None
@@ -292,8 +293,8 @@ class Supervisor:
         return False
 
     def _end_ingresses(self) -> None:
-        """Wait some time until the ingresses, which know that the service is over, have ended; then
-        kill them.
+        """Wait some time for the ends of the ingresses, which know that the service is over; then
+        kill the ingresses that still run.
         """
         until_s = time.monotonic() + END_S
         while running := self._running_ingresses():

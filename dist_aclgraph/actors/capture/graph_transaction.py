@@ -22,7 +22,7 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 
 
 class GraphRanks(Protocol):
-    """All ranks of one lockstep group, and the calls that change their graphs."""
+    """All ranks of one lockstep group, and the calls that change the ranks' graphs."""
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -82,7 +82,8 @@ def agree(
 
     Args:
         records: the capture record of each group.
-        capture_again: captures a new plan in the group with this index, replacing its old plan.
+        capture_again: captures a new plan in the group with this index; the plan replaces the
+            group's old plan.
     """
     left = list(records)
     while True:

@@ -447,7 +447,7 @@ class EngineClient:
         """Pass the deltas of a step to the callbacks.
 
         Raises:
-            EngineDeadError: the engine has ended. Its requests without a last delta are still open.
+            EngineDeadError: the engine has ended. Requests without a last delta are still open.
         """
         with self._lock:  # lock once for all requests
             told, death = self._table.take_deltas(engine, message)

@@ -1,4 +1,4 @@
-"""OpenQueries: the questions that a client has asked engines, until they are answered."""
+"""OpenQueries: the queries of a client to engines that have not been answered yet."""
 
 from __future__ import annotations
 

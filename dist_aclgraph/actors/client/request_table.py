@@ -145,7 +145,7 @@ class RequestTable:
 
         Returns:
             The deltas with their callbacks; and why the engine has ended, or "". If the engine has
-            ended, its requests without a last delta are still open.
+            ended, the requests without a last delta are still open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         engine.is_proven = True
@@ -284,7 +284,8 @@ class RequestTable:
         if request.is_probe:
             return False
         request.is_resumed = True
-        # An engine that refuses this client is alive, so the request did not cause its death.
+        # An engine that refuses this client is alive, so the request did not cause an engine's
+        # death.
         if engine.link.loss_kind != "refused":
             request.see_death(now_s, is_proof=is_proof)
         return not request.is_cause and self.place(request, now_s)

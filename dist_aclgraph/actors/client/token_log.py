@@ -34,7 +34,7 @@ class OpenRequest:
     Attributes:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client requested.
-        num_deaths: number of engines that died with this request since its last progress
+        num_deaths: number of engines that died with this request since the request's last progress
             (``has_run``).
         num_deltas: how many times the request's present engine has sent tokens of this request.
         first_death_s: time of the first death that ``num_deaths`` counts.
@@ -75,7 +75,7 @@ class OpenRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether this request is a suspect, which may have caused its engine's death.
+        """Whether this request is a suspect: a request that may have caused its engine's death.
 
         A request is a suspect from the death of its engine until it has made progress on another
         engine (``has_run``).

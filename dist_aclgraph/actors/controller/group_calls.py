@@ -77,8 +77,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
 def drain_groups(
     groups: Sequence[LockstepGroup], version: int
 ) -> Iterator[tuple[LockstepGroup, str]]:
-    """Drain groups at the same time. Yield each group with the reason why it could not drain, or
-    with "" after it has drained.
+    """Drain groups at the same time. Yield each group with the reason why the group could not
+    drain; "" if the group has drained.
 
     Args:
         version: version of the list of groups in which these groups are draining.

@@ -32,10 +32,10 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 
 
 class TrafficWatch:
-    """Records the traffic of groups that share one plan, and asks them to use a better plan.
+    """Records the traffic of groups that share one plan, and sends a better plan to these groups.
 
-    A watch never waits for a group: one call of ``look`` asks the groups for their traffic, and a
-    later call collects the answers.
+    A watch never waits for a group: one call of ``look`` requests the traffic from the groups, and
+    a later call collects the answers.
     """
 
     def __init__(self, planner: Planner, groups: Sequence[LockstepGroup]) -> None:

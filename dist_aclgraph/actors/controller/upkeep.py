@@ -275,7 +275,7 @@ class Demands:
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
         """Return how many requests ran and waited, by the last answer of each engine (running,
-        waiting). Ask each engine again, unless it has not answered the previous question yet.
+        waiting). Then send a new question to each engine that has answered the previous question.
         """
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}

@@ -40,7 +40,7 @@ from dist_aclgraph.topology import NO_RANK
 
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
-# The controller has not answered. It might be dead or busy; its keeper will find the reason.
+# The controller has not answered, because it is dead or busy; the keeper will find the reason.
 UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 

@@ -24,8 +24,8 @@ class CopyLink:
 
     Args:
         timeout_s: time limit in seconds. If no job of a data-parallel rank ends in this time, the
-            rank's requests stop waiting for jobs, and the engine computes their tokens. The blocks
-            of the jobs stay reserved, because workers may still write to the blocks.
+            rank's requests stop waiting for jobs, and the tokens of these requests are computed.
+            The blocks of the jobs stay reserved, because workers may still write to the blocks.
     """
 
     def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
@@ -85,7 +85,8 @@ class CopyLink:
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
 
     def _give_up_late(self, now_s: float) -> None:
-        """If no job of a rank has ended for ``timeout_s``, its requests stop waiting for jobs.
+        """If no job of a rank has ended for ``timeout_s``, the rank's requests stop waiting for
+        jobs.
 
         A job counts as ended when all workers have ended it, so a single slow worker is noticed.
         """

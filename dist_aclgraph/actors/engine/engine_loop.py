@@ -390,7 +390,7 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add one step's host times (microseconds) and counters to the sums of its graph mode."""
+        """Add a step's host times (microseconds) and counters to the sums of the step's mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())

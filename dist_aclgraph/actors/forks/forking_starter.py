@@ -78,7 +78,7 @@ class ForkingStarter(ProcessStarter):
         # Ray joins a folder and this path. The folder has no effect, because the path is absolute.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
-            # Ray must start no workers in advance: they would not be forked, and never be used.
+            # Ray must not start workers in advance: these would not be forked, and never be used.
             yield {"prestart_worker_first_driver": False}
         finally:
             ray_constants.SETUP_WORKER_FILENAME = name

@@ -1,9 +1,9 @@
 """Decides where the sockets of channels listen, by one rule for all channels.
 
 Peers on the engine's node connect to a socket file in a directory that only this user may enter.
-Peers on other nodes connect over TCP with CURVE keys, which Ray hands to them. The engine listens
-at its node's own address, never at a wildcard, and accepts only peers with the channel's client
-key.
+Peers on other nodes connect over TCP with CURVE keys, which they receive through Ray. The engine
+listens at its node's own address, never at a wildcard, and accepts only peers with the channel's
+client key.
 """
 
 from __future__ import annotations

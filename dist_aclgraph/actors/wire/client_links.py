@@ -63,7 +63,7 @@ class LoopAnswers(Protocol):
         ...
 
     def is_held(self) -> bool:
-        """Return whether the engine holds its lease, which it needs to answer clients."""
+        """Return whether the engine holds its lease; without it, the engine answers no client."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -100,7 +100,7 @@ class ClientLink:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-# None in place of a message means that the link has ended, so all its requests end.
+# None in place of a message means that the link has ended, so all requests of the link end.
 ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
@@ -273,7 +273,7 @@ class ClientLinks:
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
         # Send the list before the status. The client sends requests as soon as it has the status,
-        # and must not send requests to a group that drains by the list.
+        # and must not send requests to a group that the list marks as draining.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

@@ -1,10 +1,10 @@
 """Publishes numbered messages to subscribers outside the deployment, as vLLM's publisher does.
 
 A message has three frames: topic, number (8 bytes, big-endian), payload. A subscriber that reads
-too slowly loses messages. It sees a gap in the numbers, and requests the missing messages at the
-replay socket: it sends an empty frame and the first number. The answer is one message for each
-payload from this number on that is still buffered, and a last message with the number -1 and an
-empty payload.
+too slowly loses messages. The subscriber sees a gap in the numbers, and requests the missing
+messages at the replay socket: it sends an empty frame and the first number. The answer is one
+message for each payload from this number on that is still buffered, and a last message with the
+number -1 and an empty payload.
 
 Connections are neither encrypted nor authenticated. A subscriber can only read.
 """
