@@ -1,4 +1,4 @@
-"""Contexts of ZeroMQ whose end does not wait for peers."""
+"""ZeroMQ contexts that can be closed without waiting for peers."""
 
 from __future__ import annotations
 
