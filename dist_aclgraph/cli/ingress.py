@@ -82,7 +82,7 @@ def _serve(
     reach: Reach,
     replica: int,
 ) -> None:
-    # A second client, because another thread asks for outlooks, and a client is for one thread.
+    # The thread that requests outlooks needs a second client, because a client is for one thread.
     asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook, replica)
     failure = None

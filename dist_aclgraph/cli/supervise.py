@@ -116,7 +116,7 @@ class Supervisor:
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
         self._is_stopping = False
-        self._end_by_s = math.inf  # deadline of an owner that has got a signal
+        self._end_by_s = math.inf  # deadline of an owner that has received a signal
         self._failure = 0  # exit code of an ingress that has failed without a signal
 
     def run(self) -> int:

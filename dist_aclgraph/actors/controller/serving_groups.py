@@ -459,7 +459,7 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups to drain so that ``count`` groups remain: the newest groups are drained.
 
-    As many prefill groups as possible remain, and at least one group of the other role.
+    Of the remaining groups, as many as possible are prefill groups, and at least one is not.
 
     Args:
         groups: the groups that accept requests, the oldest first.

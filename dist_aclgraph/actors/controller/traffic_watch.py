@@ -61,7 +61,7 @@ class TrafficWatch:
     def look(self, now_s: float) -> None:
         """If a check is due, read the traffic; change to a better plan if there is such a plan.
 
-        No group is asked for a change while it is still changing its plan. If the groups have
+        A group that is still changing its plan gets no further change. If the groups have
         different plans because a capture failed, all groups get one common plan again.
         """
         if not self._asked:

@@ -51,7 +51,7 @@ class ForkingStarter(ProcessStarter):
         if self._named is not None:
             return self._named.command
         # Return Python's path, not None: for an actor without a command, Ray uses the command of
-        # the process that starts the actor, and this process may be a forked one.
+        # the process that starts the actor, and this process may be a forked process.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:

@@ -33,7 +33,7 @@ from dist_aclgraph.kv.look_ups import Answer, FetchBlocks
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.logs import event
 
-QUEUE_S = 5.0  # maximum time until a thread is free for a fetch
+QUEUE_S = 5.0  # maximum time that a request waits for a free thread
 LIMIT_S = 20.0  # maximum time of a fetch, from its beginning until the request runs
 SILENCE_S = 3.0  # a source that sends no file for this time counts as silent
 PAUSE_S = 30.0  # after a source was silent, nothing is fetched from it for this time

@@ -133,7 +133,7 @@ class BlockServer:
                 self._answer(self._socket.recv_multipart())
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a request. An invalid request, or one with a wrong token, gets no answer."""
+        """Answer a request. A request that is invalid or has a wrong token gets no answer."""
         peer, *requests = frames
         try:
             request = read_frame(_decoder, b"".join(requests))

@@ -48,7 +48,7 @@ MAX_QUEUED_FRAMES = 1 << 16
 # Maximum number of frames read at once, so that many frames do not delay a heartbeat.
 FRAMES_A_TURN = 256
 LAST_WORDS_MS = 200
-UNHELD_S = 0.01  # seconds between two checks of the lease, while clients must not be answered
+UNHELD_S = 0.01  # seconds between two checks of the lease, while the engine must not answer
 
 
 class LoopAnswers(Protocol):

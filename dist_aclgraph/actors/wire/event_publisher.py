@@ -29,7 +29,7 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message
 NUMBER_BYTES = 8
 LAST_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # marks the end of a replay
 MAX_REQUEST_BYTES = 64  # ZeroMQ closes the connection of a subscriber that sends a longer frame
-LAST_WORDS_MS = 200  # how long ``close`` tries to send the messages that wait
+LAST_WORDS_MS = 200  # how long ``close`` tries to send unsent messages
 
 
 @dataclass(frozen=True)

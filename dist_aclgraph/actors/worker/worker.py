@@ -434,7 +434,7 @@ class Worker:
         joined, fault = self._running.joined, self._faults.fault_of(error, self._running)
         self._faults.note(fault)
         # Report the failure as the result of the step after the last step. The engine might already
-        # have a result of the last step, and would ignore a second one.
+        # have a result of the last step, and would ignore a second result.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)
