@@ -36,10 +36,7 @@ from dist_aclgraph.steps.step import RankPlan
 
 logger = logging.getLogger(__name__)
 
-FOLDER, SUFFIX = (
-    "steps",
-    ".steps",
-)  # folder of the files, inside the folder of logs; suffix of the files
+FOLDER, SUFFIX = "steps", ".steps"  # folder of the files, inside the log folder; their suffix
 MAGIC = b"STEPS001"
 # Maximum number of files per node; beyond this number, the oldest files of ended ranks are removed.
 KEPT_FILES = 64

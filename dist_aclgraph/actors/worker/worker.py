@@ -369,7 +369,7 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
-        """Execute steps until the engine dismisses this worker.
+        """Execute steps until the engine ends this worker's step loop.
 
         With two steps in flight, the worker sends the result of a step after the next step is
         queued on the device. The worker reports every failure to the engine. If a known fault
