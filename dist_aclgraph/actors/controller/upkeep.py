@@ -171,7 +171,7 @@ class Upkeep:
             self._complain(self.trouble or self._spent)
 
     def _num_returned(self, lost: Sequence[LockstepGroup]) -> int:
-        """Return how many restarts ``_give_back`` gives back for these lost groups."""
+        """Return how many restarts ``_give_back`` returns to the budget for these lost groups."""
         return sum(g.served_s >= SOUND_S and g.number not in self._seen_lost for g in lost)
 
     def _give_back(self) -> None:

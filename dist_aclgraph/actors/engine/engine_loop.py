@@ -180,7 +180,7 @@ class EngineLoop:
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group has stopped its steps until it resumes; "" if it runs.
+        """Return why the group runs no step until it is resumed; "" if the group runs.
 
         The result is also "" while the group pauses only briefly.
         """

@@ -85,7 +85,7 @@ class EngineLink:
         return self._socket, self._monitor
 
     def send(self, message: ToEngine) -> None:
-        """Send a message. After the connection's end, it is dropped, and ``receive`` raises."""
+        """Send a message, or drop it after the connection's end; ``receive`` then raises."""
         # The queue has no limit, so this error means that ZeroMQ has dropped the connection, e.g.
         # after a failed handshake.
         with contextlib.suppress(zmq.Again):

@@ -96,7 +96,7 @@ def _idle(recordings: Sequence[Recording]) -> str:
 
 
 def doing_of(recording: Recording) -> str:
-    """Return a rank's state; if the rank was told to stop, return the state before that."""
+    """Return a rank's state; if the rank was told to stop, return its previous state."""
     return recording.words if recording.state == ENDED else recording.state
 
 
