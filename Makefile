@@ -168,8 +168,9 @@ bench-load: setup-bench emulator ## Compare loading 4 GiB of weights on four ran
 SEED ?= 1
 FAULTS ?= 12
 SHAPE ?= replicas
-chaos: setup-dev emulator ## Inject faults into a service: SEED=1 FAULTS=12 SHAPE=replicas (or others)
-	$(BIN)/python -m tools.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
+NODES ?= 0
+chaos: setup-dev emulator ## Inject faults into a service: SEED=1 FAULTS=12 SHAPE=replicas; NODES=3 (root) plays hosts
+	$(BIN)/python -m tools.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE) --nodes $(NODES)
 
 MINUTES ?= 120
 soak: setup-dev emulator ## Run load and faults for MINUTES=120, and find what grows; writes docs/operate/soak.md

@@ -37,7 +37,7 @@ cli = typer.Typer(
     rich_markup_mode=None,  # markup would cut off the names of long options
 )
 ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG|MODEL", help="YAML file, or a model's directory or name")
+    str, typer.Argument(metavar="CONFIG|MODEL", help="YAML file, or a model's directory or name")
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value over the file, e.g. parallel.tp=2")

@@ -166,7 +166,9 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
 
 
 def load_model(
-    source: Path, overrides: Iterable[str] | None, options: Mapping[str, Any] | None = None
+    source: str | Path,
+    overrides: Iterable[str] | None,
+    options: Mapping[str, Any] | None = None,
 ) -> Config:
     """Load a configuration by the arguments of a command.
 
@@ -191,7 +193,7 @@ def load_model(
 
 
 def load_local_model(
-    source: Path,
+    source: str,
     overrides: Iterable[str] | None,
     options: Mapping[str, Any] | None = None,
     *,
@@ -207,7 +209,7 @@ def load_local_model(
     return with_local_model(load_model(source, overrides, options), weights=weights)
 
 
-def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | None) -> None:
+def show_and_save(config: Config, source: str, is_changed: bool, save: Path | None) -> None:
     """Print the configuration, unless a file has it unchanged; write it to ``save``, if given.
 
     Raises:

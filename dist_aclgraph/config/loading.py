@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from os.path import exists, expanduser, isdir, isfile  # methods of Path refuse some texts
 from pathlib import Path
@@ -35,6 +36,9 @@ from dist_aclgraph.vllm_options import (
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for larger texts
 MAX_SHOWN_ERRORS = 5
+# A Path joins the two slashes of an address.
+_ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/")
+_OF_HUB = re.compile(r"(?:https?:/+[^/]+/(?:models/)?|hf:/+)([\w.-]+/[\w.-]+)")
 MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
 
 
@@ -188,6 +192,20 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
     node[int(last) if last.isdecimal() else last] = value
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, because PyYAML would ignore the first value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in keys:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"line {line} has the key {key.value!r:.80} again; keep one")
+                keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
@@ -209,7 +227,7 @@ def _read_yaml(text: str) -> Any:
         return [copied(item) for item in value] if isinstance(value, list) else value
 
     try:
-        return copied(yaml.safe_load(text))
+        return copied(yaml.load(text, Loader=_Loader))  # a SafeLoader
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
@@ -237,6 +255,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        message = "It must be a mapping of keys"
     if key == "configuration" or isinstance(error["input"], dict):
         return message if key == "configuration" else f"{key}: {message}"
     return f"{key} is {error['input']!r:.200}: {message[0].lower()}{message[1:]}"
@@ -283,10 +303,21 @@ def _find_template(given: str, base: Path) -> str:
 def _find_model(model: str, base: Path) -> str:
     """Return the path of the model's directory, in the working directory or in ``base``; if there
     is no such directory, return the name.
+
+    Raises:
+        ConfigError: the model is an address.
     """
+    if _ADDRESS.match(model):
+        page = _OF_HUB.match(model)
+        name = f", such as {page[1]}" if page else ""
+        raise ConfigError(
+            f"model is {model!r:.200}, which is an address; give a directory, or a name on a hub"
+            f"{name}"
+        )
     given = Path(expanduser(model))
     candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:
         if isdir(candidate):
             return str(candidate.resolve())
-    return str(given)
+    is_path = model.startswith(("./", "../"))  # then it is no name on a hub
+    return str(candidates[0] if is_path else given)

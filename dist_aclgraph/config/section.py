@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pydantic
 
 
@@ -11,3 +13,9 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False
     )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_keys(cls, value: Any) -> Any:
+        """A section of a file whose keys are all comments is null; it has the defaults."""
+        return {} if value is None else value

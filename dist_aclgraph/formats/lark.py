@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.formats.no_effect import leave_out_no_effect
+from dist_aclgraph.formats.equivalents import use_equivalents
 from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.formats.schema_values import (
     not_by_parameters,
@@ -98,7 +98,7 @@ class Lark:
         found: dict[str, Any] = {} if schema else {"enum": []}  # for true, for false
         if isinstance(schema, Mapping):
             found = json.loads(json.dumps(schema))  # a copy, from which keywords are removed
-        leave_out_no_effect(found)
+        use_equivalents(found)
         found["x-guidance"] = {**options, "coerce_one_of": is_any_of(found)}
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
 

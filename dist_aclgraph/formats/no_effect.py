@@ -26,6 +26,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
+MAY_BE_NULL = {"const", "default"}
 # Some programs write a title or a name into these keywords. If the value is no URI reference
 # (RFC 3986), no ``$ref`` can refer to it.
 IDS = ("$id", "$schema")
@@ -33,10 +34,12 @@ _URI = re.compile(r"(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 
 
 def leave_out_no_effect(schema: dict[str, Any]) -> None:
-    """Remove keywords that allow every value, formats that JSON Schema does not define, and ids
-    that are no URIs.
+    """Remove keywords that allow every value, formats that JSON Schema does not define, ids that
+    are no URIs, and keywords whose value is null, as some programs write absent keywords.
     """
     for part in parts_of(schema):
+        for key in [key for key in part if part[key] is None and key not in MAY_BE_NULL]:
+            del part[key]
         for key, values in NOTHING.items():
             if part.get(key) in values:
                 del part[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from http import HTTPStatus
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +20,7 @@ from dist_aclgraph.serve.http.access import OPEN_PATHS, Access
 from dist_aclgraph.serve.http.edge import Edge
 from dist_aclgraph.serve.observe.request_account import note_error
 from dist_aclgraph.serve.openai import misc
-from dist_aclgraph.serve.openai.body import IGNORED
+from dist_aclgraph.serve.openai.body import IGNORED, shorten
 from dist_aclgraph.serve.openai.chat import chat_completions
 from dist_aclgraph.serve.openai.completions import completions
 from dist_aclgraph.serve.openai.errors import error_response, json_response, plain_error
@@ -130,4 +131,21 @@ async def _our_error(request: Request, error: Exception) -> Response:
 async def _router_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
-    return plain_error(error.status_code, str(error.detail), error.headers, path)
+    is_unknown = error.status_code == HTTPStatus.NOT_FOUND
+    message = _unknown_path(request.method, path) if is_unknown else str(error.detail)
+    return plain_error(error.status_code, message, error.headers, path)
+
+
+def _unknown_path(method: str, path: str) -> str:
+    """Return the message for a path that the API does not have.
+
+    Many clients add ``/v1`` to an address that already has it, or need an address that has it.
+    """
+    if "/v1/responses/" in path:
+        return f"{method} {shorten(path)}: no response is stored"
+    known = [name for name in (*POSTS, *GETS) if "{" not in name and len(name) > 1]
+    likely = [
+        name for name in known if name.endswith(path) or path.endswith(name.removeprefix("/v1"))
+    ]
+    hint = f"did you mean {max(likely, key=len)}?" if likely else "/openapi.json lists all paths"
+    return f"there is no path {shorten(path)}; {hint}"

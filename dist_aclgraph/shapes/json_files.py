@@ -9,6 +9,8 @@ from typing import Any
 
 from dist_aclgraph.errors import ModelError
 
+# The beginning of the file that Git stores in place of a large file.
+POINTER = "version https://git-lfs"
 MAX_JSON_BYTES = 64 << 20  # bytes; enough for an index of a million tensors
 
 
@@ -57,7 +59,9 @@ def read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES}")
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        check_no_pointer(path, text[: len(POINTER)].encode())
+        return text
     except OSError as e:
         raise ModelError(f"cannot read {path}: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -72,9 +76,23 @@ def check_regular(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except OSError as e:
+        if path.is_symlink():
+            raise ModelError(
+                f"cannot read {path}: it is a link to {path.readlink()}, which does not exist; "
+                "download the checkpoint again"
+            ) from e
         raise ModelError(
             f"cannot read {path}: {e.strerror}; `model` must be the directory of a Hugging Face "
             "checkpoint (config.json, *.safetensors, tokenizer.json)"
         ) from e
     if not stat.S_ISREG(mode):
         raise ModelError(f"{path} is not a regular file")
+
+
+def check_no_pointer(path: Path, begin: bytes) -> None:
+    """Raise ModelError if a file that begins with these bytes is a pointer of Git LFS."""
+    if begin.startswith(POINTER.encode()):
+        raise ModelError(
+            f"{path} is a pointer of Git LFS, and not the file itself: run `git lfs pull` in its "
+            "directory"
+        )

@@ -68,7 +68,11 @@ class ModelConfig:
             return "(none)"
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self._wrong("architectures", names, "a list of names")
-        return names[0][:200]
+        # Embedding models are often stored without a head. As in vLLM, their decoder is that of
+        # the model with a head.
+        name = names[0][:200]
+        is_headless = name.endswith("Model") and not name.endswith("HeadModel")
+        return f"{name.removesuffix('Model')}ForCausalLM" if is_headless else name
 
     @property
     def dtype(self) -> str:
@@ -272,11 +276,29 @@ def read_model_config(
             f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
             "checkpoint (a folder with config.json)"
         )
+    if not exists(path):
+        _explain_no_config(directory)
     shape = _overridden(path, _joined(read_json_object(path)), _joined(overrides or {}))
     config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
     names = KEY_NAMES.get(config.architecture, {})
     renamed = {names.get(key, key): value for key, value in shape.items()}
     return replace(config, raw=FAMILY_DEFAULTS.get(config.architecture, {}) | renamed)
+
+
+def _explain_no_config(directory: Path) -> None:
+    """Raise an error if it is known what a directory without config.json is."""
+    if (directory / "adapter_config.json").exists():
+        raise UnsupportedModelError(
+            f"{directory} is a LoRA adapter, which is not supported; merge it into its base model"
+        )
+    if (directory / "params.json").exists():
+        raise UnsupportedModelError(
+            f"{directory} is a checkpoint in the format of Meta or Mistral (params.json); "
+            f"{ONLY_SAFETENSORS}"
+        )
+    inner = [*directory.glob("snapshots/*/config.json"), *directory.glob("*/config.json")]
+    if inner:
+        raise ModelError(f"{directory} has no config.json; give the directory {inner[0].parent}")
 
 
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:

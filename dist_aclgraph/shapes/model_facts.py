@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,8 @@ def read_model_facts(
 
 def facts_of(config: ModelConfig) -> ModelFacts:
     """Return the facts of a checkpoint; see ``read_model_facts``."""
-    files = sorted(config.directory.glob("*.safetensors"))
+    # Broken links are found by ``check_weight_files``; plans need no weights.
+    files = sorted(filter(isfile, config.directory.glob("*.safetensors")))
     int4 = read_int4_formats(config)
     num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
     hidden_size = config.integer("hidden_size")

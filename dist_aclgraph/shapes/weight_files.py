@@ -6,6 +6,7 @@ Only headers are read, so a missing or truncated file is found before anything i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,16 @@ from dist_aclgraph.errors import (
     ModelError,
     UnsupportedModelError,
 )
-from dist_aclgraph.shapes.json_files import check_regular, read_json_object
+from dist_aclgraph.shapes.json_files import (
+    POINTER,
+    check_no_pointer,
+    check_regular,
+    read_json_object,
+)
 
 MAX_HEADER_BYTES = 100_000_000  # bytes; the limit that the format itself has
+# The name of one of several files, such as model-00001-of-00004.safetensors
+_PART = re.compile(r".*?(?P<number>\d+)-of-(?P<count>\d{1,5})\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -28,8 +36,18 @@ def check_weight_files(directory: str | Path) -> None:
     Raises:
         ModelError: a file is missing, cut off or no safetensors file; the message names the file.
     """
-    for file in weight_files(directory):
-        read_header(file)
+    directory = Path(directory)
+    names_by_file: dict[str, list[str]] = {}
+    for name, file in tensor_files(directory).items():
+        names_by_file.setdefault(file, []).append(name)
+    _check_all_exist(directory, sorted(names_by_file))
+    for file, names in sorted(names_by_file.items()):
+        header = read_header(directory / file)
+        if lacking := [name for name in names if name not in header]:
+            raise ModelError(
+                f"{directory / file} has no tensor {lacking[0]}, though the index names that file; "
+                "download both again"
+            )
 
 
 def weight_files(directory: str | Path) -> list[Path]:
@@ -43,7 +61,7 @@ def weight_files(directory: str | Path) -> list[Path]:
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor: from the index, or the only file if there is no index.
+    """Return the file name of each tensor: from the index, or from the files if there is none.
 
     Raises:
         ModelError: there are no weights, or the index or a header cannot be read.
@@ -52,16 +70,25 @@ def tensor_files(directory: Path) -> dict[str, str]:
     index = _file_named(directory, INDEX)
     if index.exists():
         return _read_weight_map(index)
-    single = _file_named(directory, SINGLE)
-    if not single.exists():
+    files = _files_without_index(directory)
+    if not files:
         for file in sorted(directory.glob("*")):
             if kind := OTHER_WEIGHTS.get(file.suffix):
                 raise UnsupportedModelError(f"{file} is a {kind}; {ONLY_SAFETENSORS}")
         raise ModelError(
-            f"{directory} has no weights: neither {SINGLE} nor {INDEX}, nor a single file with one "
-            "of these suffixes; name a checkpoint with weights by model=PATH, or set weights=dummy"
+            f"{directory} has no weights: neither {SINGLE} nor {INDEX}, nor other files of "
+            "safetensors; name a checkpoint with weights by model=PATH, or set weights=dummy"
         )
-    return dict.fromkeys(read_header(single), single.name)
+    found: dict[str, str] = {}
+    for file in files:
+        for name in read_header(file):
+            if name in found:
+                raise ModelError(
+                    f"{directory} has no {INDEX}, and both {found[name]} and {file.name} have the "
+                    f"tensor {name}; keep only the files of one checkpoint"
+                )
+            found[name] = file.name
+    return found
 
 
 def is_headless(names: Container[str]) -> bool:
@@ -80,6 +107,9 @@ def read_header(path: Path) -> dict[str, Any]:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             num_bytes = path.stat().st_size
+            stream.seek(0)
+            check_no_pointer(path, stream.read(len(POINTER)))
+            stream.seek(8)
             if not 2 <= size <= min(MAX_HEADER_BYTES, num_bytes - 8):
                 raise ModelError(f"{path} is no safetensors file, or is cut off in its header")
             header = json.loads(stream.read(size))
@@ -110,11 +140,45 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def _files_without_index(directory: Path) -> list[Path]:
+    """Return the files of weights of a checkpoint that has no index.
+
+    Quantisation tools choose their own file names. Some checkpoints have several files, but no
+    index. Files named consolidated are copies of the weights in Mistral's own format.
+
+    Raises:
+        ModelError: the name of a file says that there are further files, which do not exist.
+    """
+    single = directory / SINGLE
+    if single.exists() or single.is_symlink():
+        return [single]
+    files = sorted(directory.glob("*.safetensors"))
+    files = [file for file in files if not file.name.startswith("consolidated")] or files
+    names = {file.name for file in files}
+    for file in files:
+        if part := _PART.fullmatch(file.name):
+            head, tail = file.name[: part.start("number")], file.name[part.end("number") :]
+            width = len(part["number"])
+            needed = [f"{head}{i:0{width}}{tail}" for i in range(1, int(part["count"]) + 1)]
+            _check_all_exist(directory, [name for name in needed if name not in names])
+    return files
+
+
+def _check_all_exist(directory: Path, names: list[str]) -> None:
+    """Raise ModelError if files of weights do not exist."""
+    missing = [name for name in names if not (directory / name).exists()]
+    if len(missing) > 1:
+        raise ModelError(
+            f"cannot read {directory / missing[0]}: this file and {len(missing) - 1} other files "
+            "of weights do not exist; download the checkpoint again"
+        )
+    if missing:
+        check_regular(directory / missing[0])
+
+
 def _file_named(directory: Path, name: str) -> Path:
     """Return the file with the name ``name``. If there is no such file, return the only file whose
     name has the same ending.
-
-    Quantisation tools choose their own file names.
     """
     wanted = directory / name
     if wanted.exists():

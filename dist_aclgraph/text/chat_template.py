@@ -113,8 +113,17 @@ class ChatTemplate:
                 "continue_final_message",
             )
         name = self._name_for(options)
+        form = self._forms[name]
+        for i, message in enumerate(messages):
+            if not form.knows(role := str(message.get("role"))):
+                place = f"messages.{i}.role"
+                raise InvalidParameterError(
+                    f"{place} is {role!r:.80}, which the chat template does not know; use system, "
+                    "user, assistant or tool",
+                    place,
+                )
         own = {
-            "messages": [self._forms[name].adapt(message) for message in messages],
+            "messages": [form.adapt(message) for message in messages],
             "tools": options.tools,
             "documents": options.documents,
             "add_generation_prompt": options.add_generation_prompt,
@@ -242,4 +251,6 @@ def _sources(directory: Path, described: Any) -> dict[str, Any]:
     if isinstance(described, list):
         named = [item for item in described if isinstance(item, dict)]
         return {str(item.get("name")): item["template"] for item in named if "template" in item}
+    if isinstance(described, dict):
+        return {str(name): template for name, template in described.items()}
     return {} if described is None else {"default": described}

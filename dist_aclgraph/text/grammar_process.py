@@ -26,7 +26,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from dist_aclgraph.formats.no_effect import leave_out_no_effect
+from dist_aclgraph.formats.equivalents import use_equivalents
 from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.formats.tools import TOOL_PART
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
@@ -52,10 +52,11 @@ def make_grammar(source: dict[str, Any]) -> str:
     kind, text = source["kind"], source["text"]
     if kind == "json":
         schema = json.loads(text)
-        if schema is False:
-            raise ValueError("no value matches the schema false")
-        schema = {} if schema is True else schema
-        leave_out_no_effect(schema)
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
+        use_equivalents(schema)
+        if schema == {"enum": []}:
+            raise ValueError("no value matches the schema")
         schema.pop("x-guidance", None)  # options of the library, which clients must not set
         options: Any = {**source["json_options"], "coerce_one_of": is_any_of(schema)}
         if not options["coerce_one_of"]:

@@ -17,6 +17,10 @@ from jinja2 import nodes
 
 CONTENT = "content"
 _OF_PARTS = frozenset({"text", "type"})  # keys of a part
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+# For roles of other APIs, the role that replaces them if the template does not know them.
+OLDER_ROLES = {"developer": "system", "function": "tool"}
+NO_ROLES = frozenset({"content", "role"})  # keys of messages
 # Filters whose result is still a list of parts.
 _OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})
 # Tests by which a template distinguishes a text from a list of parts.
@@ -30,14 +34,19 @@ class MessageForm:
     Attributes:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
-        knows_developer: whether the template has a rule for the role "developer".
+        roles: the roles for which the template has a rule.
+        words: all words in the texts of the template's code, among which are names of roles that
+            the template finds in other ways, for example by a filter.
+        writes_roles: whether the template writes the name of a role, so that any name is possible.
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
     """
 
     reads_parts: bool = False
     reads_texts: bool = True
-    knows_developer: bool = False
+    roles: frozenset[str] = frozenset()
+    words: frozenset[str] = frozenset()
+    writes_roles: bool = False
     tests_none: bool = False
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,9 +67,14 @@ class MessageForm:
             found[CONTENT] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and not self.reads_parts and all(map(_is_text, content)):
             found[CONTENT] = "\n".join(part["text"] for part in content)
-        if found.get("role") == "developer" and not self.knows_developer:
-            found["role"] = "system"
+        role = found.get("role")
+        if role in OLDER_ROLES and role not in self.roles:
+            found["role"] = OLDER_ROLES[role]
         return found
+
+    def knows(self, role: str) -> bool:
+        """Return whether messages may have this role."""
+        return role in ROLES or role in OLDER_ROLES or role in self.words or self.writes_roles
 
 
 def read_form(source: str, template: nodes.Template) -> MessageForm:
@@ -80,7 +94,67 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
         for test in template.find_all(nodes.Test)
     )
     reads_texts = not reads_parts or tells_kinds
-    return MessageForm(reads_parts, reads_texts, "developer" in source, tests_none)
+    variables = _names_of_roles(template)
+    roles = set(_compared_roles(template, variables))
+    roles |= {"developer"} if "developer" in source else set()
+    texts = (value for value in _constants(template) if isinstance(value, str))
+    return MessageForm(
+        reads_parts=reads_parts,
+        reads_texts=reads_texts,
+        roles=frozenset(roles),
+        words=frozenset(word for text in texts for word in text.split()) - NO_ROLES,
+        writes_roles=_writes_roles(template, variables),
+        tests_none=tests_none,
+    )
+
+
+def _names_of_roles(template: nodes.Template) -> set[str]:
+    """Return the variables, and attributes of namespaces, that have a message's role as their
+    value.
+    """
+    assigned = [each for each in template.find_all(nodes.Assign) if _has_role(each.node, set())]
+    targets = [each.target for each in assigned]
+    attributes = {target.attr for target in targets if isinstance(target, nodes.NSRef)}
+    return {target.name for target in targets if isinstance(target, nodes.Name)} | attributes
+
+
+def _compared_roles(template: nodes.Template, names: set[str]) -> Iterator[str]:
+    """Yield the texts with which a template compares roles."""
+    for compare in template.find_all(nodes.Compare):
+        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
+        if any(_has_role(side, names) for side in sides):
+            for side in sides:
+                others = [] if _has_role(side, names) else _constants(side)
+                yield from (value for value in others if isinstance(value, str))
+
+
+def _writes_roles(template: nodes.Template, names: set[str]) -> bool:
+    """Return whether a template writes a role itself, so that any role has a meaning."""
+    return any(
+        _has_role(node, names)
+        for output in template.find_all(nodes.Output)
+        for node in output.nodes
+    )
+
+
+def _has_role(node: nodes.Node, names: set[str]) -> bool:
+    """Return whether the value of an expression contains a role; that of a comparison does not."""
+    is_error = isinstance(node, nodes.Call) and _own_name(node.node) == {"raise_exception"}
+    if is_error or isinstance(node, nodes.Compare | nodes.Test):
+        return False
+    if isinstance(node, nodes.CondExpr):
+        branches = [node.expr1] if node.expr2 is None else [node.expr1, node.expr2]
+        return any(_has_role(branch, names) for branch in branches)
+    is_variable = isinstance(node, nodes.Name) and node.name in names
+    is_attribute = isinstance(node, nodes.Getattr) and node.attr in names
+    is_named = is_variable or is_attribute
+    is_role = is_named or _key(node) == "role"
+    return is_role or any(_has_role(inner, names) for inner in node.iter_child_nodes())
+
+
+def _constants(node: nodes.Node) -> list[Any]:
+    own = [node.value] if isinstance(node, nodes.Const) else []
+    return own + [const.value for const in node.find_all(nodes.Const)]
 
 
 def _with_object(call: Any) -> Any:

@@ -19,7 +19,12 @@ from dist_aclgraph.errors import (
     ModelError,
     RequestTooLongError,
 )
-from dist_aclgraph.shapes.json_files import check_regular, read_json_object
+from dist_aclgraph.shapes.json_files import (
+    POINTER,
+    check_no_pointer,
+    check_regular,
+    read_json_object,
+)
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.rope_spec import read_context_lengths
 from dist_aclgraph.text.added_tokens import read_added_tokens, tokens_by_id
@@ -318,11 +323,14 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
     Raises:
         ModelError: the file is not a tokenizer.
     """
-    path = next((path for name in FILES if (path := directory / name).exists()), None)
+    files = [directory / name for name in FILES]
+    path = next((path for path in files if path.exists() or path.is_symlink()), None)
     if path is None:
         return None
     try:
         check_regular(path)
+        with path.open("rb") as stream:
+            check_no_pointer(path, stream.read(len(POINTER)))
         if path.name == JSON:
             return tokenizers.Tokenizer.from_file(str(path))
         if path.name == TIKTOKEN:

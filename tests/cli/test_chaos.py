@@ -78,9 +78,20 @@ def test_a_rig_that_is_stopped_leaves_no_process_and_no_file(
         rig.kill()
 
 
-def test_a_fault_that_is_not_known_is_one_sentence(temporary: Path) -> None:
-    rig = start(temporary, "--only=kill_workers")
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--only=kill_workers"], "there is no fault 'kill_workers'; there are: kill_worker, "),
+        (["--only=kill_host"], "kill_host needs several hosts: give --nodes 3\n"),
+        (["--only=kill_spare", "--nodes=2"], "kill_spare needs a host without a group: --nodes 3 "),
+        (["--nodes=1"], "--nodes 1 are too few: the shape needs 2"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_one_sentence(
+    temporary: Path, options: list[str], wanted: str
+) -> None:
+    rig = start(temporary, *options)
     said, _ = rig.communicate(timeout=WAIT_S)
 
     assert rig.returncode == 1
-    assert said.startswith("error: there is no fault 'kill_workers'; there are: kill_worker, ")
+    assert said.startswith(f"error: {wanted}") and said.count("\n") == 1

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ import pytest
 
 from tests.actors import leftovers
 from tests.cluster.several_nodes import ROOT
-from tests.namespaces import Node, nodes, why_no_nodes
+from tools.chaos.hosts import Hosts
+from tools.chaos.hosts import hosts as make_hosts
+from tools.namespaces import why_no_nodes
 
 pytestmark = [
     pytest.mark.namespaces,
@@ -32,11 +33,9 @@ pytestmark = [
 ]
 
 PORT, SERVE_PORT = 8124, 8000
-PRIVATE = "/mnt"
 PROGRAM, SERVE = (str(Path(sys.executable).with_name(n)) for n in ("dist-aclgraph", "serve"))
 WAIT_S = 400.0
 wait_until = partial(leftovers.wait_until, timeout_s=WAIT_S)
-KEEP_UP = 'while true; do "$@"; sleep 2; done'
 SETTINGS = {
     "parallel.tp": 1, "parallel.dp": 2, "dtype": "float32", "device.kind": "emulated",
     "device.emulator.strict": "false", "graph.sizes": "[8,32]", "scheduler.max_num_seqs": 32,
@@ -107,75 +106,9 @@ except httpx.HTTPError as e:
 """
 
 
-class Hosts:
-    """A head without NPUs, and two hosts with two NPUs each.
-
-    On each of the three nodes, a shell loop starts Ray again whenever Ray ends.
-    """
-
-    def __init__(self, made: list[Node], logs: Path) -> None:
-        self.head, *self.others = made
-        self._logs = logs
-        self.environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_AUTH_MODE": "token",
-            "RAY_TMPDIR": PRIVATE,
-            # The same storage as in ray-head.service.
-            "RAY_gcs_storage": "rocksdb",
-            "RAY_gcs_storage_path": f"{PRIVATE}/gcs",
-        }
-
-    def keep_up(self, node: Node, script: str, *arguments: str, **variables: str) -> None:
-        command = [str(ROOT / "cluster" / script), *arguments, "--block", "--num-cpus=4",
-                   f"--node-ip-address={node.address}"]  # fmt: skip
-        with (self._logs / f"{node.address}.log").open("a") as log:
-            node.start(
-                ["bash", "-c", KEEP_UP, "keep-up", *command],
-                env={**self.environment, **variables}, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-
-    def popen(self, command: list[str], node: Node | None = None, **options: Any) -> Any:
-        env = {**self.environment, "RAY_ADDRESS": "auto", **options.pop("env", {})}
-        return (node or self.head).start(command, env=env, text=True, **options)
-
-    def num_alive(self) -> int:
-        code = "import ray; ray.init(); print('up', sum(n['Alive'] for n in ray.nodes()))"
-        asked = self.popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        said, _ = asked.communicate(timeout=WAIT_S)
-        return next((int(x.split()[1]) for x in said.splitlines() if x.startswith("up ")), 0)
-
-    def fail(self, node: Node) -> None:
-        """End all processes of a node at once, as in a power failure; peers get no message."""
-        node.set_link(False)
-        node.run(["bash", "-c", f"rm -rf /dev/shm/* {PRIVATE}/*; kill -KILL -1"], 30)
-
-    def come_back(self, node: Node) -> None:
-        """Start a failed node again, as systemd does after a boot."""
-        node.set_link(True)
-        self.keep_up(node, "start-worker.sh", self.head.address, EMULATED_NPUS="2")
-
-    def kill(self, node: Node, name: str, number: int = signal.SIGKILL) -> None:
-        """Signal all processes of a node whose command line contains ``name``."""
-        done = node.run(["pkill", f"-{int(number)}", "-f", name], 30)
-        assert done.returncode == 0, f"no process is named {name}"
-
-
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with ExitStack() as stack:
-        private = stack.enter_context(nodes(3, private=("/dev/shm", PRIVATE)))
-        logs = tmp_path_factory.mktemp("logs")
-        made = Hosts(private, logs)
-        made.keep_up(made.head, "start-head.sh", "--include-dashboard=false")
-        wait_until(lambda: made.num_alive() == 1, "the head does not start")
-        for node in made.others:
-            made.come_back(node)
-        wait_until(lambda: made.num_alive() == 3, "a host does not start")
+def hosts() -> Iterator[Hosts]:
+    with make_hosts(2, npus=2) as made:
         yield made
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from dist_aclgraph.device import emulator
 from tests.cluster.several_nodes import ROOT
-from tests.namespaces import why_no_nodes
+from tools.namespaces import why_no_nodes
 
 pytestmark = [
     pytest.mark.namespaces,

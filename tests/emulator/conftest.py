@@ -16,8 +16,8 @@ import pytest
 from dist_aclgraph.device import emulator
 from tests.emulator.modelled_time import HELPERS
 from tests.forks import forks, run_code
-from tests.namespaces import Node
 from tests.ports import free_port
+from tools.namespaces import Node
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines.py also tests 8.5

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.namespaces import nodes, why_no_nodes
+from tools.namespaces import nodes, why_no_nodes
 
 pytestmark = [
     pytest.mark.slow,

@@ -23,6 +23,7 @@ from tests.formats.walk import Walk
         {"$id": "Output Format"},  # an id of griptape, which no schema can refer to
         {"$id": "größe"},
         {"$schema": "draft 7"},
+        {"required": None, "properties": None, "enum": None, "items": None, "$ref": None},
     ],
 )
 def test_keywords_that_allow_every_value_are_left_out(keyword):
@@ -47,7 +48,9 @@ def test_tools_may_have_such_keywords(name):
 
 def test_data_and_keywords_with_an_effect_stay():
     schema = {
-        "const": {"not": False},
+        "default": None,
+        "anyOf": [{"const": None}],
+        "const": {"not": False, "type": None},
         "not": {"type": "string"},
         "uniqueItems": True,
         "format": "regex",

@@ -494,3 +494,57 @@ def test_thinking_has_the_form_of_the_document(value):
 
     with pytest.raises(InvalidParameterError, match="thinking"):
         asked.chat_options()
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "none"}}, {"enable_thinking": False, "thinking": False}),
+        ({"reasoning": {"enabled": True}}, {"enable_thinking": True, "thinking": True}),
+        ({"reasoning": {"enabled": False}}, {"enable_thinking": False, "thinking": False}),
+        ({"reasoning": {}}, {}),
+        (
+            {"reasoning": {"effort": "low"}, "reasoning_effort": "high"},
+            {"reasoning_effort": "high"},
+        ),
+        (
+            {"reasoning": {"enabled": False}, "thinking": {"type": "enabled"}},
+            {"enable_thinking": True, "thinking": True},
+        ),
+        ({"reasoning": None, "thinking": {"type": "adaptive"}}, {}),
+    ],
+)
+def test_reasoning_may_be_controlled_as_in_other_apis(kind, fields, variables):
+    body = {"model": MODEL, "messages": HI, **fields}
+
+    asked = msgspec.json.decode(json.dumps(body), type=kind)
+
+    assert asked.chat_options().variables == variables
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget", "name"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, 5, "thinking.budget_tokens"),
+        ({"reasoning": {"max_tokens": 6}}, 6, "reasoning.max_tokens"),
+        ({"reasoning": {"max_tokens": 6}, "thinking_budget": 7}, 7, "thinking_budget"),
+        ({"thinking": True}, None, "thinking_tokens"),
+    ],
+)
+def test_the_limit_of_reasoning_may_have_the_name_of_another_api(fields, budget, name):
+    body = {"model": MODEL, "messages": HI, **fields}
+
+    asked = msgspec.json.decode(json.dumps(body), type=ChatRequest).conversation({}, 100)
+
+    assert (asked.params.thinking_tokens, asked.budget_param) == (budget, name)
+
+
+def test_a_wrong_limit_of_reasoning_is_named_as_the_client_named_it(service):
+    body = {"model": MODEL, "messages": HI, "reasoning": {"max_tokens": -1}}
+
+    error = assert_error(service.http.post("/v1/chat/completions", json=body), 400)
+
+    assert error["param"] == "reasoning.max_tokens"
+    assert "reasoning.max_tokens is -1" in error["message"]

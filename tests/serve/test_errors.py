@@ -36,7 +36,7 @@ BAD_CHAT = [
     {"messages": []},
     {"messages": "Hi"},
     {"messages": [1]},
-    {"messages": [{"role": "king", "content": "x"}]},
+    {"messages": [{"role": "r" * 65, "content": "x"}]},
     {"messages": [{"role": "user"}]},
     {"messages": [{"role": "user", "content": 5}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -89,7 +89,7 @@ BAD_CHAT = [
     {"stream": "yes"},
     {"stream_options": {"include_usage": True}},
     {"tools": [{"type": "function"}]},
-    {"tools": [{"type": "web_search"}]},
+    {"tools": [{"type": "custom"}]},
     {"tool_choice": "required"},
     {"response_format": {"type": "json_schema"}},
     {"functions": [{"name": "f"}]},
@@ -246,6 +246,19 @@ def test_a_body_above_the_limit_is_refused_with_413(service):
 ])  # fmt: skip
 def test_the_router_answers_in_the_same_shape(service, method, path, status):
     assert_error(service.http.request(method, path), status)
+
+
+@pytest.mark.parametrize(("path", "words"), [
+    ("/chat/completions", f"did you mean {CHAT}?"),
+    ("/v1/v1/chat/completions", f"did you mean {CHAT}?"),
+    ("/v1/chat/completions/chat/completions", f"did you mean {CHAT}?"),
+    ("/openai/deployments/m/chat/completions", f"did you mean {CHAT}?"),
+    ("/models", "did you mean /v1/models?"),
+    ("/v1/responses/resp_1", "no response is stored"),
+    ("/api/tags", "there is no path /api/tags; /openapi.json lists all paths"),
+])  # fmt: skip
+def test_an_unknown_path_is_named_with_the_likely_one(service, path, words):
+    assert words in assert_error(service.http.get(path), 404)["message"]
 
 
 def test_the_engine_still_serves_after_all_that(service):

@@ -48,7 +48,8 @@ DELTAS = st.builds(
 
 @contextmanager
 def new_memory() -> Iterator[tuple[JournalMemory, int]]:
-    memory, descriptor = JournalMemory.create(NUM_READ, NUM_SENT)
+    memory, descriptor = JournalMemory.create()
+    memory.begin(NUM_READ, NUM_SENT)
     yield memory, descriptor
     memory.close()
     os.close(descriptor)

@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Never
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer, listen
+from dist_aclgraph.serve.resume.counters import read_counters
 from dist_aclgraph.serve.resume.holder import ConnectionHolder, HeldConnection, HolderLink
 from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.serve.resume.memory import REQUEST_BYTES, JournalMemory
@@ -37,14 +40,20 @@ def ignoring() -> Iterator[None]:
 class Connection:
     """A connection, the record of the process that answers, and the holder of the connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, dies: type[BaseException] | None = None) -> None:
+        """Make a connection that is held.
+
+        Args:
+            dies: the error with which the process dies while it holds the connection.
+        """
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.client = socket.create_connection(listener.getsockname())
             self.server, _ = listener.accept()
         self.holder = ConnectionHolder()
         self._end = self.holder.open()
         self.record = ConnectionRecord(HolderLink(self._end))
-        self.record.hold(self.server.fileno())
+        with pytest.raises(dies) if dies else nullcontext():
+            self.record.hold(self.server.fileno())
         self.holder.take_in()
 
     def read(self, data: bytes, *, is_noted: bool = True) -> None:
@@ -239,7 +248,8 @@ def test_a_holder_has_all_connections_that_have_begun_and_not_ended(
     for turn in turns:
         number = data.draw(st.sampled_from(sorted(journals))) if journals else 0
         if turn == "begin":
-            memory, descriptor = JournalMemory.create(0, 0)
+            memory, descriptor = JournalMemory.create()
+            memory.begin(0, 0)
             begun = link.begin(descriptor, descriptor)
             assert begun is not None
             journals[begun] = memory, descriptor
@@ -294,6 +304,28 @@ def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> No
     os.close(write)
 
 
+class Killed(BaseException):
+    """Ends the work of a process at this place."""
+
+
+def be_killed(*_: object) -> Never:
+    raise Killed
+
+
+def test_a_process_may_die_after_the_supervisor_has_got_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next process continues the connection, although nobody has read its counters yet."""
+    with monkeypatch.context() as patch:
+        patch.setattr("dist_aclgraph.serve.resume.record.read_counters", be_killed)
+        connection = Connection(dies=Killed)
+    connection.die()
+    connection.read(b"request")
+
+    assert connection.die().all_read() == b"request"
+    connection.close()
+
+
 class HoldsNone(HolderLink):
     """A link that counts the connections that it should hold."""
 
@@ -336,3 +368,31 @@ def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
     server.stop()
 
     assert max(not_held) == 0
+
+
+def test_an_accepted_connection_is_first_of_all_sent_to_the_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory of its journal is made before the connection is accepted."""
+    order: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*arguments: Any) -> Any:
+            order.append(name)
+            return call(*arguments)
+
+        return note
+
+    record = "dist_aclgraph.serve.resume.record"
+    monkeypatch.setattr(f"{record}.read_counters", noted("read", read_counters))
+    monkeypatch.setattr(JournalMemory, "create", noted("create", JournalMemory.create))
+    monkeypatch.setattr(socket.socket, "accept", noted("accept", socket.socket.accept))
+    link, listener = HoldsNone(socket.socketpair()[0]), listen("127.0.0.1", 0)
+    monkeypatch.setattr(link, "begin", noted("begin", link.begin))
+    server = HttpServer(ServeConfig(), listener, link=link)
+    server.start(Front("the test answers no request"))
+    with socket.create_connection(listener.getsockname()):
+        until(lambda: "begin" in order)
+    server.stop()
+
+    assert order[: order.index("begin") + 1] == ["create", "accept", "begin"]

@@ -152,6 +152,29 @@ def test_blocks_become_messages(tooled):
     assert f"{results}<|im_start|>user\nWell?<|im_end|>" in prompt
 
 
+def test_documents_and_search_results_of_text_are_text(tooled):
+    tooled.answer("Sunny.")
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    document = {"type": "document", "title": "Rome", "context": "a guide", "citations": {}}
+    plain = {"type": "text", "media_type": "text/plain", "data": "It is old."}
+    found = {"type": "search_result", "source": "https://rome.it", "title": "Rom", "content": parts}
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1"}
+    history = [
+        {"role": "user", "content": [{**document, "source": plain}, found]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{**result, "content": [
+            {"type": "tool_reference", "tool_name": "clock"},
+            {"type": "document", "source": {"type": "content", "content": parts}}, found]}]},
+    ]  # fmt: skip
+
+    ask(tooled, messages=history, tools=[WEATHER, CLOCK])
+
+    prompt, shown = prompt_of(tooled), "Rom\nhttps://rome.it\nOne.\nTwo."
+    assert f"user\nRome\na guide\nIt is old.\n{shown}<|im_end|>" in prompt
+    assert f"tool\nclock\nOne.\nTwo.\n{shown}<|im_end|>" in prompt
+
+
 def test_only_the_first_message_is_a_system_message(tooled):
     tooled.answer("x")
     history = [
@@ -387,6 +410,18 @@ WRONG = [
     ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
     (block_of("user", {"type": "image", "source": {}}), "messages.0.content.0"),
     (block_of("user", {"type": "text"}), "messages.0.content.0.text"),
+    (block_of("user", {"type": "document"}), "messages.0.content.0.source"),
+    (
+        block_of("user", {"type": "document", "source": {"type": "base64", "data": "x"}}),
+        "messages.0.content.0.source",
+    ),
+    (
+        block_of("user", {"type": "document", "source": {"type": "text"}}),
+        "messages.0.content.0.source.data",
+    ),
+    (block_of("user", {"type": "search_result", "content": 5}), "messages.0.content.0"),
+    (block_of("assistant", {"type": "document"}), "messages.0.content.0"),
+    (block_of("user", {"type": "tool_reference", "tool_name": "f"}), "messages.0.content.0"),
     (block_of("user", {"type": "tool_use", "name": "f", "input": {}}), "messages.0.content.0"),
     (block_of("user", {"type": "tool_result"}), "messages.0.content.0.tool_use_id"),
     (

@@ -153,6 +153,26 @@ def test_the_response_repeats_the_fields_of_the_request(tooled):
     assert reply.output_text == "Hello."
 
 
+def test_sampling_parameters_of_chats_reach_the_engine(tooled):
+    tooled.answer("One. Two.")
+    fields = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+
+    reply = ask(tooled, extra_body={**fields, "repetition_penalty": 1.5, "stop": [" Two"]})
+
+    sampling = tooled.engine.submitted[-1].sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert sampling.repetition_penalty == 1.5
+    assert reply.output_text == "One."
+
+
+def test_an_empty_id_of_a_previous_response_names_none(tooled):
+    tooled.answer("Hello.")
+    empty = {"role": "assistant", "content": None}
+    body = {"model": MODEL, "previous_response_id": "", "input": [*ITEMS, empty, *ITEMS]}
+
+    assert tooled.http.post(PATH, json=body).status_code == 200
+
+
 def test_items_become_messages(tooled):
     tooled.answer("Sunny.")
     history = [
@@ -334,6 +354,8 @@ WRONG = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 10**6}, "input"),
     ({"temperature": 3}, "temperature"),
+    ({"stop": ["x"] * 21}, "stop"),
+    ({"min_p": 2}, "min_p"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"truncation": "some"}, "truncation"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -261,6 +262,8 @@ def test_models_have_the_fields_that_benchmarks_read():
     assert one["root"].endswith(MODEL)
     assert one["max_model_len"] == service.state.context_len
     assert (one["type"], one["capabilities"]["completion_chat"]) == ("base", True)
+    assert one["display_name"] == one["id"]  # for Anthropic's clients, like the time
+    assert datetime.fromisoformat(one["created_at"]).timestamp() == one["created"]
     assert reply.choices[0].message.content == "a"
 
 
@@ -297,7 +300,7 @@ def test_the_openapi_document_says_that_numbers_may_be_texts(service):
     (number, null) = schemas["ChatRequest"]["properties"]["temperature"]["anyOf"]
     assert (number, null) == ({"type": ["number", "string"]}, {"type": "null"})
     (tools, _) = schemas["ChatRequest"]["properties"]["tools"]["anyOf"]
-    strict = tools["items"]["properties"]["function"]["properties"]["strict"]
+    strict = tools["items"]["anyOf"][0]["properties"]["function"]["properties"]["strict"]
     assert strict == {"type": ["boolean", "null", "integer", "string"]}
 
 
@@ -339,6 +342,98 @@ def test_the_openapi_document_allows_null_where_the_service_does(service, kind, 
 
     for name, value in fields.items():
         Draft202012Validator(schema["properties"][name]).validate(value)
+
+
+U, A = {"role": "user", "content": "x"}, {"role": "assistant"}
+ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c"}
+SCHEMA = {"type": "object"}
+ACCEPTED: list[tuple[str, dict]] = [
+    *(
+        ("/v1/chat/completions", {"messages": [U], **fields})
+        for fields in (
+            {"response_format": {}},
+            {"response_format": {"type": "json", "value": SCHEMA}},
+            {"response_format": {"type": "regex", "value": "a+"}},
+            {"response_format": {"type": "grammar", "grammar": 'start: "a"'}},
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}},
+            {"guided_choice": []},
+            {"tools": [{"type": "web_search"}]},
+            *(
+                {"tools": [{"function": {"name": "f"}}], "tool_choice": choice}
+                for choice in (
+                    {"function": {"name": "f"}},
+                    {"name": "f"},
+                    {"type": "tool", "name": "f"},
+                    {"type": "auto"},
+                )
+            ),
+            *(
+                {"messages": [U, {**A, "content": [part]}, U]}
+                for part in (
+                    {"type": "thinking", "thinking": "x"},
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "x"}]},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "reasoning", "reasoning": "x"},
+                )
+            ),
+            {"messages": [U, {**A, "function_call": {"name": "f"}}]},
+            {"reasoning": {"effort": "low"}, "thinking": {"type": "enabled", "budget_tokens": 1}},
+        )
+    ),
+    *(
+        ("/v1/responses", {"input": "x", **fields})
+        for fields in (
+            {"input": ""},
+            {"input": [U, {**A, "content": None}, {**A, "content": []}, U]},
+            {"input": [U, ITEM, {**OUTPUT, "output": []}]},
+            {"input": [U, ITEM, {**OUTPUT, "output": [{"type": "refusal", "refusal": "x"}]}]},
+            {"input": [U, {"type": "reasoning", "content": None}, {**ITEM, "arguments": None}]},
+            {
+                "input": [
+                    U,
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": ""}]},
+                ]
+            },
+            {"tools": [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}]},
+            {
+                "tools": [
+                    {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}
+                ]
+            },
+            {"tool_choice": {"type": "none"}},
+            {"text": {"format": {}, "verbosity": "low"}},
+        )
+    ),
+    *(
+        ("/v1/messages", {"messages": [U], "max_tokens": 1, **fields})
+        for fields in (
+            {"thinking": {"type": "enabled"}},
+            {"thinking": {}},
+            {"tools": [{"name": "f"}, {"type": "web_search_20250305", "name": "web_search"}]},
+            {"messages": [{"role": "system", "content": "x"}, U]},
+            {"messages": [U, {**A, "content": [{"type": "tool_use", "name": "f"}]}]},
+            {"messages": [U, {**A, "content": [{"type": "redacted_thinking", "data": "x"}]}, U]},
+            {"output_config": {"format": {"type": "json_object"}}},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ACCEPTED, ids=repr)
+def test_the_openapi_document_allows_what_the_service_accepts(tooled, path, fields):
+    tooled.answer("x")
+    body = {"model": MODEL, **fields}
+    document = tooled.http.get("/openapi.json").json()
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    schema = {**content["application/json"]["schema"], "components": document["components"]}
+
+    reply = tooled.http.post(path, json=body)
+
+    assert reply.status_code == 200, reply.text
+    Draft202012Validator(schema).validate(body)
 
 
 def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(service):

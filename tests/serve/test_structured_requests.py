@@ -44,6 +44,12 @@ def structure_of(service):
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '"integer"'),
         ({"response_format": {"type": "json_object", "schema": None}}, '"type":"object"'),
         ({"response_format": {"type": "json_object", "value": SCHEMA}}, '"integer"'),
+        ({"response_format": {"type": "json", "value": SCHEMA}}, '"integer"'),
+        ({"response_format": {"type": "json", "schema": SCHEMA}}, '"integer"'),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '"integer"'),
+        ({"response_format": {"type": "regex", "value": "a+b"}}, "a+b"),
+        ({"response_format": {"type": "regex", "pattern": "a+b"}}, "a+b"),
+        ({"response_format": {"type": "grammar", "grammar": 'root ::= "x"'}}, 'start: "x"'),
         ({"structured_outputs": {"json": SCHEMA}}, '"integer"'),
         (
             {"structured_outputs": {"json": CLOSED, "disable_additional_properties": True}},
@@ -123,10 +129,21 @@ def test_completions_take_forms_too(service):
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-            "Unimplemented keys",
+            "no value matches",
         ),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "regex"}}, "response_format.pattern is missing"),
+        ({"response_format": {"type": "grammar", "value": 5}}, "response_format.value"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+            "json_schema.schema is missing; properties is beside it",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"const": "a" * (1 << 16)}}},
+            "response_format has 65548 characters; at most 65536",
+        ),
+        ({"guided_regex": "a" * (1 << 17)}, "guided_regex has 131072 characters"),
         ({"response_format": FORMAT, "guided_regex": "a"}, "both ask"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "both ask"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "exactly one"),
@@ -136,7 +153,10 @@ def test_completions_take_forms_too(service):
         ({"guided_regex": "a" * 70_000}, "65536"),
         ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "takes more than 1 s"),
         ({"structured_outputs": {"json": False}}, "no value matches"),
-        ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
+        (
+            {"guided_json": {"x-guidance": {"lenient": True}, "not": {"const": 1}}},
+            "Unimplemented keys",
+        ),
         ({"guided_json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
         ({"guided_choice": ["".join(each) for each in product(LETTERS, repeat=3)]}, "items"),
         ({"guided_grammar": AMBIGUOUS}, "it is too ambiguous"),

@@ -122,6 +122,10 @@ def test_tokenize_takes_tools_and_fields_of_templates_as_a_chat_does(tooled):
     assert tooled.state.tokenizer.decode(prompt, skip_special_tokens=False).endswith("<think>\n")
 
 
+# A part of Mistral's messages.
+THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+
+
 @pytest.mark.parametrize(
     ("message", "plain"),
     [
@@ -149,6 +153,27 @@ def test_tokenize_takes_tools_and_fields_of_templates_as_a_chat_does(tooled):
         (
             {"role": "assistant", "tool_calls": [{"type": None, "function": {"name": "clock"}}]},
             {"role": "assistant", "tool_calls": [{"function": {"name": "clock"}}]},
+        ),
+        (
+            {"role": "assistant", "function_call": {"name": "clock", "arguments": "{}"}},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "clock"}}]},
+        ),
+        ({"role": "function", "name": "clock", "content": "9"}, {"role": "tool", "content": "9"}),
+        (
+            {"role": "assistant", "content": [THOUGHT, {"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
+            {"role": "assistant", "content": "", "reasoning": "hm"},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "reasoning", "reasoning": "hm"}, "a"]},
+            {"role": "assistant", "content": "a", "reasoning": "hm"},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, "a"]},
+            {"role": "assistant", "content": "a"},
         ),
     ],
     ids=repr,
@@ -181,12 +206,53 @@ def test_a_tool_without_a_type_is_a_function(tooled):
 
 @pytest.mark.parametrize("kind", [{}, {"type": None}])
 def test_the_template_gets_the_type_of_a_tool_without_a_type(kind):
-    found, full = (
-        read_tools(Raw(json.dumps([tool]).encode()), Raw(), is_parallel=None)
+    (found, _), (full, _) = (
+        read_tools(Raw(json.dumps([tool]).encode()), Raw(), is_parallel=None, is_strict=False)
         for tool in ({"function": CLOCK["function"], **kind}, CLOCK)
     )
 
     assert list(found.definitions[0].items()) == list(full.definitions[0].items())
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *({"type": mode} for mode in ("required", "any")),
+        *({"type": kind, "name": "clock"} for kind in ("function", "tool")),
+        {"function": {"name": "clock"}},
+    ],
+    ids=repr,
+)
+def test_a_choice_may_have_the_form_of_another_api(tooled, choice):
+    tooled.answer('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+
+    reply = ask(tooled, tools=[WEATHER, CLOCK], tool_choice=choice)
+
+    assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["clock"]
+    structure = tooled.engine.submitted[-1].sampling.structure
+    assert ("weather" in structure.grammar) == (choice.get("type") in ("required", "any"))
+
+
+@pytest.mark.parametrize("mode", ["auto", "none"])
+def test_a_mode_may_be_an_object(tooled, mode):
+    tooled.answer(CALLS)
+
+    message = ask(tooled, tools=[WEATHER, CLOCK], tool_choice={"type": mode}).choices[0].message
+
+    assert bool(message.tool_calls) == (mode == "auto")
+
+
+def test_tools_that_a_provider_runs_are_left_out_and_named(tooled):
+    tooled.answer(CALLS)
+    body = {"model": MODEL, "messages": HI, "tools": [{"type": "web_search"}, WEATHER, CLOCK]}
+
+    reply = tooled.http.post("/v1/chat/completions", json=body)
+    prompt = unpack_ints(tooled.engine.submitted[-1].prompt).tolist()
+    counted = tooled.http.post("/tokenize", json={**body, "tools": [WEATHER, CLOCK]}).json()
+
+    assert reply.headers["X-Ignored-Parameters"] == "tools[0]"
+    assert prompt == counted["tokens"]
+    assert len(reply.json()["choices"][0]["message"]["tool_calls"]) == 2
 
 
 @pytest.mark.parametrize("choice", ["none", None])
@@ -256,7 +322,7 @@ def test_several_choices_have_their_own_calls(tooled):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "refusal": "No"}]}]},
             "messages.0.content.0.text",
@@ -276,6 +342,11 @@ def test_several_choices_have_their_own_calls(tooled):
         ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name"),
         ({"tools": [CLOCK] * 513}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"messages": [{"role": "user", "function_call": {"name": "x"}}]}, "messages.0.function"),
+        ({"messages": [{"role": "user", "content": [THOUGHT]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role"),
         ({"tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice"),
         (
             {

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -180,12 +181,14 @@ def test_reasoning_has_the_names_that_templates_read(name):
     assert text == "hm|hm"
 
 
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "files"])
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "mapping", "files"])
 def test_a_checkpoint_may_have_templates_by_name(tmp_path, place):
     sources = {
         name: name + " of {{ bos_token }}{{ wish }}" for name in ("default", "tool_use", "rag")
     }
-    described = [{"name": name, "template": source} for name, source in sources.items()]
+    described: Any = [{"name": name, "template": source} for name, source in sources.items()]
+    if place == "mapping":
+        described = sources
     if place == "files":
         described = []
         (tmp_path / "additional_chat_templates").mkdir()

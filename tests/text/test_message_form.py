@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.text.chat_template import ChatOptions
 from tests.text.templates import make_template
 
@@ -83,3 +84,48 @@ def test_a_message_that_is_shown_twice_is_continued_without_a_mark():
 )
 def test_a_developer_is_the_system_in_templates_without_developers(end, role):
     assert rendered("{{ messages[0].role }}" + end, "One.", role="developer") == role
+
+
+ROLES = {
+    "written": "<{{ messages[0]['role'] }}>",
+    "in a variable": "{% set r = messages[0].role if true else '' %}{{ '<' + r + '>' }}",
+    "compared": "{% if messages[0]['role'] == 'document' %}<document>{% endif %}",
+    "in a list": "{% if messages[0].role in ['a', 'document'] %}<document>{% endif %}",
+    "in a namespace": "{% set ns = namespace(r='') %}{% set ns.r = messages[0].role %}<{{ ns.r }}>",
+    "by a filter": "{% for m in messages | selectattr('role', 'equalto', 'document') %}<document>"
+    "{% endfor %}",
+    "by its beginning": "{% if messages[0].role.startswith('document') %}<document>{% endif %}",
+    "in a text": "{% if messages[0].role in 'user document' %}<document>{% endif %}",
+    "by a variable": "{% set r = messages[0].role %}{% if 'document' == r %}<document>{% endif %}",
+}
+
+
+@pytest.mark.parametrize("source", ROLES.values(), ids=ROLES)
+def test_a_message_may_have_each_role_that_the_template_knows(source):
+    assert rendered(source, "One.", role="document") == "<document>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if messages[0]['role'] == 'user' %}{{ messages[0].content }}{% endif %}",
+        "{{ messages[0].role == 'user' }}{{ messages[0]['role'] == 'documents' }}",
+        "{{ messages[0].content }}{% if false %}{{ raise_exception(messages[0].role) }}{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("role", ["document", "User", "role"])
+def test_a_role_that_the_template_does_not_know_is_refused(source, role):
+    with pytest.raises(InvalidParameterError, match=f"messages.0.role is '{role}'") as caught:
+        rendered(source, "One.", role=role)
+
+    assert caught.value.param == "messages.0.role"
+
+
+@pytest.mark.parametrize(
+    ("end", "role"),
+    [("", "tool"), ("{% if 'function' == messages[0].role %}{% endif %}", "function")],
+)
+def test_the_older_role_of_a_result_is_the_tool_in_templates_without_it(end, role):
+    source = "{% set f = {'type': 'function'} %}{{ messages[0].role }}" + end
+
+    assert rendered(source, "One.", role="function") == role

@@ -100,6 +100,7 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
             {"model": "m", "device": {"fusions": ["norm_quant", "x"]}},
             "known are norm_quant, swiglu_quant, routing_quant",
         ),
+        ({"model": "m", "serve": 5}, "^serve is 5: it must be a mapping of keys$"),
         ({"model": "m", "kv": {"blocks": 3}}, "known in kv: block_size, num_blocks"),
         ({"model": "m", "parallel": {"tp": 0}}, "parallel.tp is 0: input should be greater"),
         ({"model": "m", "parallel": {"tp": "2"}}, "parallel.tp is '2'"),
@@ -145,12 +146,21 @@ def test_a_bad_value_names_key_value_and_what_is_allowed(raw, message: str) -> N
     ("text", "message"),
     [
         (": {", "is not YAML"),
+        ("model: a\nkv: {}\nmodel: b\n", "line 3 has the key 'model' again"),
+        ("model: a\nkv:\n  block_size: 16\n  block_size: 32\n", "line 4 has the key 'block_size'"),
         ("- a\n- b\n", "must hold a mapping of keys, not list"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text))
+
+
+def test_a_section_without_keys_has_the_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: m\nserve:\n  # port: 8000\ndevice:\n  emulator:\n")
+
+    assert load_config(path).serve == make_config({"model": "m"}).serve
+    assert load_config(path).device == make_config({"model": "m"}).device
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 with their processes.
 """
 
+import socket
+import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.namespaces import nodes, why_no_nodes
+from tools.namespaces import nodes, why_no_nodes
 
 pytestmark = pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes() or "")
 
@@ -48,3 +50,31 @@ def test_the_memory_of_a_node_is_its_own():
         temporary = first.temporary
         assert temporary.is_dir()
     assert not temporary.exists()
+
+
+def test_this_machine_sees_the_processes_and_the_files_of_a_node():
+    with nodes(2) as (first, second):
+        first.run(["touch", "/dev/shm/mine"], 30)
+        say_id = ["sh", "-c", "echo $$; exec sleep 1000"]
+        with first.start(say_id, stdout=subprocess.PIPE, text=True) as waiting:
+            inner = int(waiting.stdout.readline())
+
+            assert [path.name for path in (first.files / "dev/shm").iterdir()] == ["mine"]
+            assert list(first.pids().values()) == [inner]
+            assert second.pids() == {}
+            first.kill()
+
+
+def test_a_thread_in_the_network_of_a_node_has_the_addresses_of_the_node():
+    def can_listen() -> bool:
+        with socket.socket() as server:
+            try:
+                server.bind((first.address, 0))
+            except OSError:
+                return False
+            return True
+
+    with nodes(1) as (first,):
+        with first.network():
+            assert can_listen()
+        assert not can_listen()

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,17 +20,23 @@ from benchmarks.command import run_command
 from benchmarks.report import Table
 from dist_aclgraph.errors import ConfigError
 from tools.chaos.disk import small_disk
+from tools.chaos.hosts import Hosts, hosts
 from tools.chaos.outcome import Outcome
-from tools.chaos.plan import FILE_FAULTS, FIRSTS, Kind, Strike, make_plan
+from tools.chaos.plan import FILE_FAULTS, FIRSTS, HOST_FAULTS, Kind, Strike, make_plan
 from tools.chaos.report import COLUMNS, lines_of, sentence_of
 from tools.chaos.rig import Rig
 from tools.chaos.shapes import SHAPES, Shape
+from tools.namespaces import why_no_nodes
 
 SHARE = 0.05  # a fault is injected before this fraction of all deltas has arrived
 
 
 def run_plan(
-    shape: Shape, plan: list[Strike], room: Path | None, console: Console
+    shape: Shape,
+    plan: list[Strike],
+    room: Path | None,
+    console: Console,
+    hosts: Hosts | None = None,
 ) -> Iterator[Outcome]:
     """Inject the faults of a plan; after each fault, print a line and yield its outcome.
 
@@ -38,7 +45,7 @@ def run_plan(
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("", total=len(plan))
-        with Rig(shape, room, lambda text: bar.update(task, description=text)) as rig:
+        with Rig(shape, room, lambda text: bar.update(task, description=text), hosts) as rig:
             for strike in plan:
                 outcome = rig.run(strike)
                 bar.console.print(sentence_of(outcome), markup=False, highlight=False)
@@ -48,17 +55,51 @@ def run_plan(
                 bar.console.print(f"left behind in the end: {', '.join(left)}", markup=False)
 
 
-def chosen_kinds(only: str) -> tuple[Kind, ...]:
+def chosen_kinds(only: str, shape: Shape, nodes: int) -> tuple[Kind, ...]:
     """Return the faults whose names are in a comma-separated list; all faults for an empty text.
 
+    Args:
+        nodes: number of hosts besides the head; 0 for a service on this machine.
+
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: a name is unknown, or the fault needs other hosts.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
-    known = {kind.name.lower(): kind for kind in (*FIRSTS, *FILE_FAULTS)}
+    known = {kind.name.lower(): kind for kind in (*FIRSTS, *FILE_FAULTS, *HOST_FAULTS)}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"there is no fault {unknown[0]!r}; there are: {', '.join(known)}")
-    return tuple(known[name] for name in names) or FIRSTS
+    chosen = tuple(known[name] for name in names) or (
+        *(kind for kind in FIRSTS if not (nodes and kind is Kind.FULL_DISK)),
+        *(FILE_FAULTS if shape.has_files else ()),
+        *(HOST_FAULTS if nodes else ()),
+    )
+    if nodes <= shape.num_hosts and Kind.KILL_SPARE in chosen:
+        if names:
+            raise ConfigError(
+                f"kill_spare needs a host without a group: --nodes {shape.num_hosts + 1} or more"
+            )
+        chosen = tuple(kind for kind in chosen if kind is not Kind.KILL_SPARE)
+    if not nodes and (wrong := [kind for kind in chosen if kind in HOST_FAULTS]):
+        raise ConfigError(f"{wrong[0].name.lower()} needs several hosts: give --nodes 3")
+    return chosen
+
+
+@contextmanager
+def several_hosts(count: int, shape: Shape) -> Iterator[Hosts | None]:
+    """Yield hosts, in the network of their head; None for no hosts.
+
+    Raises:
+        ConfigError: these hosts are too few for the shape, or not possible on this machine.
+    """
+    if not count:
+        yield None
+        return
+    if count < shape.num_hosts:
+        raise ConfigError(f"--nodes {count} are too few: the shape needs {shape.num_hosts} nodes")
+    if (reason := why_no_nodes()) is not None:
+        raise ConfigError(f"--nodes needs root: {reason}")
+    with hosts(count, shape.npus) as found, found.head.network():
+        yield found
 
 
 def main(
@@ -66,6 +107,7 @@ def main(
     faults: Annotated[int, typer.Option(help="how many are tried")] = 12,
     shape: Annotated[str, typer.Option(help=f"the deployment: {', '.join(SHAPES)}")] = "replicas",
     only: Annotated[str, typer.Option(help="names of faults, with commas between them")] = "",
+    nodes: Annotated[int, typer.Option(help="hosts besides the head; 0: this machine")] = 0,
 ) -> None:
     """Inject faults into a service, and print a table with the effect of each fault."""
     if shape not in SHAPES:
@@ -74,25 +116,29 @@ def main(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=200 if not os.isatty(1) else None)
     found = SHAPES[shape]
-    kinds = chosen_kinds(only)
-    if found.has_files and not only:
-        kinds += FILE_FAULTS
+    kinds = chosen_kinds(only, found, nodes)
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, small_disk(Path(folder)) as room:
+    with ExitStack() as stack:
+        room = None
+        if not nodes:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-"))
+            room = stack.enter_context(small_disk(Path(folder)))
         if room is None and Kind.FULL_DISK in kinds:
             console.print("No small disk can be mounted here: no fault fills one.")
             kinds = tuple(kind for kind in kinds if kind is not Kind.FULL_DISK)
+        where = stack.enter_context(several_hosts(nodes, found))
         max_deltas = int(SHARE * found.num_streams * found.num_tokens)
         plan = make_plan(seed, faults, max_deltas=max_deltas, kinds=kinds)
         for strike in plan:
             console.print(str(strike), markup=False, highlight=False)
         outcomes: list[Outcome] = []
         try:
-            for outcome in run_plan(found, plan, room, console):
+            for outcome in run_plan(found, plan, room, console, where):
                 outcomes.append(outcome)
         finally:  # print the results, however the run ends
             minutes = (time.monotonic() - began_s) / 60
-            print_table(f"{shape}, seed {seed}", outcomes, minutes, console)
+            what = f"{shape}, {nodes} hosts, seed {seed}" if nodes else f"{shape}, seed {seed}"
+            print_table(what, outcomes, minutes, console)
     if not all(outcome.is_good for outcome in outcomes):
         raise SystemExit(1)
 

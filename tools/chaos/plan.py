@@ -41,6 +41,12 @@ class Kind(Enum):
     SPOILT_FILES = "bytes of KV files change"
     CUT_FILES = "KV files are cut off"
     LOST_FILES = "KV files are deleted"
+    # These faults are injected only into a service on several hosts.
+    FLAP_LINK = "link of a host down for 10 s"
+    CUT_LINK = "link of a host down for 60 s"
+    KILL_HOST = "host of a group killed, started again"
+    KILL_SPARE = "host without a group killed, started again"
+    KILL_GCS = "control store of Ray killed"
     # These faults are injected only during the recovery from another fault.
     CAPTURE_DEATH = "a rank of the replacement dies in its capture"
     CAPTURE_MEMORY = "memory of the replacement runs out in its capture"
@@ -57,7 +63,14 @@ GROUP_ENDING = (
 )
 IN_RECOVERY = (Kind.CAPTURE_DEATH, Kind.CAPTURE_MEMORY, Kind.KILL_WORKER, Kind.KILL_ENGINE)
 FILE_FAULTS = (Kind.SPOILT_FILES, Kind.CUT_FILES, Kind.LOST_FILES)
-FIRSTS = tuple(kind for kind in Kind if kind not in (*IN_RECOVERY[:2], *FILE_FAULTS))
+HOST_FAULTS = (
+    Kind.FLAP_LINK,
+    Kind.CUT_LINK,
+    Kind.KILL_HOST,
+    Kind.KILL_SPARE,
+    Kind.KILL_GCS,
+)
+FIRSTS = tuple(kind for kind in Kind if kind not in (*IN_RECOVERY[:2], *FILE_FAULTS, *HOST_FAULTS))
 MAX_TARGET = 1 << 16
 
 

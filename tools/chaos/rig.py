@@ -21,18 +21,20 @@ from dist_aclgraph.kv.tiers import PREFIX
 from tools.chaos import disk
 from tools.chaos.answers import Answer
 from tools.chaos.clients import Clients, Hangup
+from tools.chaos.hosts import CONTROLLER, ENGINE, WORKER, Hosts
 from tools.chaos.outcome import Outcome, Sight, judge
-from tools.chaos.plan import Kind, Strike
+from tools.chaos.plan import HOST_FAULTS, Kind, Strike
 from tools.chaos.service import LOOK_S, ChaosError, Service, new_folder, wait_for
 from tools.chaos.shapes import STALL_S, Shape
+from tools.namespaces import Node
 
 ANSWERS_S = 300.0  # time limit in which all answers must end after a strike
 RECOVERY_S = 240.0
 KNOWN_S = 90.0  # time limit in which a fault is noticed, and in which an armed fault happens
 SETTLE_S = 30.0
+ASK_S = 0.5  # pause between two questions to Ray, each of which starts a process
 FULL_S = 20.0  # time for which the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
-WORKER, ENGINE, CONTROLLER = "ray::Worker", "ray::Engine", "ray::Controller"
 RAYLET, GCS = "raylet", "gcs_server"
 OWNER, INGRESS = "serve:owner", "serve:ingress"
 BUSY = ("num_requests_running", "num_requests_waiting", "held_requests", "kv_cache_usage")
@@ -45,6 +47,7 @@ PROCESSES = {
     Kind.KILL_CONTROLLER: CONTROLLER,
     Kind.KILL_RAYLET: RAYLET,
     Kind.STOP_RAYLET: RAYLET,
+    Kind.KILL_GCS: GCS,
     Kind.STOP_GCS: GCS,
     Kind.KILL_OWNER: OWNER,
     Kind.STOP_OWNER: OWNER,
@@ -59,6 +62,9 @@ STOPS = (
     Kind.STOP_RAYLET,
     Kind.STOP_GCS,
 )
+# Time for which the rig cuts a link of a host, or stops the control store of several hosts.
+DOWN_S = {Kind.FLAP_LINK: 10.0, Kind.CUT_LINK: 60.0, Kind.STOP_GCS: 20.0}
+AWAY = (*HOST_FAULTS, Kind.KILL_RAYLET, Kind.STOP_RAYLET, Kind.STOP_GCS)
 ARMED = (
     Kind.PREFILL_DEATH,
     Kind.OPERATOR_FAILS,
@@ -71,9 +77,9 @@ ARMED = (
 Say = Callable[[str], None]
 
 
-def damage(kind: Kind) -> None:
+def damage(kind: Kind, memory: Path) -> None:
     """Change the last byte of each file of KV blocks, cut the file in half, or delete it."""
-    for path in Path(f"/dev/shm/{PREFIX}{os.getuid()}").glob("*/*/*"):
+    for path in (memory / f"{PREFIX}{os.getuid()}").glob("*/*/*"):
         with contextlib.suppress(OSError):  # the service has just deleted the file
             if kind is Kind.LOST_FILES:
                 path.unlink()
@@ -120,9 +126,14 @@ class Rig:
     Args:
         room: a folder on a small disk for temporary files; None for the system's temporary folder.
         say: called with one line per event.
+        hosts: the hosts on which the service runs; None for this machine. The caller is in the
+            network of the head.
     """
 
-    def __init__(self, shape: Shape, room: Path | None, say: Say) -> None:
+    def __init__(
+        self, shape: Shape, room: Path | None, say: Say, hosts: Hosts | None = None
+    ) -> None:
+        self._hosts = hosts
         self._shape = shape
         self._room = room
         self._full: threading.Timer | None = None  # frees the disk; None while the disk is not full
@@ -148,7 +159,7 @@ class Rig:
         """
         if self._service is None:
             self._say("starting the service")
-            self._service = Service(self._shape, new_folder(self._room))
+            self._service = Service(self._shape, new_folder(self._room), self._hosts)
             self._service.wait_until_ready()
             self._usual = self._things()
         if not self._wanted:
@@ -180,6 +191,7 @@ class Rig:
         if self._full is not None:  # the disk must have space for the file that arms faults
             self._full.join()
         victim = self._victim(service, kind, strike.target)
+        host = self._host(kind, strike.target)
         if kind is Kind.PREFILL_DEATH:
             service.arm(fault_op=self._shape.operator, fault_kind="die")
         stopped: list[int] = []
@@ -192,10 +204,13 @@ class Rig:
             self._say("striking")
             if others is not None:
                 others.start()
-            stopped += self._strike(service, kind, victim)
+            stopped += self._strike(service, kind, victim, host)
             self._second(service, strike, watcher, began_s)
+            late = self._late_clients(service, kind, normal, watcher, began_s)
+            if self._repair(kind, victim, host, began_s):
+                stopped.clear()
             self._say("waiting for answers")
-            answers = self._collect([normal, *([others] if others else [])])
+            answers = self._collect([c for c in (normal, others, late) if c is not None])
             if stopped:  # perhaps no answer needed the process, e.g. because its group was idle
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             recovered_s = self._wait_for_groups(service)
@@ -204,6 +219,7 @@ class Rig:
         left: list[str] = []
         if recovered_s is not None:
             left += self._left(service, stopped)
+            left += self._missing_hosts()
         elif exit_code is None:
             left.append("not all groups serve")
         if recovered_s is None:
@@ -254,6 +270,27 @@ class Rig:
             case _:
                 return None
 
+    def _late_clients(
+        self, service: Service, kind: Kind, normal: Clients, watcher: Watcher, struck_s: float
+    ) -> Clients | None:
+        """Start clients that send the usual requests while a host is away; None for other faults.
+
+        The usual answers can end before a host's absence is noticed.
+        """
+        if self._hosts is None or kind not in AWAY:
+            return None
+
+        def is_noticed() -> bool:
+            return watcher.knows_since(struck_s) or bool(self._missing_hosts())
+
+        if kind not in DOWN_S:
+            wait_for(is_noticed, KNOWN_S, ASK_S)
+        elif kind is Kind.CUT_LINK:
+            wait_for(is_noticed, DOWN_S[kind] / 2, ASK_S)
+        late = self._clients(service, self._shape.num_streams)
+        late.start()
+        return late
+
     def _victim(self, service: Service, kind: Kind, target: int) -> int | None:
         """Return the target process of a fault; None for a fault without a target.
 
@@ -272,7 +309,65 @@ class Rig:
             raise ChaosError(f"there is no process left for the fault {kind.value!r}")
         return pids[target % len(pids)]
 
-    def _strike(self, service: Service, kind: Kind, victim: int | None) -> list[int]:
+    def _host(self, kind: Kind, target: int) -> Node | None:
+        """Return the target host of a fault; None for a fault without such a target.
+
+        Raises:
+            ChaosError: no such host has appeared in time.
+        """
+        hosts = self._hosts
+        if hosts is None or kind not in HOST_FAULTS or kind in PROCESSES:
+            return None
+        found: list[Node] = []
+
+        def are_there() -> bool:
+            busy = hosts.with_groups()
+            spare = [host for host in hosts.others if host not in busy]
+            found[:] = spare if kind is Kind.KILL_SPARE else busy
+            return bool(found)
+
+        if not wait_for(are_there, KNOWN_S):
+            raise ChaosError(f"there is no host for the fault {kind.value!r}")
+        return found[target % len(found)]
+
+    def _repair(self, kind: Kind, victim: int | None, host: Node | None, struck_s: float) -> bool:
+        """Undo a fault of hosts that no service can undo; return whether this was such a fault.
+
+        A host starts again, and a node manager goes on, when Ray has noticed the loss of the host.
+        """
+        if self._hosts is None:
+            return False
+        match kind:
+            case Kind.FLAP_LINK | Kind.CUT_LINK:
+                assert host is not None
+                time.sleep(max(0.0, struck_s + DOWN_S[kind] - time.monotonic()))
+                host.set_link(True)
+            case Kind.KILL_HOST | Kind.KILL_SPARE:
+                assert host is not None
+                wait_for(lambda: bool(self._missing_hosts()), KNOWN_S, ASK_S)
+                self._hosts.come_back(host)
+            case Kind.STOP_RAYLET | Kind.STOP_GCS:
+                assert victim is not None
+                if kind is Kind.STOP_RAYLET:
+                    wait_for(lambda: bool(self._missing_hosts()), KNOWN_S, ASK_S)
+                else:
+                    time.sleep(DOWN_S[kind])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGCONT)
+            case _:
+                return False
+        return True
+
+    def _missing_hosts(self) -> list[str]:
+        """Return a text if Ray on a host is missing."""
+        if self._hosts is None:
+            return []
+        count = len(self._hosts.all) - self._hosts.num_alive()
+        return [f"{count} hosts missing"] if count else []
+
+    def _strike(
+        self, service: Service, kind: Kind, victim: int | None, host: Node | None = None
+    ) -> list[int]:
         """Inject a fault; return the processes that the fault has stopped (SIGSTOP)."""
         match kind:
             case Kind.OPERATOR_FAILS:
@@ -291,7 +386,14 @@ class Rig:
                 self._full = threading.Timer(FULL_S, disk.make_room, [self._room])
                 self._full.start()
             case Kind.SPOILT_FILES | Kind.CUT_FILES | Kind.LOST_FILES:
-                damage(kind)
+                for memory in service.memories():
+                    damage(kind, memory)
+            case Kind.FLAP_LINK | Kind.CUT_LINK:
+                assert host is not None, "such plans need hosts"
+                host.set_link(False)
+            case Kind.KILL_HOST | Kind.KILL_SPARE:
+                assert host is not None and self._hosts is not None, "such plans need hosts"
+                self._hosts.fail(host)
         if kind in ARMED:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
@@ -323,7 +425,9 @@ class Rig:
         """Return the time when all groups served, or None."""
         groups = self._shape.num_groups
         wait_for(lambda: service.has_ended or service.serving() == groups, RECOVERY_S)
-        return time.monotonic() if service.serving() == groups else None
+        recovered_s = time.monotonic() if service.serving() == groups else None
+        wait_for(lambda: service.has_ended or not self._missing_hosts(), RECOVERY_S, ASK_S)
+        return recovered_s
 
     # ---- remains
 

@@ -1,7 +1,7 @@
 """A service under test, in separate processes, which the rig starts like a user.
 
-The service leads a process session, and all temporary files of its processes are in one folder. So
-the rig can distinguish the service's processes and files from other processes and files.
+The service leads a process session. On one machine, all temporary files of its processes are in one
+folder. So the rig can distinguish the service's processes and files from other processes and files.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -25,11 +25,11 @@ from dist_aclgraph.actors.host import processes, run_directory
 from dist_aclgraph.environment import environment_with
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.shipped import shipped
+from tools.chaos.hosts import SHARED_MEMORY, session
 from tools.chaos.outcome import Sight
 from tools.chaos.shapes import Shape
 
 START_S, END_S, LOOK_S, ANSWER_S = 240.0, 60.0, 0.05, 10.0
-SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = ("emulated_hccl_", "meeting_of_")  # prefixes of the names of HCCL's segments
 TEMPORARY = "TMPDIR"
 QUOTED_LINES = 15
@@ -39,20 +39,75 @@ class ChaosError(DistAclGraphError):
     """The rig cannot continue."""
 
 
+class Place(Protocol):
+    """Where a service runs: on this machine, or on several hosts."""
+
+    def start_service(self, command: list[str], folder: Path, log: Any) -> subprocess.Popen[Any]:
+        """Start the service in a new session, with its output in the file ``log``."""
+
+    def stop_service(self, process: subprocess.Popen[Any]) -> None:
+        """Send SIGTERM to the service that ``start_service`` returned."""
+
+    def pids_of_service(self, leader: int, folder: Path) -> set[int]:
+        """Return the living processes of the service with this leader of its session."""
+
+    def daemons(self) -> set[int]:
+        """Return the processes of a Ray that is not the service's own."""
+
+    def memories(self) -> Iterator[tuple[Path, Callable[[], set[int]]]]:
+        """For each host, yield the folder of its shared memory, and a function that returns the
+        ids of the host's living processes, as its own processes see them.
+        """
+
+    def temporary(self, folder: Path) -> list[Path]:
+        """Return the folders in which the processes of the service make run directories."""
+
+
+class ThisMachine:
+    """The service starts its own Ray on this machine."""
+
+    def start_service(self, command: list[str], folder: Path, log: Any) -> subprocess.Popen[Any]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment_with({TEMPORARY: str(folder)}),
+            start_new_session=True,
+        )
+
+    def stop_service(self, process: subprocess.Popen[Any]) -> None:
+        process.send_signal(signal.SIGTERM)
+
+    def pids_of_service(self, leader: int, folder: Path) -> set[int]:
+        return session(leader) | processes.with_variable(TEMPORARY, str(folder))
+
+    def daemons(self) -> set[int]:
+        return set()
+
+    def memories(self) -> Iterator[tuple[Path, Callable[[], set[int]]]]:
+        yield Path(SHARED_MEMORY), processes.living
+
+    def temporary(self, folder: Path) -> list[Path]:
+        return [folder]
+
+
 class Service:
     """Owns the processes of a service, and the folder of their temporary files.
 
     Args:
         folder: an empty folder with a short path, because paths of sockets are limited.
+        place: where the service runs.
     """
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
+    def __init__(self, shape: Shape, folder: Path, place: Place | None = None) -> None:
         self.shape = shape
         self.folder = folder
+        self._place: Place = place or ThisMachine()
         self.fault_file = folder / "armed"
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self._segments = _segments()
+        self._segments = self._all_segments()
         self._log = folder / "log"
         config = shipped("configs") / f"{shape.config}.yaml"
         command = [
@@ -62,14 +117,7 @@ class Service:
             f"--port={self._port}",
         ]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment_with({TEMPORARY: str(folder)}),
-                start_new_session=True,
-            )
+            self._process = self._place.start_service(command, folder, log)
         self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
 
     # ---- the service's output
@@ -132,8 +180,11 @@ class Service:
     # ---- the service's processes
 
     def pids(self, name: str) -> list[int]:
-        """Return the service's processes whose names begin with the prefix, oldest first."""
-        return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
+        """Return the processes whose names begin with the prefix, of the service and of its Ray,
+        oldest first.
+        """
+        found = self._all() | self._place.daemons()
+        return sorted(p for p in found if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
         """Return the service's living processes by name; a script has the name of its file."""
@@ -148,22 +199,32 @@ class Service:
         return found
 
     def _all(self) -> set[int]:
-        """Return all living processes in the service's session or with its temporary folder."""
-        leader = self._process.pid
-        own = {pid for pid in processes.living() if _session_of(pid) == leader}
-        return own | processes.with_variable(TEMPORARY, str(self.folder))
+        return self._place.pids_of_service(self._process.pid, self.folder)
 
-    def dead_segments(self) -> list[str]:
+    def memories(self) -> list[Path]:
+        """Return the folder of shared memory of each host."""
+        return [memory for memory, _ in self._place.memories()]
+
+    def dead_segments(self) -> list[Path]:
         """Return HCCL's segments that were made since the start by processes that have exited."""
-        # Other services can also make segments, but their processes are alive.
-        return sorted(name for name in _segments() - self._segments if _is_dead(name))
+        # Other services can also make segments, but their processes are alive. The living processes
+        # are listed after the segments, because a new process can make a new segment.
+        found = []
+        for memory, living in self._place.memories():
+            if new := sorted(_segments(memory) - self._segments):
+                pids = living()
+                found += [segment for segment in new if _maker_of(segment) not in pids]
+        return found
 
-    def segments(self) -> set[str]:
+    def segments(self) -> set[Path]:
         """Return HCCL's segments that were made since the start."""
-        return _segments() - self._segments
+        return self._all_segments() - self._segments
+
+    def _all_segments(self) -> set[Path]:
+        return {segment for memory in self.memories() for segment in _segments(memory)}
 
     def num_run_directories(self) -> int:
-        return len(run_directory.directories(self.folder))
+        return len(self._run_directories())
 
     def temporary_bytes(self) -> int:
         """Return the size of all temporary files, which include Ray's logs."""
@@ -177,11 +238,15 @@ class Service:
     def dead_run_directories(self) -> list[str]:
         """Return directories whose owners have exited."""
         found = []
-        for path in run_directory.directories(self.folder):
+        for path in self._run_directories():
             with run_directory.held_if_free(path) as is_free:
                 if is_free:
                     found.append(path.name)
         return sorted(found)
+
+    def _run_directories(self) -> list[Path]:
+        folders = self._place.temporary(self.folder)
+        return [path for folder in folders for path in run_directory.directories(folder)]
 
     # ---- faults of emulated NPUs
 
@@ -205,7 +270,7 @@ class Service:
         """Stop the service, and kill it if necessary; return what the service left behind."""
         self._http.close()
         if not self.has_ended:
-            self._process.send_signal(signal.SIGTERM)
+            self._place.stop_service(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         left = self._left_behind()
@@ -216,8 +281,8 @@ class Service:
         self._http.close()
         wait_for(self._kill_once, END_S)
         self._process.wait(END_S)
-        for name in self.dead_segments():
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        for segment in self.dead_segments():
+            segment.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
@@ -236,34 +301,26 @@ class Service:
         """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]
-        left += [f"shared memory {name}" for name in self.dead_segments()]
-        found = run_directory.directories(self.folder)
-        left += [f"{path.name} of {self.folder.name}" for path in found]
+        left += [f"shared memory {segment.name}" for segment in self.dead_segments()]
+        left += [f"{path.name} of {path.parent.name}" for path in self._run_directories()]
         if _is_taken(self._port):
             left.append("its port")
         return left
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float, pause_s: float = LOOK_S) -> bool:
     """Return whether the condition became true within the given time."""
     until_s = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until_s:
             return False
-        time.sleep(LOOK_S)
+        time.sleep(pause_s)
     return True
 
 
 def new_folder(parent: Path | None) -> Path:
     """Return a new folder with a short path for a service's temporary files."""
     return Path(tempfile.mkdtemp(prefix="s-", dir=parent))
-
-
-def _session_of(pid: int) -> int:
-    """Return the session of a process; 0 if there is no such process."""
-    with contextlib.suppress(OSError):
-        return os.getsid(pid)
-    return 0
 
 
 def _script_of(pid: int) -> str:
@@ -274,19 +331,18 @@ def _script_of(pid: int) -> str:
     return ""
 
 
-def _segments() -> set[str]:
-    found = SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ()
-    return {path.name for path in found if path.name.startswith(SEGMENTS)}
+def _segments(memory: Path) -> set[Path]:
+    """Return HCCL's segments in a folder of shared memory."""
+    found = memory.iterdir() if memory.is_dir() else ()
+    return {path for path in found if path.name.startswith(SEGMENTS)}
 
 
-def _is_dead(segment: str) -> bool:
-    """Whether the process that a segment's name identifies has exited."""
+def _maker_of(segment: Path) -> int:
+    """Return the process that a segment's name identifies; 0 if the name identifies none."""
     with contextlib.suppress(ValueError, OSError):
-        name = segment
-        if not segment.startswith(SEGMENTS[0]):
-            name = (SHARED_MEMORY / segment).read_text()
-        return not processes.name_of(int(name.removeprefix(SEGMENTS[0]).partition("_")[0]))
-    return True
+        name = segment.name if segment.name.startswith(SEGMENTS[0]) else segment.read_text()
+        return int(name.removeprefix(SEGMENTS[0]).partition("_")[0])
+    return 0
 
 
 def _free_port() -> int:

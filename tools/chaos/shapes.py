@@ -38,6 +38,8 @@ class Shape:
             or a weight) becomes faulty.
         num_streams: number of requests that are sent at once. All bodies are different.
         has_files: whether copies of KV blocks are kept in files.
+        npus: NPUs of each host, if the deployment runs on several hosts.
+        num_hosts: number of these hosts that all groups need.
     """
 
     config: str
@@ -52,6 +54,8 @@ class Shape:
     prompt_tokens: int = 48
     has_files: bool = False
     linear: str = "aclnnMm"
+    npus: int = 2
+    num_hosts: int = 1
 
     def bodies(self) -> list[dict[str, Any]]:
         """Return the usual requests, then the slow readers'. Every second request is greedy."""
@@ -89,6 +93,26 @@ SHAPES = {
         attention="aclnnFusedInferAttentionScoreV3",
         num_streams=8,
         num_tokens=500,
+        npus=1,
+        num_hosts=2,
+    ),
+    # With three hosts, each host has a group, and no NPU is spare.
+    "hosts": Shape(
+        config="tiny-qwen3",
+        num_groups=3,
+        overrides=(
+            *COMMON,
+            "parallel.tp=2",
+            "parallel.dp=3",
+            "graph.sizes=[4,8]",
+            *EIGHT,
+        ),
+        operator="aclnnSwiGlu",
+        collective="HcclAllReduce",
+        attention="aclnnFusedInferAttentionScoreV3",
+        num_streams=12,
+        num_tokens=500,
+        num_hosts=3,
     ),
     # One group computes prompts for the other group. The files have room for about half of the
     # prompts' KV.
@@ -114,6 +138,8 @@ SHAPES = {
         num_tokens=400,
         prompt_tokens=200,
         has_files=True,
+        npus=1,
+        num_hosts=2,
     ),
     "experts": Shape(
         config="tiny-deepseek",
@@ -128,6 +154,7 @@ SHAPES = {
         attention="aclnnFusedInferAttentionScoreV4",
         num_streams=8,
         num_tokens=400,
+        num_hosts=2,
     ),
     "streams": Shape(
         config="tiny-qwen3",
@@ -174,5 +201,6 @@ SHAPES = {
         attention="aclnnSparseFlashAttention",
         num_streams=8,
         num_tokens=400,
+        num_hosts=2,
     ),
 }

@@ -202,19 +202,16 @@ class RequestTable:
         for request in requests:
             self.forget(request.request_id)
         self.router.forget_cache(engine.url)
-        ended = []
+        ended, num_held = [], self.num_held
         for request in requests:
             is_proof = request.request_id == alone and self._is_newer(engine, request)
             if is_over or not self._resume(request, engine, now_s, is_proof=is_proof):
                 ended.append(request)
         self.outage.see(now_s, is_served=bool(self.taking()))
         if len(ended) < len(requests):
-            logger.info(
-                "%d requests go on elsewhere, %d wait: %s",
-                len(requests) - len(ended) - self.num_held,
-                self.num_held,
-                reason,
-            )
+            num_waiting = self.num_held - num_held
+            num_moved = len(requests) - len(ended) - num_waiting
+            logger.info("%d requests go on elsewhere, %d wait: %s", num_moved, num_waiting, reason)
         return ended
 
     def look(self, now_s: float, outlook: Outlook | None) -> list[Over]:

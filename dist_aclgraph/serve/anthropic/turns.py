@@ -20,6 +20,7 @@ from dist_aclgraph.serve.openai.text_parts import (
 )
 from dist_aclgraph.serve.openai.tools import MAX_CALLS, call_for_template
 
+TEXT_BLOCKS = ("document", "search_result")  # blocks of users that consist of text
 # Claude Code sends a block with this text before its system prompt. The block differs in each
 # request, so the requests' prompts would have no common prefix.
 BILLING = "x-anthropic-billing-header:"
@@ -43,6 +44,18 @@ class _Block(Body, kw_only=True):
     tool_use_id: str | None = None
     content: Raw = Raw()
     is_error: bool | None = None
+    source: Raw = Raw()  # an object in a document, a text in a search result
+    title: str | None = None
+    context: str | None = None
+    tool_name: str | None = None
+
+
+class _Source(Body, kw_only=True):
+    """The source of a document. Only texts are offered."""
+
+    type: str
+    data: str | None = None
+    content: Raw = Raw()
 
 
 def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
@@ -102,8 +115,8 @@ def _messages_of(turn: _Message, param: str) -> Iterator[dict[str, Any]]:
     num_results = 0
     for i, block in enumerate(blocks):
         place = f"{param}.{i}"
-        if block.type == "text":
-            texts.append(_needed(block.text, f"{place}.text"))
+        if block.type == "text" or (turn.role == "user" and block.type in TEXT_BLOCKS):
+            texts += _texts_of(block, place)
         elif block.type == "tool_result" and turn.role == "user":
             # The results of calls must directly follow the calls.
             num_results += 1
@@ -126,11 +139,47 @@ def _messages_of(turn: _Message, param: str) -> Iterator[dict[str, Any]]:
 def _result_of(block: _Block, param: str) -> dict[str, Any]:
     call_id = _needed(block.tool_use_id, f"{param}.tool_use_id")
     texts: list[str] = []
-    if bytes(block.content) not in _NOTHING:
-        texts = read_texts(block.content, f"{param}.content", ("text",))
+    data, place = bytes(block.content), f"{param}.content"
+    if data.startswith(b"["):
+        check_num_strings(data, STRINGS_PER_PART * MAX_PARTS, place)
+        parts = decode(data, list[_Block], place)
+        if len(parts) > MAX_PARTS:
+            raise InvalidParameterError(
+                f"{place} has {len(parts)} parts; at most {MAX_PARTS} are allowed", place
+            )
+        texts = [text for i, part in enumerate(parts) for text in _texts_of(part, f"{place}.{i}")]
+    elif data not in _NOTHING:
+        texts = [decode(data, str, place)]
     if block.is_error:  # chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
+
+
+def _texts_of(block: _Block, param: str) -> list[str]:
+    """Return the texts of a block that consists of text.
+
+    Raises:
+        InvalidParameterError: the block does not consist of text.
+    """
+    if block.type == "text":
+        return [_needed(block.text, f"{param}.text")]
+    if block.type == "tool_reference":
+        return [_needed(block.tool_name, f"{param}.tool_name")]
+    if block.type == "search_result":
+        head = [block.title, decode(block.source, str | None, f"{param}.source")]
+        body = read_texts(block.content, f"{param}.content", ("text",))
+    elif block.type == "document":
+        head = [block.title, block.context]
+        source: _Source = decode(block.source, _Source, f"{param}.source")
+        if source.type == "text":
+            body = [_needed(source.data, f"{param}.source.data")]
+        elif source.type == "content":
+            body = read_texts(source.content, f"{param}.source.content", ("text",))
+        else:
+            raise not_offered(f"document with a source of type {source.type}", f"{param}.source")
+    else:
+        raise not_offered(block.type, param)
+    return ["\n".join([*filter(None, head), *body])]
 
 
 def _needed(value: str | None, param: str) -> str:

@@ -58,7 +58,9 @@ class HttpServer:
         self._limits = config
         self._socket = listener
         self._beat = beat
-        self._link = link
+        # The connections of a Unix socket have no counters, so no process could continue them.
+        self._link = None if listener.family == socket.AF_UNIX else link
+        self._next = ConnectionRecord(self._link)  # of the next connection
         # Connections with requests that a previous process accepted and did not answer.
         self._owed: list[HttpConnection] = []
         self._thread: threading.Thread | None = None
@@ -132,6 +134,7 @@ class HttpServer:
                 await asyncio.wait_for(self._stopping.wait(), BEAT_S)
         loop.remove_reader(self._socket)
         self._socket.close()
+        self._next.close()
         await _drain(state)
 
     def _accept_from_now(self, state: ServerState) -> None:
@@ -147,6 +150,7 @@ class HttpServer:
         """
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPTED_A_TURN):
+            self._next.prepare()
             try:
                 own, _ = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -156,9 +160,10 @@ class HttpServer:
                 loop.remove_reader(self._socket)
                 loop.call_later(ACCEPT_PAUSE_S, self._accept_from_now, state)
                 return
-            record = ConnectionRecord(self._link)
+            record = self._next
             if len(state.connections) < self._limits.max_connections:
                 record.hold(own.fileno())
+            self._next = ConnectionRecord(self._link)
             own.setblocking(False)
             opening = loop.create_task(_open(HttpConnection(state, record), own))
             state.tasks.add(opening)

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS
-from dist_aclgraph.serve.openai.text_parts import TextPart, text_of
-from dist_aclgraph.serve.openai.tools import ToolCall, read_calls
+from dist_aclgraph.serve.openai.text_parts import TextPart, read_texts, text_of
+from dist_aclgraph.serve.openai.tools import (
+    CalledFunction,
+    ToolCall,
+    call_for_template,
+    read_calls,
+)
+
+MAX_ROLE_CHARS = 64
+
+
+class ContentPart(TextPart):
+    """A part of a message: a text, or reasoning in the forms of Mistral, Anthropic and
+    LangChain.
+    """
+
+    thinking: Raw = Raw()
+    reasoning: str | None = None
+    data: str | None = None
+    signature: str | None = None
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self.type in ("thinking", "redacted_thinking", "reasoning")
+
+    def thoughts(self, param: str) -> list[str]:
+        """Return the texts of reasoning; an empty list if they are encrypted."""
+        if bytes(self.thinking) not in (b"", b"null"):
+            return read_texts(self.thinking, f"{param}.thinking", ("text",))
+        found = self.text if self.reasoning is None else self.reasoning
+        return [] if found is None else [found]
 
 
 class ChatMessage(Body):
-    """A message. All fields of a client's ``message.model_dump()`` are allowed."""
+    """A message. All fields of a client's ``message.model_dump()`` are allowed.
 
-    PARTS: ClassVar = {"content": TextPart, "tool_calls": ToolCall}
+    The chat template decides whether there is a role with another name than the usual ones.
+    """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    PARTS: ClassVar = {
+        "content": ContentPart,
+        "function_call": CalledFunction,
+        "tool_calls": ToolCall,
+    }
+
+    role: Annotated[str, Meta(min_length=1, max_length=MAX_ROLE_CHARS)]
     content: Annotated[Raw, schemas.CONTENT] = ABSENT
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
     audio: None = None
-    function_call: None = None
+    function_call: Annotated[Raw, schemas.CALLED] = ABSENT  # older name of a single call
     annotations: Annotated[Raw, schemas.ANNOTATIONS] = ABSENT
     tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
     tool_call_id: str | None = None
@@ -39,47 +75,60 @@ class ChatMessage(Body):
         Args:
             param: the message's position in the body; used in error messages.
         """
-        calls = read_calls(self.tool_calls, f"{param}.tool_calls")
+        name = "tool_calls"
+        calls = read_calls(self.tool_calls, f"{param}.{name}")
+        if calls is None and bytes(self.function_call) not in (b"", b"null"):
+            name = "function_call"
+            called = decode(self.function_call, CalledFunction, f"{param}.{name}")
+            calls = [call_for_template(None, called.name, called.arguments)]
         if calls is not None and self.role != "assistant":
             raise InvalidParameterError(
-                f"{param}.tool_calls: only an assistant's message has calls", f"{param}.tool_calls"
+                f"{param}.{name}: only an assistant's message has calls", f"{param}.{name}"
             )
         if not (bytes(self.annotations) or b"null").startswith((b"[", b"null")):
             raise InvalidParameterError(f"{param}.annotations must be an array or null", param)
+        content, reasoning = self._content(f"{param}.content")
         return {
             "role": self.role,
-            "content": self._content(f"{param}.content"),
+            "content": content,
             "name": self.name,
-            "reasoning_content": self.reasoning_content or self.reasoning,
+            "reasoning_content": self.reasoning_content or self.reasoning or reasoning,
             "tool_calls": calls,
             "tool_call_id": self.tool_call_id,
         }
 
-    def _content(self, param: str) -> str | list[dict[str, str]] | None:
-        """Return a text or text parts; None if an assistant's message has no content. A refusal is
-        text, too; the result of a tool may be absent.
+    def _content(self, param: str) -> tuple[str | list[dict[str, str]] | None, str | None]:
+        """Return a text or text parts, and the reasoning that is among the parts.
+
+        The former is None if an assistant's message has no content. A refusal is text, too; the
+        result of a tool may be absent.
         """
         data = bytes(self.content)
         if data in (b"", b"null"):
             if self.role == "assistant":
-                return self.refusal
-            if self.role == "tool":
-                return ""
+                return self.refusal, None
+            if self.role in ("tool", "function"):
+                return "", None
             raise InvalidParameterError(f"{param} is missing", param)
         if not data.startswith(b"["):
-            return str(decode(data, str, param))
+            return str(decode(data, str, param)), None
         check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
-        kind = self.kind_of_part(TextPart)
+        kind = self.kind_of_part(ContentPart)
         parts = decode(data, list[str | kind], param)  # type: ignore[valid-type]
         if len(parts) > MAX_PARTS:
             raise InvalidParameterError(
                 f"{param} has {len(parts)} parts; at most {MAX_PARTS} are allowed", param
             )
-        texts = [
-            part if isinstance(part, str) else text_of(part, f"{param}.{i}", schemas.TEXT_PARTS)
-            for i, part in enumerate(parts)
-        ]
-        return [{"type": "text", "text": text} for text in texts] or ""
+        texts, thoughts = [], []
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                texts.append(part)
+            elif self.role == "assistant" and part.is_reasoning:
+                thoughts += part.thoughts(f"{param}.{i}")
+            else:
+                texts.append(text_of(part, f"{param}.{i}", schemas.TEXT_PARTS))
+        content = [{"type": "text", "text": text} for text in texts] or ""
+        return content, "\n".join(thoughts) or None
 
 
 def messages_for_template(body: Body, raw: Raw) -> tuple[list[dict[str, Any]], bool]:

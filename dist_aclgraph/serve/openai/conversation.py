@@ -52,6 +52,8 @@ class Conversation:
         limit_param: the request's field for messages; used in error messages about the length of
             the prompt.
         budget_param: the request's field for the limit of reasoning.
+        is_budget_soft: whether a model whose reasoning has no limit ignores the limit.
+        ignored: fields of the request that have no effect.
         off_param: the request's field that turns the reasoning off; empty if no field does.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
             context length.
@@ -69,6 +71,8 @@ class Conversation:
     form_param: str = "response_format"
     limit_param: str = "messages"
     budget_param: str = "thinking_tokens"
+    is_budget_soft: bool = False
+    ignored: Sequence[str] = ()
     off_param: str = ""
     most_prompt_tokens: int | None = None
     truncated: Callable[[list[int]], list[int]] = _all_of
@@ -135,7 +139,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         _check_reasoning(asked, answers.name)
     thinking = _find_thinking(state, prompt_ids, asked.options)
     params = await _with_form(state, asked, replace(asked.params, max_tokens=max_tokens), thinking)
-    note_ignored(scope, _without_effect(asked, params, thinking))
+    note_ignored(scope, [*asked.ignored, *_without_effect(asked, params, thinking)])
     journal = state.open_journal(scope)
     generation = Generation(
         state,
@@ -154,7 +158,8 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
 
 def _check_reasoning(asked: Conversation, name: str | None) -> None:
     """Raise an error if a request limits or disables the reasoning of the format ``name``."""
-    if asked.params.thinking_tokens is not None and not asked.is_limit_soft:
+    is_soft = asked.is_limit_soft or asked.is_budget_soft
+    if asked.params.thinking_tokens is not None and not is_soft:
         raise InvalidParameterError(
             f"{asked.budget_param}: the reasoning of the format {name} has no limit of tokens; set "
             "reasoning_effort",

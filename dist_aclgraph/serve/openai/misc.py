@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,7 +28,9 @@ _Chat: TypeAlias = tuple[list[dict[str, Any]], ChatOptions]
 async def list_models(state: ApiState, request: Request) -> Response:
     """The one model that this server has, listed once for each of its names."""
     models = [_model(state, name) for name in state.config.names]
-    return json_response({"object": "list", "data": models})
+    # Anthropic's clients read the last three fields.
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return json_response({"object": "list", "data": models, **ends})
 
 
 async def show_model(state: ApiState, request: Request) -> Response:
@@ -152,4 +155,7 @@ def _model(state: ApiState, name: str) -> dict[str, Any]:
         # Mistral's client refuses models without these two fields.
         "type": "base",
         "capabilities": {"completion_chat": writes, "function_calling": writes},
+        # Anthropic's clients show these two fields.
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(state.created_s, UTC).isoformat(),
     }

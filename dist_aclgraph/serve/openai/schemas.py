@@ -19,6 +19,11 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 1024  # maximum number of parts of one message
 MAX_ITEMS = 4 * MAX_MESSAGES  # maximum number of items of the input of a response
 MAX_TOOLS = 512  # maximum number of tools of one request
+# Beginnings of the types of tools that a provider runs itself.
+HOSTED = (
+    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
+    *("image_generation", "tool_search", "mcp"),
+)
 MAX_NAME_CHARS = 128  # maximum number of characters of a tool's name
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -37,6 +42,39 @@ _PART = {
         ),
     ]
 }
+# Parts that only an assistant's message may have.
+_THOUGHTS = (
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"const": "thinking"},
+            "thinking": {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": _PART["anyOf"][1], "maxItems": MAX_PARTS},
+                    {"type": "null"},
+                ]
+            },
+        },
+    },
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["reasoning", "redacted_thinking"]},
+            "reasoning": {"type": ["string", "null"]},
+        },
+    },
+)
+HOSTED_TOOL = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string", "pattern": f"^({'|'.join(HOSTED)})"}},
+    "description": "left out, because a provider runs it",
+}
+# The value of a field that is treated as absent.
+EMPTY = {"type": "object", "maxProperties": 0}
 
 
 def _field(**schema: Any) -> Meta:
@@ -48,7 +86,10 @@ def _or_null(*schemas: dict[str, Any]) -> Meta:
 
 
 ANNOTATIONS = _or_null({"type": "array"})
-CONTENT = _or_null({"type": "string"}, {"type": "array", "items": _PART, "maxItems": MAX_PARTS})
+CONTENT = _or_null(
+    {"type": "string"},
+    {"type": "array", "items": {"anyOf": [*_PART["anyOf"], *_THOUGHTS]}, "maxItems": MAX_PARTS},
+)
 DOCUMENTS = _or_null({"type": "array", "items": {"type": "object"}})
 IGNORED = _field(description="accepted, and without effect")
 KV_TRANSFER = _or_null(
@@ -90,13 +131,16 @@ PROMPT = _field(
     ]
 )
 _KIND = {"type": "object", "required": ["type"]}
+_SCHEMA = {"type": ["object", "boolean", "string"]}
+_SCHEMA_OR_NULL = {"anyOf": [_SCHEMA, {"type": "null"}]}
 RESPONSE_FORMAT = _or_null(
+    EMPTY,
     _KIND
     | {
         "properties": {
-            "type": {"enum": ["text", "json_object"]},
-            "schema": {"anyOf": [{"type": "object"}, {"type": "null"}]},
-            "value": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            "type": {"enum": ["text", "json_object", "json"]},
+            "schema": _SCHEMA_OR_NULL,
+            "value": _SCHEMA_OR_NULL,
         }
     },
     _KIND
@@ -108,14 +152,28 @@ RESPONSE_FORMAT = _or_null(
                 "type": "object",
                 "properties": {
                     "name": {"type": ["string", "null"]},
-                    "schema": {"type": ["object", "null"]},
+                    "schema": _SCHEMA_OR_NULL,
                     "strict": {"type": ["boolean", "null"]},
                 },
             },
         },
     },
+    _KIND
+    | {
+        "required": ["type", "schema"],
+        "properties": {"type": {"const": "json_schema"}, "schema": _SCHEMA},
+    },
+    *(
+        _KIND
+        | {
+            "required": ["type", name],
+            "properties": {"type": {"const": kind}, name: _TEXT},
+        }
+        for kind, names in (("regex", ("pattern", "value")), ("grammar", ("grammar", "value")))
+        for name in names
+    ),
 )
-TEXTS = _or_null({"type": "array", "items": _TEXT, "minItems": 1})
+TEXTS = _or_null({"type": "array", "items": _TEXT})
 ANYTHING = _or_null({"type": "object"}, {"type": "string"})
 STRUCTURED_OUTPUTS = _or_null({"type": "object"})
 STOP = _or_null(_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOP_STRINGS})
@@ -133,7 +191,24 @@ STREAM_OPTIONS = _or_null(
 )
 THINKING = _or_null(
     {"type": "boolean"},
-    {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"type": "string"},
+            "budget_tokens": {"type": ["integer", "null"], "minimum": 0},
+        },
+    },
+)
+REASONING = _or_null(
+    {
+        "type": "object",
+        "properties": {
+            "effort": {"type": ["string", "null"]},
+            "enabled": {"type": ["boolean", "null"]},
+            "max_tokens": {"type": ["integer", "null"], "minimum": 0},
+        },
+    }
 )
 TOKEN_IDS = _field(**_IDS)
 VARIABLES = _or_null({"type": "object"})
@@ -150,35 +225,41 @@ TOOL_NAME = {
     "description": "letters and digits of all scripts, and characters of _ . : / -",
 }
 _FUNCTION_OR_NULL = {"enum": ["function", None]}
-TOOLS = _or_null(
-    {
-        "type": "array",
-        "maxItems": MAX_TOOLS,
-        "items": {
+_TOOL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "type": _FUNCTION_OR_NULL,
+        "function": {
             "type": "object",
-            "required": ["function"],
+            "required": ["name"],
             "properties": {
-                "type": _FUNCTION_OR_NULL,
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {
-                        "name": TOOL_NAME,
-                        "description": {"type": ["string", "null"]},
-                        "parameters": {"type": ["object", "null"]},
-                        "strict": {"type": ["boolean", "null"]},
-                    },
-                },
+                "name": TOOL_NAME,
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
             },
         },
-    }
-)
+    },
+}
+TOOLS = _or_null({"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [_TOOL, HOSTED_TOOL]}})
+_MODE = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": ["none", "auto", "required", "any"]}},
+}
 TOOL_CHOICE = _or_null(
     {"enum": ["none", "auto", "required", "any"]},
+    _MODE,
     {
         "type": "object",
-        "required": ["type", "function"],
-        "properties": {"type": {"const": "function"}, "function": _NAMED},
+        "required": ["function"],
+        "properties": {"type": {"enum": ["function", "tool"]}, "function": _NAMED},
+    },
+    {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"type": {"enum": ["function", "tool"]}, "name": {"type": "string"}},
     },
     {
         "type": "object",
@@ -196,6 +277,14 @@ TOOL_CHOICE = _or_null(
         },
     },
 )
+_CALLED = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string"},
+        "arguments": {"type": ["string", "object", "null"]},
+    },
+}
 TOOL_CALLS = _or_null(
     {
         "type": "array",
@@ -205,37 +294,41 @@ TOOL_CALLS = _or_null(
             "properties": {
                 "id": {"type": ["string", "null"]},
                 "type": _FUNCTION_OR_NULL,
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {
-                        "name": {"type": "string"},
-                        "arguments": {"type": ["string", "object", "null"]},
-                    },
-                },
+                "function": _CALLED,
             },
         },
     }
 )
+CALLED = _or_null(_CALLED)
 OBJECT = _or_null({"type": "object"})
 NO_VALUE = _or_null()
-_TEXT_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {
-        "type": {"enum": ["input_text", "output_text", "text"]},
-        "text": {"type": "string"},
-    },
-}
+_ITEM_PART = {"anyOf": _PART["anyOf"][1:]}
 _TEXTS = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": _TEXT_PART, "minItems": 1, "maxItems": MAX_PARTS},
+        {"type": "array", "items": _ITEM_PART, "maxItems": MAX_PARTS},
+    ]
+}
+_TEXTS_OR_NULL = {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]}
+_MESSAGE = {"enum": ["message", None]}
+_THOUGHT = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {
+        "type": {"enum": ["reasoning_text", "summary_text", "text"]},
+        "text": {"type": "string"},
+    },
+}
+_THOUGHTS_OR_NULL = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": _THOUGHT, "maxItems": MAX_PARTS},
+        {"type": "null"},
     ]
 }
 INPUT = _field(
     anyOf=[
-        _TEXT,
+        {"type": "string"},
         {
             "type": "array",
             "minItems": 1,
@@ -246,14 +339,23 @@ INPUT = _field(
                         "type": "object",
                         "required": ["role", "content"],
                         "properties": {
-                            "type": {"enum": ["message", None]},
-                            "role": {"enum": ["user", "assistant", "system", "developer"]},
+                            "type": _MESSAGE,
+                            "role": {"enum": ["user", "system", "developer"]},
                             "content": _TEXTS,
                         },
                     },
                     {
                         "type": "object",
-                        "required": ["type", "call_id", "name", "arguments"],
+                        "required": ["role"],
+                        "properties": {
+                            "type": _MESSAGE,
+                            "role": {"const": "assistant"},
+                            "content": _TEXTS_OR_NULL,
+                        },
+                    },
+                    {
+                        "type": "object",
+                        "required": ["type", "call_id", "name"],
                         "properties": {
                             "type": {"const": "function_call"},
                             "call_id": {"type": "string"},
@@ -272,33 +374,54 @@ INPUT = _field(
                     },
                     {
                         "type": "object",
-                        "required": ["type", "summary"],
-                        "properties": {"type": {"const": "reasoning"}, "summary": {"maxItems": 0}},
+                        "required": ["type"],
+                        "properties": {
+                            "type": {"const": "reasoning"},
+                            "summary": _THOUGHTS_OR_NULL,
+                            "content": _THOUGHTS_OR_NULL,
+                            "encrypted_content": {"type": ["string", "null"]},
+                        },
                     },
                 ]
             },
         },
     ]
 )
+_FLAT_TOOL = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {
+        "type": {"const": "function"},
+        "name": TOOL_NAME,
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+_NAMESPACE = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"const": "namespace"},
+        "name": {"type": "string"},
+        "tools": {
+            "anyOf": [
+                {"type": "array", "items": _FLAT_TOOL, "maxItems": MAX_TOOLS},
+                {"type": "null"},
+            ]
+        },
+    },
+}
 FLAT_TOOLS = _or_null(
     {
         "type": "array",
         "maxItems": MAX_TOOLS,
-        "items": {
-            "type": "object",
-            "required": ["type", "name"],
-            "properties": {
-                "type": {"const": "function"},
-                "name": TOOL_NAME,
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-        },
+        "items": {"anyOf": [_FLAT_TOOL, _NAMESPACE, HOSTED_TOOL]},
     }
 )
 FLAT_TOOL_CHOICE = _or_null(
-    {"enum": ["none", "auto", "required"]},
+    {"enum": ["none", "auto", "required", "any"]},
+    _MODE,
     {
         "type": "object",
         "required": ["type", "name"],
@@ -314,18 +437,23 @@ FLAT_TOOL_CHOICE = _or_null(
         },
     },
 )
+TEXT_FORMATS = (
+    {
+        "type": "object",
+        "properties": {"type": {"enum": ["text", "json_object"]}},
+    },
+    {
+        "type": "object",
+        "required": ["type", "schema"],
+        "properties": {"type": {"const": "json_schema"}, "schema": _SCHEMA},
+    },
+)
 TEXT_CONFIG = _or_null(
     {
         "type": "object",
         "properties": {
-            "format": {
-                "type": ["object", "null"],
-                "required": ["type"],
-                "properties": {
-                    "type": {"enum": ["text", "json_object", "json_schema"]},
-                    "schema": {"type": "object"},
-                },
-            }
+            "format": {"anyOf": [*TEXT_FORMATS, {"type": "null"}]},
+            "verbosity": {"type": ["string", "null"]},
         },
     }
 )

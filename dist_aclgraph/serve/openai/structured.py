@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw
@@ -27,6 +28,9 @@ FIELDS = (
     "ebnf",
 )
 _NOTHING = (b"", b"null", b"{}", b"[]")
+# Keywords of a schema that show that a client wrote the schema itself in place of ``schema``.
+KEYWORDS = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "items"}
+_TEXT_FIELDS = {"regex": "pattern", "grammar": "grammar"}  # for each type, the field with the text
 
 
 class _JsonSchema(Body, kw_only=True):
@@ -39,16 +43,20 @@ class _JsonSchema(Body, kw_only=True):
 class ResponseFormat(Body, kw_only=True):
     """The output format, in the fields of OpenAI's API.
 
-    ``schema`` and ``value`` of a json_object are fields of other servers; ``huggingface_hub`` sends
-    every JSON schema as ``value``.
+    The other types and fields are those of other servers. ``huggingface_hub`` sends every JSON
+    schema as ``value``; a regex may be in ``value`` or ``pattern``.
     """
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal[
+        "text", "json_object", "json_schema", "structural_tag", "json", "regex", "grammar"
+    ]
     json_schema: _JsonSchema | None = None
     schema: Raw = Raw()
     value: Raw = Raw()
+    pattern: str | None = None
+    grammar: str | None = None
 
 
 class TextFormat(Body, kw_only=True):
@@ -99,15 +107,14 @@ def read_structured(
         if data in _NOTHING:
             continue
         _check_size(data, name)
-        form = _read(body, name, raw, whitespace)
+        with _errors_name(name):
+            form = _read(body, name, raw, whitespace)
         if form is not None:
             forms[name] = form
     for name, text in texts.items():
         if text:
-            is_regex = name.endswith("regex")
-            forms[name] = StructuredOutputs(
-                regex=text if is_regex else None, grammar=None if is_regex else text
-            )
+            with _errors_name(name):
+                forms[name] = _form_of_text(text, is_regex=name.endswith("regex"))
     # A client may send one form under the names of several servers.
     first, *others = sorted(forms) or [""]
     for other in others:
@@ -116,6 +123,21 @@ def read_structured(
                 f"{first} and {other} both ask for a form of the answer; give one of them", other
             )
     return forms.get(first)
+
+
+@contextlib.contextmanager
+def _errors_name(name: str) -> Iterator[None]:
+    """Let errors of ``StructuredOutputs`` name the client's field."""
+    try:
+        yield
+    except InvalidParameterError as e:
+        if e.param != FIELDS[1]:
+            raise
+        raise InvalidParameterError(str(e).replace(e.param, name, 1), name) from None
+
+
+def _form_of_text(text: str, *, is_regex: bool) -> StructuredOutputs:
+    return StructuredOutputs(regex=text if is_regex else None, grammar=None if is_regex else text)
 
 
 def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
@@ -131,7 +153,8 @@ def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
     if not bytes(found.schema):
         raise InvalidParameterError(f"{param}.schema is missing", f"{param}.schema")
     _check_size(bytes(found.schema), f"{param}.schema")
-    return StructuredOutputs(json=_schema(found.schema, f"{param}.schema"))
+    with _errors_name(param):
+        return StructuredOutputs(json=_schema(found.schema, f"{param}.schema"))
 
 
 def _check_size(data: bytes, param: str) -> None:
@@ -178,8 +201,8 @@ def _read(body: Body, name: str, raw: Raw, whitespace: str | None) -> Structured
 
 
 def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
-    kind = body.kind_of_part(ResponseFormat)
-    found: ResponseFormat = decode(raw, kind, "response_format")
+    param, kind = "response_format", body.kind_of_part(ResponseFormat)
+    found: ResponseFormat = decode(raw, kind, param)
     if found.type == "text":
         return None
     if found.type == "structural_tag":
@@ -187,21 +210,43 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
             "response_format of type structural_tag is not offered; use json_schema or tools",
             "response_format",
         )
-    if found.type == "json_object":
+    if found.type in ("regex", "grammar"):
+        name = "value" if bytes(found.value) not in _NOTHING else _TEXT_FIELDS[found.type]
+        text = decode(found.value, str, f"{param}.value") if name == "value" else None
+        text = text or getattr(found, _TEXT_FIELDS[found.type])
+        if not text:
+            raise InvalidParameterError(f"{param}.{name} is missing", f"{param}.{name}")
+        return _form_of_text(text, is_regex=found.type == "regex")
+    if found.type in ("json_object", "json"):
         for field in ("schema", "value"):
             raw = getattr(found, field)
             if bytes(raw) not in _NOTHING:
-                text = _schema(raw, f"response_format.{field}")
+                text = _schema(raw, f"{param}.{field}")
                 return StructuredOutputs(json=text, whitespace_pattern=whitespace)
         return StructuredOutputs(json_object=True, whitespace_pattern=whitespace)
-    if found.json_schema is None:
-        raise InvalidParameterError(
-            "response_format.json_schema is missing", "response_format.json_schema"
-        )
-    has_schema = bytes(found.json_schema.schema) not in (b"", b"null")
-    schema = found.json_schema.schema if has_schema else Raw(b"{}")
-    text = _schema(schema, "response_format.json_schema.schema")
+    text = _schema(*_find_schema(found, raw))
     return StructuredOutputs(json=text, whitespace_pattern=whitespace)
+
+
+def _find_schema(found: ResponseFormat, raw: Raw) -> tuple[Raw, str]:
+    """Return the schema of a format of the type json_schema, and the schema's field.
+
+    Some clients write ``schema`` beside ``type``. Without a schema, every JSON text is allowed.
+    """
+    param = "response_format.json_schema"
+    if bytes(found.schema) not in (b"", b"null"):
+        return found.schema, "response_format.schema"
+    if found.json_schema is None:
+        raise InvalidParameterError(f"{param} is missing", param)
+    if bytes(found.json_schema.schema) not in (b"", b"null"):
+        return found.json_schema.schema, f"{param}.schema"
+    own = decode(raw, dict[str, Raw], param)["json_schema"]
+    if keywords := sorted(KEYWORDS & decode(own, dict[str, Raw], param).keys()):
+        raise InvalidParameterError(
+            f"{param}.schema is missing; {keywords[0]} is beside it, and has no effect there",
+            f"{param}.schema",
+        )
+    return Raw(b"{}"), f"{param}.schema"
 
 
 def _closed(schema: Any) -> Any:

@@ -14,21 +14,23 @@ from dist_aclgraph.formats.tools import without_marks
 from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.sampling_fields import without_none
-from dist_aclgraph.serve.openai.schemas import MAX_NAME_CHARS, MAX_TOOLS
+from dist_aclgraph.serve.openai.schemas import HOSTED, MAX_NAME_CHARS, MAX_TOOLS
 
 MAX_BYTES = 1 << 20  # maximum number of bytes of all definitions together
 MAX_STRINGS = 1 << 15
 MAX_CALLS = 128  # maximum number of calls of one message
-# Beginnings of the types of tools that a provider runs itself.
-HOSTED = (
-    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
-    *("image_generation", "tool_search", "mcp"),
-)
 _NAME = re.compile(r"[\w.:/-]+")
 _NOTHING = (b"", b"null", b"[]")
 
 T = TypeVar("T")
 Mode = Literal["none", "auto", "required"]
+# The modes by their names; Mistral and Anthropic use ``any``.
+MODES: dict[str, Mode] = {
+    "none": "none",
+    "auto": "auto",
+    "required": "required",
+    "any": "required",
+}
 
 
 class Function(Body, kw_only=True):
@@ -64,12 +66,19 @@ class _AllowedTools(Body, kw_only=True):
 
 
 class _Choice(Body, kw_only=True):
-    type: Literal["function", "allowed_tools"]
+    """A choice. The name of a tool may also be beside the type, as in other APIs."""
+
+    type: Literal["function", "tool", "allowed_tools", "none", "auto", "required", "any"] = (
+        "function"
+    )
+    name: str | None = None
     function: _Named | None = None
     allowed_tools: _AllowedTools | None = None
 
 
-class _CalledFunction(Body, kw_only=True):
+class CalledFunction(Body, kw_only=True):
+    """The function of a call in an assistant's message."""
+
     name: str
     arguments: str | dict[str, Any] | None = None
 
@@ -77,9 +86,9 @@ class _CalledFunction(Body, kw_only=True):
 class ToolCall(Body, kw_only=True):
     """A call in an assistant's message."""
 
-    PARTS: ClassVar = {"function": _CalledFunction}
+    PARTS: ClassVar = {"function": CalledFunction}
 
-    function: _CalledFunction
+    function: CalledFunction
     id: str | None = None
     type: Literal["function"] | None = None
     index: int | None = None
@@ -123,29 +132,32 @@ class ToolUse:
         return None if self.is_parallel and not self.named else 1
 
 
-def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | None:
-    """Return the tools of a request; None if the request has no tools.
+def read_tools(
+    tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
+) -> tuple[ToolUse | None, list[str]]:
+    """Return the tools of a request, and the fields whose tools are left out
+    (``leave_out_hosted``). Without tools, the former is None.
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.
     """
     asked = _read_choice(choice)
-    found = decode_tools(tools, Tool)
+    found, left_out = leave_out_hosted(
+        decode_tools(tools, Tool), lambda tool: tool.type or "", is_strict=is_strict
+    )
     if not found:
         check_needs_no_tools(asked)
-        return None
-    functions = [_function_of(tool, f"tools.{i}") for i, tool in enumerate(found)]
-    return use_tools(
-        functions,
+        return None, left_out
+    definitions = decode(bytes(tools), list[dict[str, Any]], "tools")
+    use = use_tools(
+        [_function_of(tool, f"tools.{i}") for i, tool in found.items()],
         asked,
         is_parallel=is_parallel is not False,
-        places=[f"tools.{i}.function.name" for i in range(len(found))],
+        places=[f"tools.{i}.function.name" for i in found],
         # Templates may need the type, which a request may omit.
-        definitions=[
-            {"type": "function"} | without_none(tool)
-            for tool in decode(bytes(tools), list[dict[str, Any]], "tools")
-        ],
+        definitions=[{"type": "function"} | without_none(definitions[i]) for i in found],
     )
+    return use, left_out
 
 
 def _function_of(tool: Tool, place: str) -> Function:
@@ -269,15 +281,16 @@ def _read_choice(choice: Raw) -> ToolChoice:
     data = bytes(choice)
     if data in (b"", b"null"):
         return ToolChoice()
-    if data == b'"any"':  # Mistral's name
-        return ToolChoice("required")
     if data.startswith(b'"'):
-        return ToolChoice(decode(data, Mode, "tool_choice"))
+        return ToolChoice(MODES[decode(data, Literal["any", Mode], "tool_choice")])
     found: _Choice = decode(data, _Choice, "tool_choice")
-    if found.type == "function":
-        if found.function is None:
+    if found.type in ("function", "tool"):
+        name = found.name if found.function is None else found.function.name
+        if name is None:
             raise InvalidParameterError("tool_choice.function is missing", "tool_choice")
-        return ToolChoice("required", frozenset({found.function.name}), is_named=True)
+        return ToolChoice("required", frozenset({name}), is_named=True)
+    if (mode := MODES.get(found.type)) is not None:
+        return ToolChoice(mode)
     if found.allowed_tools is None:
         raise InvalidParameterError("tool_choice.allowed_tools is missing", "tool_choice")
     names = frozenset(each.function.name for each in found.allowed_tools.tools if each.function)

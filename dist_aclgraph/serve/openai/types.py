@@ -47,14 +47,20 @@ from dist_aclgraph.serve.openai.sampling_fields import (
     make_params,
     without_none,
 )
-from dist_aclgraph.serve.openai.schemas import MAX_PARTS, MAX_PROMPTS
+from dist_aclgraph.serve.openai.schemas import MAX_PROMPTS
 from dist_aclgraph.serve.openai.structured import (
     ResponseFormat,
     Structured,
     field_of_form,
     read_structured,
 )
-from dist_aclgraph.serve.openai.text_parts import reasoning_variables, thinking_variables
+from dist_aclgraph.serve.openai.template_fields import (
+    AskedReasoning,
+    ReasoningSwitch,
+    ThinkingSwitch,
+    asked_reasoning,
+    make_chat_options,
+)
 from dist_aclgraph.serve.openai.tools import Tool, read_tools
 from dist_aclgraph.text.chat_template import ChatOptions
 
@@ -62,7 +68,6 @@ MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
 MAX_PROMPT = 1 << 17  # maximum number of tokens of a prompt before it is truncated
-MAX_VARIABLES = 1024  # maximum number of strings in ``chat_template_kwargs``, names included
 PROMPT_LOGPROBS = "prompt_logprobs"
 
 
@@ -70,12 +75,6 @@ class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
-
-
-class ThinkingSwitch(Body):
-    """Turns reasoning on or off. The type auto or adaptive leaves this to the model."""
-
-    type: str
 
 
 class GenerateRequest(Body, kw_only=True):
@@ -182,6 +181,11 @@ class GenerateRequest(Body, kw_only=True):
         """The field that limits the reasoning."""
         return first_given(self, *BUDGETS)
 
+    @property
+    def _budget(self) -> int | None:
+        found: int | None = getattr(self, self.name_of_budget)
+        return found
+
     def structured(self) -> StructuredOutputs | None:
         """Return the output format that the request demands; None if any text is allowed.
 
@@ -245,7 +249,7 @@ class GenerateRequest(Body, kw_only=True):
             "skip_special_tokens": self.skip_special_tokens,
             "prompt_logprobs": self.asked_prompt_logprobs,
             "structured_outputs": self.structured(),
-            "thinking_tokens": getattr(self, self.name_of_budget),
+            "thinking_tokens": self._budget,
         }
         kept = dict(defaults) | without_none(given)
         if self.stop:
@@ -278,6 +282,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         **GenerateRequest.PARTS,
         "messages": ChatMessage,
         "response_format": ResponseFormat,
+        "reasoning": ReasoningSwitch,
         "structured_outputs": Structured,
         "thinking": ThinkingSwitch,
         "tools": Tool,
@@ -299,6 +304,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
+    reasoning: Annotated[Raw, schemas.REASONING] = ABSENT
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -315,7 +321,10 @@ class ChatRequest(GenerateRequest, kw_only=True):
         Args:
             defaults: values of sampling parameters that the request omits.
         """
-        tools = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools, left_out = read_tools(
+            self.tools, self.tool_choice, self.parallel_tool_calls, is_strict=self.is_strict
+        )
+        asked = self._reasoning
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         messages, continues = messages_for_template(self, self.messages)
         return Conversation(
@@ -327,8 +336,10 @@ class ChatRequest(GenerateRequest, kw_only=True):
             cache_salt=self.cache_salt or "",
             is_unlimited=self.is_unlimited,
             form_param=field_of_form(self),
+            ignored=left_out,
             budget_param=self.name_of_budget,
-            off_param="reasoning_effort" if self.reasoning_effort == "none" else "",
+            is_budget_soft=self.name_of_budget not in BUDGETS,
+            off_param=asked.effort_param if asked.effort == "none" else "",
             most_prompt_tokens=self.most_prompt_tokens(context_len),
             truncated=partial(self.truncated, context_len=context_len),
             role=self.role(),
@@ -340,7 +351,24 @@ class ChatRequest(GenerateRequest, kw_only=True):
         Args:
             continues: whether the last message asks for its own continuation.
         """
-        return _chat_options(self, continues=continues)
+        return make_chat_options(self, self._reasoning, continues=continues)
+
+    @property
+    def _reasoning(self) -> AskedReasoning:
+        return asked_reasoning(self)
+
+    @property
+    def name_of_budget(self) -> str:
+        """The field that limits the reasoning; fields of other APIs have the lowest priority."""
+        own = first_given(self, *BUDGETS)
+        asked = self._reasoning
+        return own if getattr(self, own) is not None or asked.budget is None else asked.budget_param
+
+    @property
+    def _budget(self) -> int | None:
+        name = self.name_of_budget
+        found: int | None = getattr(self, name) if name in BUDGETS else self._reasoning.budget
+        return found
 
     @property
     def _name_of_max_tokens(self) -> str:
@@ -410,7 +438,12 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
 
 class TokenizeRequest(Body):
-    PARTS: ClassVar = {"messages": ChatMessage, "thinking": ThinkingSwitch, "tools": Tool}
+    PARTS: ClassVar = {
+        "messages": ChatMessage,
+        "reasoning": ReasoningSwitch,
+        "thinking": ThinkingSwitch,
+        "tools": Tool,
+    }
 
     model: str | None = None
     prompt: str | None = None
@@ -426,6 +459,7 @@ class TokenizeRequest(Body):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
+    reasoning: Annotated[Raw, schemas.REASONING] = ABSENT
 
     def check_fields(self) -> None:
         if (self.prompt is None) == is_empty(self.messages, b"[]"):
@@ -442,8 +476,8 @@ class TokenizeRequest(Body):
 
     def chat_options(self, *, continues: bool = False) -> ChatOptions:
         """Return the options with which the messages become a prompt, as for a chat."""
-        tools = read_tools(self.tools, Raw(), None)
-        options = _chat_options(self, continues=continues)
+        tools, _ = read_tools(self.tools, Raw(), None, is_strict=self.is_strict)
+        options = make_chat_options(self, asked_reasoning(self), continues=continues)
         return replace(options, tools=None if tools is None else tools.definitions)
 
 
@@ -454,44 +488,3 @@ class DetokenizeRequest(Body, kw_only=True):
     def check_fields(self) -> None:
         if bytes(self.tokens) == b"null":
             raise InvalidParameterError("tokens must be an array of token ids", "tokens")
-
-
-def _chat_options(body: ChatRequest | TokenizeRequest, *, continues: bool) -> ChatOptions:
-    is_on = _asked_thinking(body) if body.enable_thinking is None else body.enable_thinking
-    own = {} if is_on is None else thinking_variables(is_on=is_on)
-    begins, continues = body.add_generation_prompt, bool(body.continue_final_message) or continues
-    return ChatOptions(
-        documents=_documents(body.documents),
-        # By default, a new message begins, unless the client asks to continue the last message.
-        add_generation_prompt=not continues if begins is None else begins,
-        continue_final_message=continues,
-        template=body.chat_template,
-        variables=reasoning_variables(body.reasoning_effort)
-        | own
-        | read_variables(body.chat_template_kwargs),
-    )
-
-
-def _asked_thinking(body: ChatRequest | TokenizeRequest) -> bool | None:
-    """Return whether ``thinking`` turns reasoning on or off; None if it does neither."""
-    kind = body.kind_of_part(ThinkingSwitch)
-    found = decode(body.thinking, bool | kind | None, "thinking") if bytes(body.thinking) else None
-    if found is None or isinstance(found, bool):
-        return found
-    return {"enabled": True, "disabled": False}.get(found.type)
-
-
-def read_variables(raw: Raw) -> dict[str, Any]:
-    if is_empty(raw, b"{}"):
-        return {}
-    check_num_strings(bytes(raw), MAX_VARIABLES, "chat_template_kwargs")
-    found: dict[str, Any] = decode(raw, dict[str, Any], "chat_template_kwargs")
-    return found
-
-
-def _documents(raw: Raw) -> list[dict[str, Any]] | None:
-    if is_empty(raw, b"[]"):
-        return None
-    check_num_strings(bytes(raw), 4 * MAX_PARTS, "documents")
-    found: list[dict[str, Any]] = decode(raw, list[dict[str, Any]], "documents")
-    return found

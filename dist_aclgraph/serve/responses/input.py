@@ -132,7 +132,9 @@ class _Conversation:
                 f"{param}.role is {item.role!r:.40}; it must be one of {', '.join(ROLES)}",
                 f"{param}.role",
             )
-        texts = _read_texts(item.content, f"{param}.content")
+        # An assistant's message that has only calls may have no content, as in a chat.
+        is_empty = item.role == "assistant" and bytes(item.content) in _NOTHING
+        texts = [] if is_empty else _read_texts(item.content, f"{param}.content")
         if item.role == "assistant":
             if self._texts or self._calls:
                 self.end()

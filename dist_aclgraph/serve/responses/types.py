@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.sampling import MAX_LOGPROBS, StructuredOutputs
+from dist_aclgraph.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, StructuredOutputs
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.conversation import Conversation
+from dist_aclgraph.serve.openai.counted import decode_strings
 from dist_aclgraph.serve.openai.sampling_fields import (
     BUDGETS,
     first_given,
@@ -25,8 +26,10 @@ from dist_aclgraph.serve.openai.sampling_fields import (
 )
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
+from dist_aclgraph.serve.openai.template_fields import read_variables
 from dist_aclgraph.serve.openai.text_parts import reasoning_variables
 from dist_aclgraph.serve.openai.tools import (
+    MODES,
     Function,
     Mode,
     ToolChoice,
@@ -37,7 +40,7 @@ from dist_aclgraph.serve.openai.tools import (
     leave_out_hosted,
     use_tools,
 )
-from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, read_variables
+from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, MAX_STOP_BYTES
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
@@ -99,6 +102,11 @@ class ResponsesRequest(Body, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: Annotated[Raw, schemas.STOP] = ABSENT
     seed: int | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str], Meta(max_length=MAX_INCLUDED)] | None = None
@@ -135,7 +143,7 @@ class ResponsesRequest(Body, kw_only=True):
                 "metadata",
             )
         needs_store = {
-            "previous_response_id": self.previous_response_id is not None,
+            "previous_response_id": bool(self.previous_response_id),
             "conversation": bytes(self.conversation) not in _NOTHING,
             "prompt": bytes(self.prompt) not in _NOTHING,
         }
@@ -165,6 +173,11 @@ class ResponsesRequest(Body, kw_only=True):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": self._stop,
             "seed": self.seed,
             "structured_outputs": self._form(),
             "thinking_tokens": getattr(self, budget),
@@ -204,6 +217,12 @@ class ResponsesRequest(Body, kw_only=True):
     @property
     def wants_encoded_reasoning(self) -> bool:
         return ENCODED_REASONING in (self.include or ())
+
+    @property
+    def _stop(self) -> tuple[str, ...] | None:
+        if bytes(self.stop) in _NOTHING:
+            return None
+        return tuple(decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop"))
 
     @property
     def text_format(self) -> Raw:
@@ -265,8 +284,10 @@ class ResponsesRequest(Body, kw_only=True):
         if data in _NOTHING:
             return ToolChoice()
         if data.startswith(b'"'):
-            return ToolChoice(decode(data, Mode, "tool_choice"))
+            return ToolChoice(MODES[decode(data, Literal["any", Mode], "tool_choice")])
         found: _Choice = decode(data, _Choice, "tool_choice")
+        if (mode := MODES.get(found.type)) is not None:
+            return ToolChoice(mode)
         if found.type == "function" and found.name is not None:
             return ToolChoice("required", frozenset({found.name}), is_named=True)
         if found.type == "allowed_tools" and found.tools:

@@ -2,7 +2,7 @@
 
 | offset | content |
 | --- | --- |
-| 0 | number of the current slot, 1 or 2; 0 if the journal is void |
+| 0 | number of the current slot, 1 or 2; 0 if the journal is void, 3 if it is new |
 | 8 | slot 1, then slot 2; each has five words: see ``_NUM_READ`` and the following names |
 | ``REQUEST_AT`` | the request |
 | ``RECORDS_AT`` | the records; each record follows its length |
@@ -33,7 +33,7 @@ SIZE = RECORDS_AT + RECORD_BYTES
 STAYING_BYTES = 16 << 10  # memory beyond this size is freed when a journal is cleared
 _LENGTH = struct.Struct("=I")
 _WORD = struct.Struct("=Q")
-_VOID = 0
+_VOID, _NEW = 0, 3
 _SLOT_WORDS = 5
 # The words of a slot. _NUM_READ, _NUM_SENT: bytes read and sent until the journal was cleared.
 # _RECORDS_END: offset of the next record. _NUM_LOSSES: number of processes that died during this
@@ -51,6 +51,7 @@ class JournalMemory:
         num_read: bytes read from the connection until the journal was cleared.
         num_sent: bytes sent over the connection until the journal was cleared.
         is_void: whether bytes that were read or sent are missing in the journal.
+        is_new: whether ``begin`` must be called, because the counts are not known yet.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -63,18 +64,17 @@ class JournalMemory:
         with memoryview(self._map) as whole:
             self._words = whole[:REQUEST_AT].cast("Q")
             self._request = whole[REQUEST_AT:RECORDS_AT]
-        self.is_void = self._words[0] == _VOID
+        self.is_void, self.is_new = (self._words[0] == state for state in (_VOID, _NEW))
+        self._slot = 0
         if self.is_void:
             self.close()
             raise ValueError("the journal lacks something that was read or sent")
-        self._use_slot(self._words[0])
+        if not self.is_new:
+            self._use_slot(self._words[0])
 
     @classmethod
-    def create(cls, num_read: int, num_sent: int) -> tuple[JournalMemory, int]:
-        """Return an empty journal, and a descriptor of its memory, which the caller must close.
-
-        Args:
-            num_read, num_sent: bytes read from and sent over the connection until now.
+    def create(cls) -> tuple[JournalMemory, int]:
+        """Return a new journal, and a descriptor of its memory, which the caller must close.
 
         Raises:
             OSError: the system has no memory for the journal.
@@ -82,11 +82,20 @@ class JournalMemory:
         descriptor = os.memfd_create("journal", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, SIZE)
-            os.pwrite(descriptor, b"".join(map(_WORD.pack, (1, num_read, num_sent))), 0)
+            os.pwrite(descriptor, _WORD.pack(_NEW), 0)
             return cls(descriptor), descriptor
         except BaseException:
             os.close(descriptor)
             raise
+
+    def begin(self, num_read: int, num_sent: int) -> None:
+        """Begin a new journal, before anything is read from or sent over its connection.
+
+        Args:
+            num_read, num_sent: bytes read from and sent over the connection until now.
+        """
+        self._switch(1, num_read, num_sent)
+        self.is_new = False
 
     def request_buffer(self, start: int) -> memoryview:
         """Return the memory for the request's next bytes; empty if the request's part is full."""
@@ -151,12 +160,7 @@ class JournalMemory:
             num_read, num_sent: bytes read from and sent over the connection until now.
         """
         num_used = max(num_read - self.num_read, self._records_end)
-        slot = 3 - self._slot
-        at = 1 + (slot - 1) * _SLOT_WORDS
-        for i, word in enumerate((num_read, num_sent, 0, 0, 0)):
-            self._words[at + i] = word
-        self._words[0] = slot
-        self._use_slot(slot)
+        self._switch(3 - self._slot, num_read, num_sent)
         self.is_void = False
         if num_used > STAYING_BYTES:
             self._give_back()
@@ -167,6 +171,14 @@ class JournalMemory:
         self._request.release()
         with contextlib.suppress(BufferError):  # the event loop is reading into the mapping
             self._map.close()
+
+    def _switch(self, slot: int, num_read: int, num_sent: int) -> None:
+        """Write a slot without records, and make it the current slot."""
+        at = 1 + (slot - 1) * _SLOT_WORDS
+        for i, word in enumerate((num_read, num_sent, 0, 0, 0)):
+            self._words[at + i] = word
+        self._words[0] = slot
+        self._use_slot(slot)
 
     def _use_slot(self, slot: int) -> None:
         self._slot = slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import NamedTuple
 
@@ -60,6 +61,8 @@ class ConnectionRecord:
         self._descriptor = -1
         self._number = 0  # the number that the holder gave to the connection
         self._memory: JournalMemory | None = None
+        # memory for the journal, and its descriptor, until the connection is held
+        self._prepared: tuple[JournalMemory, int] | None = None
         self._num_read = self._num_sent = 0
         self._journal: Journal | None = None  # journal of the request that is being answered
         self._resumed: ResumedRequest | None = None
@@ -85,6 +88,8 @@ class ConnectionRecord:
         if not is_open:
             raise ValueError("the client has left")
         self._memory = memory = JournalMemory(held.journal)
+        if memory.is_new:
+            memory.begin(self._num_read, self._num_sent)
         opening, entries = read_records(memory)
         if self._num_request and memory.count_loss() >= MAX_LOSSES:
             raise ValueError(f"{MAX_LOSSES} processes died with its request")
@@ -110,32 +115,52 @@ class ConnectionRecord:
         """Whether this process must answer a request that a previous process accepted."""
         return self._resumed is not None and self._resumed.journal is not None
 
+    def prepare(self) -> None:
+        """Make memory for the journal. ``hold`` is faster if this was called before."""
+        if self._prepared is None and self._link is not None and self._link.has_room:
+            with contextlib.suppress(OSError):
+                self._prepared = JournalMemory.create()
+
     def hold(self, descriptor: int) -> None:
         """Let the supervisor hold the connection, unless it holds the maximum number of
-        connections.
+        connections. Nothing of a request may have been read or sent.
+
+        If the process is killed after it has accepted a connection and before the supervisor has
+        its descriptor, the connection ends. So the descriptor is sent first.
         """
         self._descriptor = descriptor
-        if self._memory is not None or self._link is None or not self._link.has_room:
+        if self._memory is not None:
             return
-        try:
-            self._num_read, self._num_sent, _ = read_counters(self._descriptor)
-            memory, descriptor = JournalMemory.create(self._num_read, self._num_sent)
-        except OSError:
+        self.prepare()
+        if self._prepared is None or self._link is None:
             return
-        number = self._link.begin(self._descriptor, descriptor)
-        os.close(descriptor)
-        if number is None:
-            memory.close()
-        else:
+        (memory, journal), self._prepared = self._prepared, None
+        number = self._link.begin(descriptor, journal)
+        os.close(journal)
+        if number is not None:
             self._number, self._memory = number, memory
+            with contextlib.suppress(OSError):  # for example, a Unix socket has no counters
+                self._num_read, self._num_sent, _ = read_counters(descriptor)
+                memory.begin(self._num_read, self._num_sent)
+                return
+        self._let_go(memory)
 
     def close(self) -> None:
         """Free everything, because the connection has ended."""
         if self._journal is not None:
             self._journal.end()
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        if self._prepared is not None:
+            memory, journal = self._prepared
+            self._prepared = None
+            memory.close()
+            os.close(journal)
+        self._let_go(self._memory)
+
+    def _let_go(self, memory: JournalMemory | None) -> None:
+        """Close the journal's memory. If the supervisor holds the connection, it lets it go."""
+        if memory is not None:
+            memory.close()
+        self._memory = None
         if self._number and self._link is not None:
             self._link.end(self._number)
             self._number = 0

@@ -16,7 +16,7 @@ from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.model_facts import read_model_facts
-from dist_aclgraph.shapes.weight_files import check_weight_files
+from dist_aclgraph.shapes.weight_files import check_weight_files, tensor_files
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.unit.shapes.test_model_spec import V3
 
@@ -208,6 +208,7 @@ def safetensors(header: Any, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded + data
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
 TENSOR = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
 
@@ -221,7 +222,7 @@ def test_whole_weights_pass(tmp_path):
         (safetensors(TENSOR, b"x" * 3), "is cut off: 5 bytes are missing"),
         (safetensors(TENSOR)[:20], "cut off in its header"),
         (b"", "cut off in its header"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "no safetensors file"),
+        (POINTER, "is a pointer of Git LFS.*git lfs pull"),
         (struct.pack("<Q", 2**60) + b"{}", "cut off in its header"),
         (safetensors(b"[" * 50_000), "its header cannot be read"),
         (safetensors([1]), "its header cannot be read"),
@@ -246,14 +247,105 @@ def test_weights_that_are_broken_are_named(tmp_path, content, words):
         ({"weight_map": {"a": "../b.safetensors"}}, "outside the directory"),
         ({"weight_map": {"a": 5}}, "outside the directory"),
         ({"weight_map": {"a": "gone.safetensors"}}, r"cannot read .*gone\.safetensors"),
+        (
+            {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "3.safetensors"}},
+            r"1\.safetensors: this file and 2 other files of weights do not exist",
+        ),
+        ({"weight_map": {"b": "model.safetensors"}}, r"has no tensor b, though the index names"),
     ],
     ids=lambda value: repr(value)[:30],
 )
 def test_an_index_that_cannot_be_followed_is_refused(tmp_path, index, words):
     write(tmp_path, "model.safetensors.index.json", index)
+    write(tmp_path, "model.safetensors", safetensors(TENSOR, b"x" * 8))
 
     with pytest.raises(ModelError, match=words):
         check_weight_files(tmp_path)
+
+
+def test_several_files_need_no_index(tmp_path):
+    for name in "ab":
+        header = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+        write(tmp_path, f"part-{name}.safetensors", safetensors(header, b"x" * 8))
+    write(tmp_path, "consolidated.safetensors", safetensors(TENSOR, b"x" * 8))
+
+    assert tensor_files(tmp_path) == {"a": "part-a.safetensors", "b": "part-b.safetensors"}
+    check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["model-00001-of-00002"], r"cannot read .*model-00002-of-00002\.safetensors"),
+        (["model-2-of-3"], r"model-1-of-3\.safetensors: this file and 1 other"),
+        (["a", "b"], r"both a\.safetensors and b\.safetensors have the tensor a"),
+    ],
+)
+def test_files_that_are_not_one_checkpoint_are_refused(tmp_path, names, words):
+    for name in names:
+        write(tmp_path, f"{name}.safetensors", safetensors(TENSOR, b"x" * 8))
+
+    with pytest.raises(ModelError, match=words):
+        check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_link_to_nothing_is_named(tmp_path, name):
+    """Copies of a hub's cache can consist of such links."""
+    write(tmp_path, "config.json", V3)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("../blobs/gone")
+    read = check_weight_files if name.endswith("safetensors") else Tokenizer
+
+    with pytest.raises(ModelError, match=rf"{name}: it is a link to \.\./blobs/gone, which does"):
+        read(tmp_path)
+    if name != "config.json":
+        read_model_facts(tmp_path)  # a plan needs neither weights nor a tokenizer
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_a_pointer_of_git_in_place_of_a_file_is_named(tmp_path, name):
+    write(tmp_path, "config.json", V3)
+    write(tmp_path, name, POINTER)
+
+    with pytest.raises(ModelError, match=f"{name} is a pointer of Git LFS"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adapter_config.json", "is a LoRA adapter"),
+        ("params.json", "in the format of Meta or Mistral"),
+        ("snapshots/abc/config.json", "give the directory .*snapshots/abc"),
+        ("Qwen3-8B/config.json", "give the directory .*Qwen3-8B"),
+    ],
+)
+def test_a_directory_that_is_no_checkpoint_is_explained(tmp_path, name, words):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    write(tmp_path, name, {})
+
+    with pytest.raises(ModelError, match=words):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "such as Qwen/Qwen3-8B$"),
+        ("https://www.modelscope.cn/models/Qwen/Qwen3-8B", "such as Qwen/Qwen3-8B$"),
+        ("hf://Qwen/Qwen3-8B", "such as Qwen/Qwen3-8B$"),
+        ("s3://bucket/model", "a name on a hub$"),
+    ],
+)
+def test_an_address_is_no_model(address, words):
+    with pytest.raises(ConfigError, match=f"is an address.*{words}"):
+        load_config(address)
+
+
+@pytest.mark.parametrize("name", ["./org/model", "../org/model"])
+def test_a_path_is_no_name_on_a_hub(name):
+    assert os.path.isabs(load_config(name).model)
 
 
 def test_no_weights_at_all_is_said(tmp_path):
@@ -270,3 +362,17 @@ def test_a_pipe_in_the_place_of_a_file_blocks_nobody(tmp_path, name):
 
     with pytest.raises(ModelError, match="is not a regular file"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Qwen3Model", "Qwen3ForCausalLM"),
+        ("GPT2LMHeadModel", "GPT2LMHeadModel"),
+        ("Qwen3ForCausalLM", "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_decoder_without_a_head_has_the_architecture_with_a_head(tmp_path, name, found):
+    write(tmp_path, "config.json", {"architectures": [name]})
+
+    assert read_model_config(tmp_path).architecture == found

@@ -7,18 +7,23 @@ node end when the node ends, or when this process ends for any reason.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.environment import environment_with
+
 NETWORK = "10.231.7"  # exists only inside the namespaces
 _START_S = 20
+_CLONE_NEWNET = 0x40000000  # of linux/sched.h
 
 
 class NoNamespaces(Exception):
@@ -104,7 +109,7 @@ class Node:
 
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen:
+    ) -> subprocess.Popen[Any]:
         """Start a program in this node, in the caller's folder and in a new process group.
 
         To end the program but not its node, send a signal to the process group (``os.killpg``),
@@ -112,7 +117,7 @@ class Node:
         """
         return subprocess.Popen(
             self._holder.enter(command, os.getcwd()),
-            env={**(os.environ if env is None else env), "TMPDIR": str(self.temporary)},
+            env={**(environment_with({}) if env is None else env), "TMPDIR": str(self.temporary)},
             start_new_session=True,
             **options,
         )
@@ -121,7 +126,7 @@ class Node:
         """Run a program in this node and return its output and status."""
         return subprocess.run(
             self._holder.enter(command, os.getcwd()),
-            env={**os.environ, "TMPDIR": str(self.temporary)},
+            env=environment_with({"TMPDIR": str(self.temporary)}),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -131,9 +136,47 @@ class Node:
         """Connect or disconnect the node. While disconnected, packets are lost without an error."""
         self._switch.do(f"ip link set {self._port} {'up' if is_up else 'down'}")
 
+    @property
+    def files(self) -> Path:
+        """The root folder of the node, as processes of this machine see it."""
+        return Path(f"/proc/{self._holder.pid}/root")
+
+    def pids(self) -> dict[int, int]:
+        """Return the living processes of the node, without the holder of its namespaces.
+
+        The keys are the process ids on this machine, the values the ids in the node.
+        """
+        found = {}
+        own = os.readlink(f"/proc/{self._holder.pid}/ns/pid")
+        for pid in processes.living() - {self._holder.pid}:
+            with suppress(OSError):  # the process has just ended
+                if os.readlink(f"/proc/{pid}/ns/pid") == own:
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    ids = next(line for line in lines if line.startswith("NSpid:"))
+                    found[pid] = int(ids.split()[-1])
+        return found
+
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """Let this thread, and the threads and processes that it starts, use the node's network
+        within this context.
+        """
+        with open("/proc/thread-self/ns/net") as before:
+            _enter_network(f"/proc/{self._holder.pid}/ns/net")
+            try:
+                yield
+            finally:
+                _enter_network(f"/proc/self/fd/{before.fileno()}")
+
     def kill(self) -> None:
         """End the node and all its processes at once, like a power failure."""
         self._holder.close()
+
+
+def _enter_network(path: str) -> None:
+    with open(path) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "this thread cannot enter a network", path)
 
 
 @contextmanager

@@ -1,0 +1,88 @@
+"""Replaces keywords of a JSON schema that llguidance refuses by keywords that it supports.
+
+The replaced schema allows no value that the original schema does not allow. If a keyword cannot be
+replaced, it stays, and llguidance refuses the schema by the keyword's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.formats.look_ahead import ANY, without_look_ahead
+from dist_aclgraph.formats.no_effect import leave_out_no_effect
+from dist_aclgraph.formats.one_of import parts_of
+from dist_aclgraph.formats.typed_values import resolve
+
+# Keywords that do not restrict the name of a property.
+_NOTES = {"type", "title", "description", "default", "examples"}
+
+
+def use_equivalents(schema: dict[str, Any]) -> None:
+    """Change a schema so that llguidance supports more of it; see also ``leave_out_no_effect``."""
+    for part in parts_of(schema):
+        _replace_names(part, schema)
+        if part.get("not") in ({}, True):  # no value is allowed, as zod writes it
+            part.clear()
+            part["enum"] = []
+        pattern = part.get("pattern")
+        if isinstance(pattern, str):
+            if part.get("format") == "time":
+                # The format demands an offset from UTC, which zod's pattern for times excludes. A
+                # format is only a note, unless a validator is told to check it.
+                del part["format"]
+            if "(?" in pattern:
+                _replace_look_ahead(part, pattern)
+    leave_out_no_effect(schema)
+
+
+def _replace_look_ahead(part: dict[str, Any], pattern: str) -> None:
+    patterns = without_look_ahead(pattern)
+    others = part.get("allOf", [])
+    if patterns is None or not isinstance(others, list):
+        return
+    part["pattern"] = patterns[0]
+    if patterns[1:]:
+        part["allOf"] = [*others, *({"pattern": each} for each in patterns[1:])]
+
+
+def _replace_names(part: dict[str, Any], root: Mapping[str, Any]) -> None:
+    """Replace ``propertyNames`` by properties, or by ``patternProperties``."""
+    names = resolve(part.get("propertyNames"), root)
+    if not isinstance(names, Mapping) or names.get("type", "string") != "string":
+        return
+    keys = names.keys() - _NOTES
+    properties = part.get("properties", {})
+    values = part.get("additionalProperties", {})
+    if not keys:
+        del part["propertyNames"]
+    elif "patternProperties" in part or not isinstance(properties, Mapping):
+        return
+    elif (allowed := _listed(names)) is not None and keys <= {"enum", "const"}:
+        own = {name: each for name, each in properties.items() if name in allowed}
+        part["properties"] = {**own, **{name: values for name in allowed if name not in own}}
+        part["additionalProperties"] = False
+        del part["propertyNames"]
+    elif (pattern := _pattern_of(names)) is not None and not properties:
+        part["patternProperties"] = {pattern: values}
+        part["additionalProperties"] = False
+        del part["propertyNames"]
+
+
+def _listed(names: Mapping[str, Any]) -> list[str] | None:
+    """Return the only names that a schema of names lists; None if it lists no names."""
+    found = [names["const"]] if "const" in names else names.get("enum")
+    is_list = isinstance(found, list) and all(isinstance(name, str) for name in found)
+    return found if is_list else None
+
+
+def _pattern_of(names: Mapping[str, Any]) -> str | None:
+    """Return the pattern of the names that a schema of names allows; None if there is none."""
+    keys = names.keys() - _NOTES
+    if keys == {"pattern"} and isinstance(names["pattern"], str):
+        found = without_look_ahead(names["pattern"])
+        return found[0] if found and len(found) == 1 else None
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    if keys <= {"minLength", "maxLength"} and isinstance(least, int):
+        return f"^{ANY}{{{least},{most}}}$"
+    return None
