@@ -78,7 +78,7 @@ Function* real(Function*, const char* name) {
 
 }  // namespace
 
-// A call whose effect other threads see pauses before the effect; a call that waits for other threads pauses after it.
+// The pause is before a call if other threads see the call's effect; after the call if it waits for other threads.
 #define PAUSE_BEFORE(result, name, parameters, arguments)        \
     extern "C" result name parameters {                          \
         static auto* const next = real(&name, #name);            \

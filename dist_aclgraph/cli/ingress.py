@@ -82,7 +82,7 @@ def _serve(
     reach: Reach,
     replica: int,
 ) -> None:
-    # A second client, because another thread asks for outlooks, and a client is for one thread.
+    # The thread that requests outlooks needs a second client, because a client is for one thread.
     asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook, replica)
     failure = None
@@ -90,7 +90,7 @@ def _serve(
         # All objects up to here live until the process ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
-        # This call lets the owner announce the service, so it comes before any request.
+        # After this call, the owner announces the service, so this call comes before any request.
         owner.admission(is_open=True)
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))

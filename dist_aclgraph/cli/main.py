@@ -266,8 +266,8 @@ def roll(
     """Replace the groups of a running deployment, one after the other, by another configuration.
 
     No request fails, because old groups finish their requests. The model, its overrides, names,
-    task and sampling defaults, and the seed must stay the same, because ingresses have read them
-    already. The keys of serve have no effect.
+    task and sampling defaults, and the seed must stay the same, because ingresses have already read
+    these values. The keys of serve have no effect.
     """
     with _user_errors():
         from rich.console import Console

@@ -210,7 +210,7 @@ def load_local_model(
 
 
 def show_and_save(config: Config, source: str, is_changed: bool, save: Path | None) -> None:
-    """Print a configuration that differs from its file or has no file; write it to ``save``.
+    """Print the configuration, unless a file has it unchanged; write it to ``save``, if given.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -135,7 +135,7 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # stops a call to Ray that is running
+                raise KeyboardInterrupt  # interrupts a running call to Ray
 
             signals.on_first = stop
             if signals.received:

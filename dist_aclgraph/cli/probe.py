@@ -72,7 +72,8 @@ def write_page(report: Report, path: Path) -> None:
 
 
 def compare(path: Path) -> str:
-    """Write two files beside a report: its page, and its differences as rules of the emulator.
+    """Write two files beside a report: the report's page, and the differences as rules of the
+    emulator.
 
     Returns the differences as a table.
 

@@ -27,7 +27,7 @@ def run(
     """Print the answers to prompts.
 
     Args:
-        raw: whether the chat template is left out.
+        raw: whether the prompts are used without the chat template.
 
     Raises:
         DistAclGraphError: the deployment did not start, or a request failed.

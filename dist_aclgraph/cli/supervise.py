@@ -116,7 +116,7 @@ class Supervisor:
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
         self._is_stopping = False
-        self._end_by_s = math.inf  # deadline of an owner that has got a signal
+        self._end_by_s = math.inf  # deadline of an owner that has received a signal
         self._failure = 0  # exit code of an ingress that has failed without a signal
 
     def run(self) -> int:
@@ -220,7 +220,8 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - ingress.began_s >= SETTLED_S:
                     ingress.backoff.succeeded()
-                # The pause begins at the previous failure. After a long run it is already over.
+                # The pause begins at the previous failure. After a long run of the ingress, the
+                # pause is already over.
                 ingress.due_s = now_s + ingress.backoff.pause_s(now_s)
                 ingress.backoff.failed(now_s)
                 return None
@@ -292,8 +293,8 @@ class Supervisor:
         return False
 
     def _end_ingresses(self) -> None:
-        """Wait some time until the ingresses, which know that the service is over, have ended; then
-        kill them.
+        """Wait some time for the ends of the ingresses, which know that the service is over; then
+        kill the ingresses that still run.
         """
         until_s = time.monotonic() + END_S
         while running := self._running_ingresses():

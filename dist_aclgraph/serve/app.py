@@ -159,7 +159,7 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return the seconds that an application may take to end its ingresses and then its groups."""
+    """Return how many seconds an application may take to end its ingresses, then its groups."""
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 
 

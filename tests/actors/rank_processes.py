@@ -216,8 +216,8 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         results: list[StepResult] = []
         worker.launch(plan, results.append)
         result = results[-1] if results else worker._running.runner.finish()
-        # The device computes drafts after the results. Polling waits for the drafts without a
-        # counted wait of the host.
+        # The device computes drafts after the results. The counters count a wait of the host. They
+        # do not count polls, so this loop polls until the drafts exist.
         while not runtime().current_stream().query():
             time.sleep(QUERY_S)
         now = emulator.counters()

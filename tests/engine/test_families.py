@@ -1,5 +1,5 @@
-"""A few steps of each family on one rank equal those of transformers; ``tests/parity`` has whole
-deployments.
+"""In a few steps on one rank, each family generates the same tokens as transformers.
+``tests/parity`` compares whole deployments with transformers.
 """
 
 from __future__ import annotations

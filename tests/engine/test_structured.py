@@ -241,7 +241,7 @@ def play_late(
         if len(got["0"]) >= 20 and not gate.is_set():
             for index, sampling in enumerate(samplings):
                 structure = sampling.get("structure")
-                if structure is not None:  # without a grammar, a request can only reason
+                if structure is not None:  # before the grammar is compiled, only reasoning
                     most = structure.max_thought + 1 if structure.is_thinking else 0
                     assert len(got[str(index)]) == most
             gate.set()

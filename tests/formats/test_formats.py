@@ -252,7 +252,8 @@ def test_a_call_of_kimi_ends_the_reasoning(is_thinking, end):
     for sizes in ((1,), (2, 3), (100,)):
         found = read(form, f"{begin}hm {call}{end}", sizes, is_thinking=is_thinking)
         assert found == Message("", "hm ", expected.calls)
-    # Without tools there are no calls, and a marker that is spelled in other tokens is reasoning.
+    # Without tools there are no calls. If the reasoning contains a marker as several tokens, the
+    # marker is text.
     assert not read(form, f"<think>hm {call}", tools=None).calls
     spelled = make_format("kimi_k2", has_tokens=False, thought=THINK)
     assert not read(spelled, f"<think>hm {call}").calls

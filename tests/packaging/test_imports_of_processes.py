@@ -31,8 +31,8 @@ def imported_by(code: str) -> set[str]:
 
 
 def test_processes_that_compute_nothing_import_no_torch() -> None:
-    """The processes of actors, the service, and what Ray imports before it sets the environment of
-    a rank.
+    """Tests actors and services. Also tests the modules that Ray imports before it sets a rank's
+    environment.
     """
     code = f"""
 import importlib, sys

@@ -67,7 +67,7 @@ def open_browser() -> Iterator[Any]:
 
 
 class StatusPage:
-    """The status page in a new tab; it records the tab's requests and complaints."""
+    """Opens the page in a new tab, and records the tab's requests, errors and warnings."""
 
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self._context = browser.new_context(**context)

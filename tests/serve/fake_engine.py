@@ -135,8 +135,8 @@ class FakeEngine:
         poison: id of a request that ends the engine when it runs; the engine then serves again.
         poison_after: the number of tokens that the poison gets before it ends the engine.
         num_deaths: number of times that the request ``poison`` has ended the engine.
-        is_proving: whether probes, the requests with which clients test the engine, get a token at
-            once.
+        is_proving: whether the engine sends a token at once for each probe. A probe is a request
+            with which a client tests the engine.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from dist_aclgraph.topology import WorldRank
 
 # Number of steps between two captures, so that no token waits for more than one capture.
 STEPS_BETWEEN = 16
-MAX_FAILURES = 100  # limit of ``failures``, because every retry of a failed shape adds a message
+MAX_FAILURES = 100  # maximum length of ``failures``; every retry of a failed shape adds a message
 PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
 
 
@@ -87,7 +87,7 @@ class GraphChanges:
     # ---- any thread
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Begin the change to ``plan``, which carries out ``actions`` in quiet steps."""
+        """Begin the change to ``plan``. The change carries out ``actions`` in quiet steps."""
         self._wanted = (plan, actions)
 
     @property
@@ -112,7 +112,7 @@ class GraphChanges:
     def advance(self) -> None:
         """Capture at most one new graph.
 
-        If the capture of a lazy graph fails, the graph that was released for it is captured again.
+        If the capture of a lazy graph fails, the graph that it replaced is captured again.
 
         Raises:
             WorkerError: a rank is lost, or the ranks recorded different operators.

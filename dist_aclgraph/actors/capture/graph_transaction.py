@@ -22,7 +22,7 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 
 
 class GraphRanks(Protocol):
-    """All ranks of one lockstep group, and the calls that change their graphs."""
+    """All ranks of one lockstep group, and the calls that change the ranks' graphs."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -77,7 +77,7 @@ class GraphTransaction:
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.
-            CaptureError: a rank undid the capture, but its streams or bytes are not free again.
+            CaptureError: a rank undid the capture, but the graph's streams or bytes are not free.
             WorkerError: a rank could not commit the graph, or could not undo the capture.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)

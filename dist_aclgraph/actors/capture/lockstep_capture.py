@@ -77,12 +77,13 @@ def agree(
 ) -> None:
     """Give all groups the same plan; a group releases graphs that another group does not have.
 
-    If a group cannot capture the common plan, all groups are compared again. The comparisons end,
-    because the plan shrinks each time.
+    If a group cannot capture the common plan, the plans of all groups are compared again. The
+    comparisons end, because the plan shrinks each time.
 
     Args:
         records: the capture record of each group.
-        capture_again: captures a new plan in the group with this index, replacing its old plan.
+        capture_again: captures a new plan in the group with this index; the plan replaces the
+            group's old plan.
     """
     left = list(records)
     while True:
@@ -99,7 +100,7 @@ def probe_graphs(
 ) -> list[StreamOffer]:
     """Capture and release each graph; return the offers with each rank's measured costs.
 
-    A graph that is too large for a rank is left out, so that negotiation chooses a smaller graph.
+    If a graph is too large for a rank, the offers contain no costs of this graph.
     """
     probed = list(offers)
     for graph in graphs:

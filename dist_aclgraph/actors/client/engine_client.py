@@ -1,10 +1,10 @@
 """EngineClient connects an ingress or an LLM object to the engines of a deployment.
 
 One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link. The
-client gives these requests to another engine, or lets them wait (``request_table.py``). If no
+client sends these requests to another engine, or lets them wait (``request_table.py``). If no
 engine will be started, the requests end with an error, so that no request hangs. After the loss of
-a link, the client opens a new link to the same engine, and uses the engine again after its first
-answer.
+a link, the client opens a new link to the same engine, and uses the engine again after the engine's
+first answer.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
@@ -188,7 +188,7 @@ class EngineClient:
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
         """Return the response of each living engine; the keys are the names of the groups.
 
-        Engines that have drained, have died, or do not answer in time are left out.
+        Engines that have drained, have died, or do not answer in time have no entry.
 
         Raises:
             EngineDeadError: no engine has answered.
@@ -196,7 +196,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # Open the query before the check: if the engine is lost meanwhile, the query ends, too.
+            # Open the query before the check: then a loss after the check also ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -421,7 +421,7 @@ class EngineClient:
                 try:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
                     self._table.engines[url].prefill_from = entry.prefill_from
-                except PlacementError as e:  # other clients may be able to reach it
+                except PlacementError as e:  # other clients may be able to reach this engine
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
     def _receive(self, engine: KnownEngine) -> None:
@@ -447,7 +447,7 @@ class EngineClient:
         """Pass the deltas of a step to the callbacks.
 
         Raises:
-            EngineDeadError: the engine has ended. Its requests without a last delta are still open.
+            EngineDeadError: the engine has ended. Requests without a last delta are still open.
         """
         with self._lock:  # lock once for all requests
             told, death = self._table.take_deltas(engine, message)

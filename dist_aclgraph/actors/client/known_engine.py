@@ -21,8 +21,8 @@ class KnownEngine:
         is_draining: whether the engine accepts no new requests.
         added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step on the present link.
-        prefill_from: for a prefill group, the minimum number of uncached tokens of a prompt that
-            it computes for another group; 0 for the other groups.
+        prefill_from: a prefill group computes a prompt for another group if the prompt has at least
+            this number of uncached tokens; 0 for the other groups.
         is_listed: whether the deployment's last group list contains the engine.
         names: for each request number on this engine, the request's id.
     """

@@ -1,4 +1,4 @@
-"""OpenQueries: the questions that a client has asked engines, until they are answered."""
+"""OpenQueries: the queries of a client to engines that have not been answered yet."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OpenQueries:
         return opened
 
     def answer(self, engine: KnownEngine, answer: Answer) -> None:
-        """Give an engine's answer to the thread that waits for it; ignore late answers."""
+        """Pass an engine's answer to the waiting thread; ignore late answers."""
         with self._lock:
             found = self._open.pop((engine, answer.query_id), None)
         if found is not None:
@@ -61,7 +61,7 @@ class OpenQueries:
                 each.future.set_exception(error)
 
     def drop(self, opened: OpenQuery) -> None:
-        """Ignore the answer to a query."""
+        """Remove a query, so that an answer to this query is ignored."""
         with self._lock:
             self._open.pop((opened.engine, opened.query.query_id), None)
 

@@ -153,7 +153,7 @@ class Outage:
 
 
 class OutlookPoller:
-    """Asks for outlooks on a private thread, while the client needs outlooks."""
+    """Requests the controller's outlook on a private thread, while the client needs the outlook."""
 
     def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask
@@ -189,7 +189,7 @@ class OutlookPoller:
                 self._answer = self._ask()
             except DistAclGraphError as e:
                 self._answer = Outlook(failure=str(e))
-            except Exception as e:  # if this thread ended, requests would wait without an end
+            except Exception as e:  # without this thread, requests would wait forever
                 logger.exception("asking for the deployment's outlook failed")
                 self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
             self._closing.wait(ASK_S)

@@ -129,7 +129,7 @@ class RequestTable:
         return self._give(request) or self.outage.hold(request, now_s)
 
     def forget(self, request_id: str) -> KnownEngine | None:
-        """Remove a request; return the engine that had it."""
+        """Remove a request; return the engine on which the request was."""
         self.outage.forget(request_id)
         self._trials.leave(request_id)
         engine, number = self._owner.pop(request_id, (None, 0))
@@ -145,7 +145,7 @@ class RequestTable:
 
         Returns:
             The deltas with their callbacks; and why the engine has ended, or "". If the engine has
-            ended, its requests without a last delta are still open.
+            ended, the requests without a last delta are still open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         engine.is_proven = True
@@ -158,7 +158,7 @@ class RequestTable:
                 self.forget(delta.request_id)
                 request.source = engine.name
                 self._handed_over.append(request)
-                if delta.token_ids:  # without files, one delta contains token and end
+                if delta.token_ids:  # empty if an earlier delta had the token
                     told.append((request.on_delta, replace_fields(delta, finish_reason=None)))
                 continue
             if self._trials.is_turn and not request.is_suspect:
@@ -281,7 +281,8 @@ class RequestTable:
         if request.is_probe:
             return False
         request.is_resumed = True
-        # An engine that refuses this client is alive, so the request did not cause its death.
+        # An engine that refuses this client is alive, so the request did not cause an engine's
+        # death.
         if engine.link.loss_kind != "refused":
             request.see_death(now_s, is_proof=is_proof)
         return not request.is_cause and self.place(request, now_s)

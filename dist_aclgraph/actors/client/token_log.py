@@ -22,8 +22,8 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
 OnDelta = Callable[[RequestDelta], None]
-# What a router outside the deployment has chosen. A "prefill" request ends when its prompt's KV is
-# in files. For a "decode" request, another service has written the prompt's KV to files.
+# The role that an external router has chosen. A "prefill" request ends when its prompt's KV is in
+# files. For a "decode" request, another service has written the prompt's KV to files.
 TransferRole = Literal["", "prefill", "decode"]
 
 
@@ -34,7 +34,7 @@ class OpenRequest:
     Attributes:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client requested.
-        num_deaths: number of engines that died with this request since its last progress
+        num_deaths: number of engines that died with this request since the request's last progress
             (``has_run``).
         num_deltas: how many times the request's present engine has sent tokens of this request.
         first_death_s: time of the first death that ``num_deaths`` counts.
@@ -75,7 +75,7 @@ class OpenRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether this request is a suspect, which may have caused its engine's death.
+        """Whether this request is a suspect: a request that may have caused its engine's death.
 
         A request is a suspect from the death of its engine until it has made progress on another
         engine (``has_run``).
@@ -144,9 +144,9 @@ class OpenRequest:
         return cls(request_id, prompt, sampling, 1, (), "", lambda delta: None, is_probe=True)
 
     def submit(self, number: int) -> Submit:
-        """Return the message that asks an engine for the tokens that are still missing."""
+        """Return the message that requests the missing tokens from an engine."""
         sampling = self.sampling
-        # If the request has tokens, its first engine has sent the log-probabilities of the prompt.
+        # If the request has output tokens, it already has the log-probabilities of the prompt, too.
         if self.num_output_tokens and sampling.prompt_logprobs >= 0:
             sampling = replace(sampling, prompt_logprobs=-1)
         return Submit(

@@ -1,12 +1,12 @@
 """Trials: requests that lost their engine run in turns, until each of them has made progress.
 
 A request might be the cause of its engine's death. Such a request would end every engine that runs
-it. The client does not know which of an engine's requests was the cause, so it tries the requests
-in turns. A request that lost two engines without progress runs alone, and only on an engine that
-has started since the request's first loss, because several engines may have died together for
-another reason. If this engine dies, too, the request is the cause. An engine might also be broken,
-so that every request on it fails. To find such an engine, the first turn on each engine runs a
-probe, which is a request that the client makes itself.
+it. The client does not know which of an engine's requests was the cause, so the client tries the
+requests in turns. A request that lost two engines without progress runs alone, and only on an
+engine that has started since the request's first loss, because several engines may have died
+together for another reason. If this engine dies, too, the request is the cause. An engine might
+also be broken, so that every request on it fails. To find such an engine, the first turn on each
+engine runs a probe, which is a request that the client makes itself.
 """
 
 from __future__ import annotations

@@ -192,8 +192,8 @@ def start_ray(
 ) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares as many NPUs as a node has. If the configuration
-    needs more NPUs, Ray declares the number that is needed.
+    If NPUs are emulated, a local Ray declares the usual number of NPUs of a node, or a larger
+    number if the configuration needs more NPUs.
 
     Args:
         starter: starts the processes of a local Ray. The returned Ray then owns the starter.
@@ -405,7 +405,8 @@ def _init(address: str, **options: Any) -> None:
     ray_worker._worker_logs_enabled = False
     # Ray's messages about daemons and retries mean nothing to a user who runs a model.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Our log may contain lines of Ray's logger, so Ray must not apply its own format to them.
+    # Our log may contain lines of Ray's logger, so Ray must not apply its own format to these
+    # lines.
     ray.init(
         address=address,
         namespace=NAMESPACE,
@@ -438,7 +439,7 @@ def own_process_group() -> Iterator[None]:
 
 @contextmanager
 def _emulated_acl() -> Iterator[None]:
-    """Let Ray find the emulator's ``acl`` module while it counts this node's NPUs."""
+    """Let Ray find the emulator's ``acl`` module while Ray counts this node's NPUs."""
     folder = str(emulator.SOURCES / "python")
     sys.path.append(folder)
     try:

@@ -1,7 +1,7 @@
 """Asks all nodes of a Ray cluster at the same time, with one short-lived actor on each node.
 
 A node that did not answer in time gets no more questions, so that later questions do not wait for
-it.
+this node.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
-# An emulated NPU is no resource of Ray. Its rank requests this fraction of a CPU, so that Ray
-# counts the ranks and spreads them over the nodes.
+# An emulated NPU is no resource of Ray. The rank of an emulated NPU requests this fraction of a
+# CPU, so that Ray counts the ranks and spreads them over the nodes.
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
@@ -110,7 +110,7 @@ def plan_bundles(
             with emulated NPUs.
 
     Raises:
-        PlacementError: the cluster has too few NPUs, or they are spread over too many nodes.
+        PlacementError: the cluster has too few NPUs, or the NPUs are on too many nodes.
     """
     labels = dict(labels or {})
     size = layout.world_size // len(layout.lockstep_groups)
@@ -296,7 +296,7 @@ def release(group: PlacementGroup) -> None:
 
 
 def release_all(prefix: str) -> None:
-    """Free the bundles of a deployment whose controller died before it could free them.
+    """Free the bundles of a deployment whose controller died before freeing the bundles.
 
     Without this call, Ray keeps the bundles until the controller's job ends.
     """

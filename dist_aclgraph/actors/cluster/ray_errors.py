@@ -1,6 +1,6 @@
 """Converts errors of Ray and Ray Serve to our errors. A message is one sentence with a remedy.
 
-The command line, the ingress and LLM use this module, because they show errors to users.
+The command line, the ingress and LLM show errors to users, so they use this module.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class Controller:
     # ---- the end
 
     def shut_down(self) -> None:
-        """Let engines dismiss workers, let workers exit, and then kill the remaining processes."""
+        """Let engines end the step loops, let workers exit, and then kill all other processes."""
         self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
         self._enter(State.STOPPED, only_from=NOT_STOPPED)

@@ -64,7 +64,7 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         report=report,
     )
     serving: Any = group.engine.serve.remote(settings)
-    # Also wait for the workers' loops: if a worker dies, its loop ends, and the wait ends at once.
+    # The end of a worker's loop also ends this wait, so the wait ends at once if a worker dies.
     ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
     if not ready:
         raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
@@ -77,8 +77,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
 def drain_groups(
     groups: Sequence[LockstepGroup], version: int
 ) -> Iterator[tuple[LockstepGroup, str]]:
-    """Drain groups at the same time. Yield each group with the reason why it could not drain, or
-    with "" after it has drained.
+    """Drain groups at the same time. Yield each group with the reason why the group could not
+    drain; "" if the group has drained.
 
     Args:
         version: version of the list of groups in which these groups are draining.

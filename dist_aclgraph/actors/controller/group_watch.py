@@ -96,7 +96,7 @@ class GroupWatch:
                 self._heartbeats += beats
 
     def remove(self, group: LockstepGroup) -> None:
-        """Stop watching a group, because its processes will now be ended on purpose."""
+        """Stop watching a group before the group's processes are ended on purpose."""
         with self._lock:
             self._groups.remove(group)
             self._forget(group)
@@ -172,7 +172,7 @@ class GroupWatch:
         except DistAclGraphError as e:
             self._lose(group, str(e), rank)
             return
-        # The engine has ended its step loop, and itself tells its clients the reason.
+        # The engine has ended its step loop, and sends the reason to its clients.
         with self._lock:
             self._owner.pop(ended, None)
 
@@ -187,11 +187,11 @@ class GroupWatch:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                # The engine cannot tell its clients about the loss, and must not continue later.
+                # The engine cannot send the reason to its clients, and must not continue later.
                 ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
-        """End the epoch of a group, and send the reason to the clients of its requests.
+        """End the epoch of a group, and send the reason to the clients of the group's requests.
 
         The group's workers are killed, unless some workers can join a new group (``survivors.py``).
 

@@ -1,6 +1,6 @@
 """Opens, adds, drains and replaces groups of a deployment while other groups serve.
 
-The controller tells engines about each change, and engines tell their clients (``GroupList``). A
+The controller sends each change to the engines, and engines send it to clients (``GroupList``). A
 draining group gets no new requests, and finishes its running requests; then its NPUs are freed.
 Only one change runs at a time.
 """
@@ -172,14 +172,14 @@ class ServingGroups:
         self._publish()
 
     def _lacks_prefill(self, config: Config, new: Sequence[LockstepGroup]) -> bool:
-        """Whether too few groups compute prompts, without the group that is being replaced."""
+        """Whether too few groups compute prompts, not counting the group that is being replaced."""
         stay = [each for each in (*self.taking, *new) if each is not self._leaving]
         return sum(each.prefills for each in stay) < config.parallel.prefill_groups
 
     def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
         """Change the number of groups that accept requests; remove lost groups.
 
-        Other changes can start while this one waits for free NPUs.
+        Other changes can start while this change waits for free NPUs.
 
         Args:
             room_s: how long to wait for free NPUs.
@@ -332,7 +332,7 @@ class ServingGroups:
     def find_place(self) -> None:
         """Find NPUs for a missing group: reserved or free NPUs, or the NPUs of survivors.
 
-        Other changes can start while this one waits for free NPUs.
+        Other changes can start while this change waits for free NPUs.
 
         Raises:
             PlacementError: there are not enough NPUs.
@@ -364,11 +364,11 @@ class ServingGroups:
 
     def _may_rejoin(self, group: LockstepGroup) -> bool:
         # A new group has the newest configuration. Only survivors that were started with this
-        # configuration can join it, because they have its weights.
+        # configuration can join the new group, because they have the weights of this configuration.
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """If there is a spare, release its NPUs for the group that replaces a lost group.
+        """If there is a spare, release the spare's NPUs for the group that replaces a lost group.
 
         Without a spare, Ray can place the group on a dead node, because Ray notices the death of a
         node late, and counts the node's NPUs as free until then.
@@ -459,7 +459,7 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups to drain so that ``count`` groups remain: the newest groups are drained.
 
-    As many prefill groups as possible remain, and at least one group of the other role.
+    Of the remaining groups, as many as possible are prefill groups, and at least one is not.
 
     Args:
         groups: the groups that accept requests, the oldest first.

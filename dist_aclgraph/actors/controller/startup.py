@@ -190,7 +190,7 @@ class Startup:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # The fork server may still load libraries now; other processes load libraries in JOINING.
+        # Now, the fork server may still be loading libraries. Other processes load them in JOINING.
         longest_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Finds the workers of a lost group that can join another group with their loaded weights.
+"""Finds workers of a lost group that can join another group without loading weights again.
 
 A worker survives if all of the following is true: its process answers; its step loop ended
 gracefully or because the engine died; its device can be stopped and used again; the failure has not
@@ -91,7 +91,7 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     """Kill workers; return whether all of them have ended.
 
-    Ray counts an actor as dead as soon as it is asked to kill the actor, so the process may still
+    As soon as Ray is asked to kill an actor, Ray counts the actor as dead, so the process may still
     run. Ray notices the death of a node late. So survivors kill the processes on their own node.
     """
     workers, infos = group.workers.workers, group.workers.infos

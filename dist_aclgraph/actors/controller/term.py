@@ -21,7 +21,7 @@ class Term:
         max_model_len: the context length that clients were promised; 0 before the first promise.
         num_groups: how many groups should accept requests; 0 for the number in the configuration.
         slowest_start_s: how long the slowest start of a group's processes took; None before any
-            start. It limits later starts (``StartLimit``).
+            start. This time limits later starts (``StartLimit``).
     """
 
     number: int

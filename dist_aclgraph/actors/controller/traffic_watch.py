@@ -32,10 +32,10 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 
 
 class TrafficWatch:
-    """Records the traffic of groups that share one plan, and asks them to use a better plan.
+    """Records the traffic of groups that share one plan, and sends a better plan to these groups.
 
-    A watch never waits for a group: one call of ``look`` asks the groups for their traffic, and a
-    later call collects the answers.
+    A watch never waits for a group: one call of ``look`` requests the traffic from the groups, and
+    a later call collects the answers.
     """
 
     def __init__(self, planner: Planner, groups: Sequence[LockstepGroup]) -> None:
@@ -51,7 +51,7 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add groups, which the next ``look`` gives the common plan. Any thread may call this."""
+        """Add groups; the next ``look`` gives them the common plan. Any thread may call this."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:
@@ -61,7 +61,7 @@ class TrafficWatch:
     def look(self, now_s: float) -> None:
         """If a check is due, read the traffic; change to a better plan if there is such a plan.
 
-        No group is asked for a change while it is still changing its plan. If the groups have
+        A group that is still changing its plan gets no further change. If the groups have
         different plans because a capture failed, all groups get one common plan again.
         """
         if not self._asked:

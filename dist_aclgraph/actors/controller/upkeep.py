@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 COUNT_S = 1.0  # seconds between two counts of running and waiting requests
-GROWTH_PAUSE_S = 30.0  # seconds to wait after the first failed try to add a group
+GROWTH_PAUSE_S = 30.0  # seconds to wait after the first failed attempt to add a group
 SWEEP_S = 10.0
 
 
@@ -171,11 +171,11 @@ class Upkeep:
             self._complain(self.trouble or self._spent)
 
     def _num_returned(self, lost: Sequence[LockstepGroup]) -> int:
-        """Return how many restarts ``_give_back`` gives back for these lost groups."""
+        """Return how many restarts ``_give_back`` returns to the budget for these lost groups."""
         return sum(g.served_s >= SOUND_S and g.number not in self._seen_lost for g in lost)
 
     def _give_back(self) -> None:
-        """Give a restart back for each newly lost group that had served for ``SOUND_S``.
+        """Return a restart to the budget for each newly lost group that had served for ``SOUND_S``.
 
         The budget is for faults that a restart does not remove. Such a fault ends every new group
         within ``SOUND_S``. A group that has served for longer was ended by another fault.
@@ -275,7 +275,7 @@ class Demands:
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
         """Return how many requests ran and waited, by the last answer of each engine (running,
-        waiting). Ask each engine again, unless it has not answered the previous question yet.
+        waiting). Then send a new question to each engine that has answered the previous question.
         """
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}

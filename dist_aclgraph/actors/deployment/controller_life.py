@@ -73,7 +73,7 @@ def end_by_force(controller: Any, name: str) -> None:
 
 
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
-    """Yield the controller's progress, or None while it is unknown, until ``work`` is done.
+    """Yield the controller's progress until ``work`` is done; None while the progress is unknown.
 
     A late answer is no failure, because a controller's process can start slowly on a busy machine.
     ``work`` has its own time limits. If the controller dies, ``work`` ends with an error.

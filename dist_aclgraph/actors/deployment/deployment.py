@@ -40,7 +40,7 @@ from dist_aclgraph.topology import NO_RANK
 
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
-# The controller has not answered. It might be dead or busy; its keeper will find the reason.
+# The controller has not answered, because it is dead or busy; the keeper will find the reason.
 UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 
@@ -96,7 +96,7 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        self._raise_end()  # before calls to Ray, which can hang without a control store
+        self._raise_end()  # first, because calls to Ray can hang without a control store
         if self._connected is not None:
             self._connected.look()
             self._raise_end()

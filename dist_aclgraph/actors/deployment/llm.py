@@ -86,7 +86,7 @@ class LLM:
     Args:
         model: a model's directory, a model's name, a configuration, or the path of a configuration
             file.
-        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They replace all other values.
+        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They have priority.
         start: starts the deployment; the default starts the deployment on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.
@@ -396,7 +396,7 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # A stop string ends only the choice; the engine still runs the request.
+                        # If a stop string has ended the choice, the engine still runs the request.
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
@@ -421,7 +421,7 @@ class LLM:
         return with_structure(found, self._grammars)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text of any length, because its prompt may be truncated."""
+        """Return the ids of a text. The text may be too long, because it may be truncated later."""
         return self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )

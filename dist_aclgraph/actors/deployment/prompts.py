@@ -1,4 +1,4 @@
-"""Prompts and arguments that ``LLM`` takes from its user."""
+"""Prompts and arguments that users pass to ``LLM``."""
 
 from __future__ import annotations
 

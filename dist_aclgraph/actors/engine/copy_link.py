@@ -1,8 +1,8 @@
 """CopyLink: sends copy jobs to the workers, and receives the jobs' results.
 
 The link sends a message when jobs begin. While jobs run, it also sends a message whenever all
-workers have answered the last message. Each message lets the workers continue their jobs, between
-steps, so workers only send answers.
+workers have answered the last message. Each message lets the workers continue their jobs between
+two steps. Workers send only answers to these messages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CopyLink:
     """Connects the scheduler's copy jobs with the workers.
 
     Args:
-        timeout_s: if no job of a data-parallel rank ends on all its workers for this time, the
-            rank's requests stop waiting for jobs, and their tokens are computed. The jobs keep
-            their blocks, because workers may still write to the blocks.
+        timeout_s: time limit in seconds. If no job of a data-parallel rank ends in this time, the
+            rank's requests stop waiting for jobs, and the tokens of these requests are computed.
+            The blocks of the jobs stay reserved, because workers may still write to the blocks.
     """
 
     def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
@@ -85,7 +85,8 @@ class CopyLink:
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
 
     def _give_up_late(self, now_s: float) -> None:
-        """If no job of a rank has ended for ``timeout_s``, its requests stop waiting for jobs.
+        """If no job of a rank has ended for ``timeout_s``, the rank's requests stop waiting for
+        jobs.
 
         A job counts as ended when all workers have ended it, so a single slow worker is noticed.
         """

@@ -86,7 +86,7 @@ class EngineSockets:
 
 @dataclass(frozen=True)
 class SeenTraffic:
-    """A group's plan (None while the plan changes), its traffic, and its step times."""
+    """A group's plan (None while the plan changes), the group's traffic, and the step times."""
 
     plan: GraphPlan | None
     traffic: Traffic
@@ -145,8 +145,7 @@ class Engine:
             clients_host: this node's address if clients might be on other nodes; else None.
 
         Returns:
-            The URL of a file. If all workers are on this node, they use the file to form the HCCL
-            groups.
+            The URL of a file. If all workers are on this node, they form the HCCL groups with it.
         """
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)

@@ -180,7 +180,7 @@ class EngineLoop:
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group has stopped its steps until it resumes; "" if it runs.
+        """Return why the group runs no step until it is resumed; "" if the group runs.
 
         The result is also "" while the group pauses only briefly.
         """
@@ -292,7 +292,7 @@ class EngineLoop:
             outputs = StepOutputs()
             self._changes.advance()
         while not is_due and (left_s := began_s + self._delay_s() - time.perf_counter()) > 0:
-            self._deliver(outputs)  # first, so that these tokens need not wait for new requests
+            self._deliver(outputs)  # now, because the next line waits for new requests
             outputs = StepOutputs()
             self._take(left_s)
         start_s = time.perf_counter()
@@ -307,7 +307,7 @@ class EngineLoop:
                 request.admitted_s = scheduled_s
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
-        self._deliver(outputs)  # now, because the next call raises an error if a worker failed
+        self._deliver(outputs)  # now, because the next calls can raise an error
         wait_s = IDLE_S
         if self._copies is not None:
             self._copies.turn(is_idle=not self._flying)
@@ -390,7 +390,7 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add one step's host times (microseconds) and counters to the sums of its graph mode."""
+        """Add a step's host times (microseconds) and counters to the sums of the step's mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())

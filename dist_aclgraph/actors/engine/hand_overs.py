@@ -1,6 +1,6 @@
 """HandOvers: requests whose prompt this group computes, and which another group continues.
 
-The group computes the prompt and the first token, and sends the token at once. It sends the
+The group computes the prompt and the first token, and sends the token at once. The group sends the
 request's end when the prompt's blocks are written to files, or could not be written. Then the
 client submits the request to another group, which reads the prompt's KV from these files.
 """

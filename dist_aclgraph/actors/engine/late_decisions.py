@@ -11,19 +11,20 @@ from __future__ import annotations
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import StepPlan
 
-# The delay is shorter than the known time by at least LEAST_SPARE_S, and by at least this fraction.
+# The known time is how long a decision could have waited after earlier steps of the same kind. The
+# delay is shorter by at least LEAST_SPARE_S, and by at least the fraction SPARE_PART.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
 # A shorter measured time replaces the known time at once. A longer measured time increases the
 # known time by this fraction of the difference, so that the fastest steps determine the delay.
 GROWTH = 0.03
-SIZES_PER_DOUBLING = 8  # of eager steps; steps of about the same size are one kind
+SIZES_PER_DOUBLING = 8  # eager steps of about the same size are one kind of steps
 
 Kind = BatchDescriptor | tuple[int, int]
 
 
 class LateDecisions:
-    """The time that the decision of the next step may wait, for each kind of the running step."""
+    """Stores, for each kind of running step, how long the decision of the next step may wait."""
 
     def __init__(self) -> None:
         self._spare_s: dict[Kind, float] = {}
@@ -46,7 +47,7 @@ class LateDecisions:
         known_s = self._spare_s.get(kind)
         spare_s = delayed_s + waited_s
         if waited_s < LEAST_SPARE_S / 2:
-            spare_s = delayed_s / 2  # the decision was too late; by how much is unknown
+            spare_s = delayed_s / 2  # the decision was too late by an unknown time
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH
         self._spare_s[kind] = spare_s

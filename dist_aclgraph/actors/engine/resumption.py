@@ -3,7 +3,7 @@
 First, each rank aborts the work on its device. The rank does this on its control thread, because
 the thread that runs steps might be waiting for the device. After all ranks have aborted, each rank
 resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
-valid. The engine decides the interrupted steps again, so no request loses its progress. But if KV
+valid. The engine decides the interrupted steps again, so requests keep their progress. But if KV
 was in faulty memory, requests are computed again from their first token. If resuming fails or a
 rank takes too long, the group's epoch ends, as after a worker's death.
 """
@@ -45,7 +45,7 @@ class Comeback(NamedTuple):
 
 
 class Resumption:
-    """Counts how often the group was resumed, and decides whether it may be resumed again.
+    """Counts how often the group was resumed, and decides whether the group may be resumed again.
 
     Attributes:
         counts: how often the group was resumed, by the fault that had stopped a device.

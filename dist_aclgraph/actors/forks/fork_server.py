@@ -44,11 +44,11 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 # Limits of a client's request: time in seconds, size in bytes.
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
-# Ray's native library reads two environment variables once, when the server loads it. The server
-# can start before Ray, so the job's id must be known in advance. Therefore the server uses the id
-# of Ray's first job, and forks only processes of this job. The other variable is the process id of
-# the raylet to watch. The server sets it to the id of a process that never ends, because forked
-# processes watch their raylets themselves.
+# Ray's native library reads two environment variables only once, when the server loads the library.
+# The server can start before Ray, so the job's id must be known in advance. Therefore the server
+# uses the id of Ray's first job, and forks only processes of this job. The other variable is the
+# process id of the raylet to watch. The server sets this variable to the id of a process that never
+# ends, because forked processes watch their raylets themselves.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (

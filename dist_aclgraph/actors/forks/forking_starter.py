@@ -51,7 +51,7 @@ class ForkingStarter(ProcessStarter):
         if self._named is not None:
             return self._named.command
         # Return Python's path, not None: for an actor without a command, Ray uses the command of
-        # the process that starts the actor, and this process may be a forked one.
+        # the process that starts the actor, and this process may be a forked process.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:
@@ -78,7 +78,7 @@ class ForkingStarter(ProcessStarter):
         # Ray joins a folder and this path. The folder has no effect, because the path is absolute.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
-            # Ray must start no workers in advance: they would not be forked, and never be used.
+            # Ray must not start workers in advance: these would not be forked, and never be used.
             yield {"prestart_worker_first_driver": False}
         finally:
             ray_constants.SETUP_WORKER_FILENAME = name

@@ -3,7 +3,7 @@
 - ``Silence`` measures how long a peer has sent no heartbeat over a link.
 - ``SharedHeartbeat`` is memory in which a child process shows its heartbeats to its parent.
 - A *process watch* learns at once from the kernel that a process has ended.
-- ``Lease`` allows a process to act only while another process regularly asks it for a heartbeat.
+- ``Lease`` allows a process to act only while another process regularly requests heartbeats.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class SharedHeartbeat:
         self._shared[0] = self.REST
 
     def begin(self) -> None:
-        """Prepare for the next child process. Its first heartbeat is expected at once."""
+        """Prepare for the next child process, whose first heartbeat is expected at once."""
         self.served_before |= self.has_served
         self._shared[:] = bytes([self.FIRST, False])
         self._seen = self.REST
@@ -231,7 +231,7 @@ def leave_with(lease: Lease, who: str) -> None:
 
 
 def leave_with_raylet() -> None:
-    """End this process when its raylet ends, or when its parent ends if it has no raylet."""
+    """End this process when its raylet ends; without a raylet, when its parent ends."""
 
     def leave(name: str) -> None:
         os._exit(1)

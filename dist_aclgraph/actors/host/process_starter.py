@@ -30,7 +30,7 @@ class ProcessStarter:
     def open_handles(self, pid: int) -> list[int]:
         """Return handles with which ``processes.kill_handles`` can kill a process.
 
-        Empty if Ray itself started the process, because Ray can then kill it.
+        The list is empty if Ray itself started the process, because Ray can kill this process.
         """
         return []
 

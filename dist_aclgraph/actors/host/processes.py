@@ -23,7 +23,7 @@ def set_name(name: str) -> None:
 
 
 def signal_with_parent(number: signal.Signals, parent: int) -> None:
-    """Let this process get a signal when its parent ends, or now if the parent has ended."""
+    """Let this process receive a signal when its parent ends, or now if the parent has ended."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)

@@ -1,9 +1,9 @@
 """A directory for socket files. Only this user may enter it.
 
-Its path is short, because the system limits the length of a socket's path. The owner holds a lock
-in the directory until the owner ends. A process id would not show whether the owner is alive,
-because several containers can share one temporary folder, and each container has its own process
-ids.
+The path of the directory is short, because the system limits the length of a socket's path. The
+owner holds a lock in the directory until the owner ends. A process id would not show whether the
+owner is alive, because several containers can share one temporary folder, and each container has
+its own process ids.
 
 A directory has a hidden name while it is created or removed. If such a directory is unlocked, its
 process was killed, or the process has just begun to create the directory. In both cases ``sweep``

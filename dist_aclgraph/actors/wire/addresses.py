@@ -1,9 +1,9 @@
 """Decides where the sockets of channels listen, by one rule for all channels.
 
 Peers on the engine's node connect to a socket file in a directory that only this user may enter.
-Peers on other nodes connect over TCP with CURVE keys, which Ray hands to them. The engine listens
-at its node's own address, never at a wildcard, and accepts only peers with the channel's client
-key.
+Peers on other nodes connect over TCP with CURVE keys, which they receive through Ray. The engine
+listens at its node's own address, never at a wildcard, and accepts only peers with the channel's
+client key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-# Seconds of the first pause, and of the longest pause, while all ports are in use.
+# Seconds between two attempts while all ports are in use: first pause, longest pause.
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 

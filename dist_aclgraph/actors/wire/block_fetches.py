@@ -1,9 +1,9 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups.
 
-A few threads copy files into the first tier of this node. A file gets its name when it is complete.
-Then it is found like a file that was written on this node. If a fetch fails, fewer leading blocks
-are read from files, and more tokens are computed. No request waits longer than ``QUEUE_S`` plus
-``LIMIT_S``.
+A few threads copy files into the first tier of this node. A file gets its final name when it is
+complete. From then on, requests find the file in the same way as a file that was written on this
+node. If a fetch fails, more tokens of the prompt are computed. No request waits longer than
+``QUEUE_S`` plus ``LIMIT_S``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dist_aclgraph.kv.look_ups import Answer, FetchBlocks
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.logs import event
 
-QUEUE_S = 5.0  # maximum time until a thread is free for a fetch
+QUEUE_S = 5.0  # maximum time that a request waits for a free thread
 LIMIT_S = 20.0  # maximum time of a fetch, from its beginning until the request runs
 SILENCE_S = 3.0  # a source that sends no file for this time counts as silent
 PAUSE_S = 30.0  # after a source was silent, nothing is fetched from it for this time
@@ -74,14 +74,14 @@ class _Fetch:
 
 
 class _Key(NamedTuple):
-    """A file: the position of its block among the names of a fetch, and the index of its place."""
+    """Identifies a file by the index of its block in the names of a fetch, and by its place."""
 
     position: int
     place: int
 
 
 class _SourceError(Exception):
-    """A source sends nothing in time, or sends an answer that is not valid."""
+    """A source has sent no file in time, or has sent an invalid answer."""
 
 
 class BlockFetches:
@@ -111,7 +111,7 @@ class BlockFetches:
         self._version = 0  # version of the group list that named these sources
         self._sources: dict[str, BlockSource] = {}
         self._others: set[str] = set()  # groups whose blocks this group cannot read
-        self._paused: dict[str, float] = {}  # by URL: the time until which nothing is fetched
+        self._paused: dict[str, float] = {}  # for each URL, the end of the pause after a failure
         self._files: dict[CachePlace, dict[FileKind, list[KVTiers]]] = {}
         self._is_closing = False
         self._guard = threading.Lock()  # guards ``counts`` and the sources
@@ -225,8 +225,8 @@ class BlockFetches:
         files = self._files_at(fetch.place)
         try:
             with closing(_Link(context, fetch.endpoint, self._token)) as link:
-                # With recurrent state, a request starts from a checkpoint, so that blocks after the
-                # last checkpoint are not needed.
+                # With recurrent state, a request starts from a checkpoint, so blocks after the last
+                # checkpoint are not needed.
                 wanted = self._copy_state(link, fetch, files["state"], len(fetch.names))
                 names = fetch.names[:wanted]
                 count = self._copy(link, fetch, "block", files["block"], names, fetch.depth)
@@ -323,7 +323,7 @@ class _Link:
             request = ReadFile(self._token, self._next, kind, key.place, names[key.position])
             try:
                 self._socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
-            except zmq.Again:  # the queue has space, so the handshake has failed
+            except zmq.Again:  # not a full queue, but a failed handshake
                 raise _SourceError("the source refuses the connection") from None
             asked.append((key, self._next))
             self._next += 1

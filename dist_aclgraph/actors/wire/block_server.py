@@ -1,8 +1,8 @@
 """BlockServer: sends files of KV blocks to engines on other nodes.
 
-A group that has computed a prompt for another group runs a server on its engine's node. Each
-request names one file, by a place and a hash, never by a path. Each answer is one whole file, or no
-file. The server can only read.
+A group that computes prompts for other groups runs this server on the node of the group's engine.
+Each request identifies one file by a place and a hash, never by a path. Each answer contains one
+whole file, or no file. The server can only read files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WINDOW = 4  # maximum number of requests of one fetch that wait for answers
 MAX_QUEUED_FRAMES = 2 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message
-QUIET_S = 1.0  # after this time without a request, no fetch from the server is under way
+QUIET_S = 1.0  # after this time without a request, all fetches from the server have ended
 
 FileKind = Literal["block", "state"]
 
@@ -78,7 +78,8 @@ _decoder = msgspec.msgpack.Decoder(ReadFile)
 def tiers_of(
     config: Config, place: CachePlace, identity: str = ""
 ) -> dict[FileKind, list[KVTiers]]:
-    """Return the files of all workers of a data-parallel rank. The order depends only on ``place``.
+    """Return the files of all workers of a data-parallel rank; their order depends only on
+    ``place``.
 
     Args:
         identity: see ``KVTiers.open``.
@@ -132,7 +133,7 @@ class BlockServer:
                 self._answer(self._socket.recv_multipart())
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a request. An invalid request, or one with a wrong token, gets no answer."""
+        """Answer a request. A request that is invalid or has a wrong token gets no answer."""
         peer, *requests = frames
         try:
             request = read_frame(_decoder, b"".join(requests))

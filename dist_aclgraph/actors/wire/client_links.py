@@ -48,7 +48,7 @@ MAX_QUEUED_FRAMES = 1 << 16
 # Maximum number of frames read at once, so that many frames do not delay a heartbeat.
 FRAMES_A_TURN = 256
 LAST_WORDS_MS = 200
-UNHELD_S = 0.01  # seconds between two checks of the lease, while clients must not be answered
+UNHELD_S = 0.01  # seconds between two checks of the lease, while the engine must not answer
 
 
 class LoopAnswers(Protocol):
@@ -63,7 +63,7 @@ class LoopAnswers(Protocol):
         ...
 
     def is_held(self) -> bool:
-        """Return whether the engine holds its lease, which it needs to answer clients."""
+        """Return whether the engine holds its lease; without it, the engine answers no client."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -100,7 +100,7 @@ class ClientLink:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-# None in place of a message means that the link has ended, so all its requests end.
+# None in place of a message means that the link has ended, so all requests of the link end.
 ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
@@ -187,8 +187,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients use this version of the list or a later version. Thread-safe.
 
-        If the result is true, the queue of events for the loop already contains every request that
-        a client sent by an earlier version.
+        If the result is true, every request that a client routed by an earlier version is already
+        in the loop's queue of events.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
@@ -273,7 +273,7 @@ class ClientLinks:
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
         # Send the list before the status. The client sends requests as soon as it has the status,
-        # and must not send requests to a group that drains by the list.
+        # and must not send requests to a group that the list marks as draining.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

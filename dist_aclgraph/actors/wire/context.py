@@ -1,4 +1,4 @@
-"""Contexts of ZeroMQ whose end does not wait for peers."""
+"""ZeroMQ contexts that can be closed without waiting for peers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class _Context(Context):
     def __del__(self) -> None:
         """Do not wait for open sockets.
 
-        If the garbage collector frees a context and its sockets together, their order is undefined.
-        The inherited method would wait forever for a socket that is freed later.
+        If the garbage collector frees a context together with the context's sockets, the order is
+        undefined. The inherited method would wait forever for a socket that is freed later.
         """
 
 

@@ -85,8 +85,8 @@ class EngineLink:
         return self._socket, self._monitor
 
     def send(self, message: ToEngine) -> None:
-        """Send a message. It is dropped if the connection has ended; ``receive`` then says why."""
-        # The queue has no limit, so this error means that ZeroMQ has dropped the connection, as
+        """Send a message, or drop it after the connection's end; ``receive`` then raises."""
+        # The queue has no limit, so this error means that ZeroMQ has dropped the connection, e.g.
         # after a failed handshake.
         with contextlib.suppress(zmq.Again):
             self._socket.send(encoder.encode(message), zmq.NOBLOCK)

@@ -1,10 +1,10 @@
 """Publishes numbered messages to subscribers outside the deployment, as vLLM's publisher does.
 
 A message has three frames: topic, number (8 bytes, big-endian), payload. A subscriber that reads
-too slowly loses messages. It sees a gap in the numbers, and requests the missing messages at the
-replay socket: it sends an empty frame and the first number. The answer is one message for each
-payload from this number on that is still buffered, and a last message with the number -1 and an
-empty payload.
+too slowly loses messages. The subscriber sees a gap in the numbers, and requests the missing
+messages at the replay socket: it sends an empty frame and the first number. The answer is one
+message for each payload from this number on that is still buffered, and a last message with the
+number -1 and an empty payload.
 
 Connections are neither encrypted nor authenticated. A subscriber can only read.
 """
@@ -29,7 +29,7 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message
 NUMBER_BYTES = 8
 LAST_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # marks the end of a replay
 MAX_REQUEST_BYTES = 64  # ZeroMQ closes the connection of a subscriber that sends a longer frame
-LAST_WORDS_MS = 200  # how long ``close`` tries to send the messages that wait
+LAST_WORDS_MS = 200  # how long ``close`` tries to send unsent messages
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PublisherPlace:
 
     Attributes:
         host: an address of this host.
-        ports: each publisher takes the first free port.
+        ports: each publisher listens at the first free port in this range.
         replay_ports: the publisher that has the n-th port of ``ports`` replays messages at the n-th
             of these ports; None if messages are not replayed.
         topic: the first frame of each message.
@@ -105,7 +105,7 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and its replay port. If one of them is in use, listen at none; raise."""
+        """Listen at a port and its replay port, or at neither: raise if one of them is in use."""
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")
         if self.replays is not None and place.replay_ports is not None:

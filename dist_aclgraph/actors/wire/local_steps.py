@@ -25,7 +25,7 @@ LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # a worker with more unread bytes is disconnected
 MAX_WAITING_CONNECTIONS = 64
-FAREWELL_S = 0.2  # seconds to wait for a worker that reads the last frame slowly
+FAREWELL_S = 0.2  # seconds to wait until a slow worker has read the last frame
 CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 

@@ -122,10 +122,10 @@ class GroupEntry(msgspec.Struct, frozen=True):
         name: a number that no other group of the deployment ever has.
         address: address of the group's engine.
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
-        tokens_per_block: number of tokens in each of these blocks.
+        tokens_per_block: number of tokens in each KV block.
         is_draining: whether the group accepts no new requests.
-        prefill_from: for a prefill group, the minimum number of uncached tokens of a prompt that
-            it computes for another group; 0 for the other groups.
+        prefill_from: a prefill group computes a prompt for another group if the prompt has at least
+            this number of uncached tokens; 0 for the other groups.
         blocks: for a prefill group, where other groups fetch the KV of prompts.
     """
 

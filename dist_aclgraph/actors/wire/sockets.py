@@ -16,7 +16,7 @@ T = TypeVar("T")
 # ZeroMQ closes the connection of a peer that announces a longer frame.
 MAX_MESSAGE_BYTES = 64 << 20
 POLLIN = int(zmq.POLLIN)  # a plain number, because operations of enum flags are slow
-DRAINED_BYTES = 4096  # maximum number of bytes of wake-ups in one read
+DRAINED_BYTES = 4096  # maximum number of wake-up bytes in one read
 
 
 def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:

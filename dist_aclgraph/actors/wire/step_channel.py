@@ -163,7 +163,7 @@ class StepSender:
             self._remote.send(frames)
 
     def send_copies(self, epoch: int, number: int, jobs: Sequence[tuple[CopyJob, ...]]) -> None:
-        """Send the copy jobs that begin to the workers of each data-parallel rank."""
+        """Send new copy jobs to the workers of each data-parallel rank."""
         frames = [encoder.encode(BlockCopyJobs(epoch, number, each)) for each in jobs]
         self._send_frames(frames)
 

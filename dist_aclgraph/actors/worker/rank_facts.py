@@ -1,4 +1,4 @@
-"""The facts about a rank that its worker sends to the controller: process, device and weights."""
+"""The facts that a worker sends to the controller about its rank: process, device and weights."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
 
     Each rank decides by itself which experts its tokens use, and which drafts are accepted. Ranks
     with the same tokens must make the same decisions. If the sums of these ranks differed in the
-    last bit, their decisions might differ.
+    last bit, the ranks might decide differently.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic
@@ -298,7 +298,7 @@ class JoinedRank:
             The memory account of this rank.
         """
         config, spec = self.config, self.spec
-        # HCCL's buffers are left out, because their documented size was never measured.
+        # Do not count HCCL's buffers, because their documented size was never measured.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
@@ -433,7 +433,7 @@ class RunningRank:
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Before the offer, count the streams that each domain takes at its first collective."""
+        """Before the offer, count the streams that domains allocate at their first collective."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
@@ -441,9 +441,9 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Call this after eager steps, because they create the HCCL domains and side streams. Call it
-        before any capture, because with software queues the count of free streams stays low after
-        graphs are released.
+        Call this method after eager steps, because they create the HCCL domains and side streams.
+        Call this method before any capture, because with software queues, the count of free streams
+        stays low after graphs are released.
         """
         joined = self.joined
         # Gives back the temporary memory of eager steps, which ``eager_bytes`` already counts.

@@ -36,7 +36,7 @@ from dist_aclgraph.steps.step import RankPlan
 
 logger = logging.getLogger(__name__)
 
-FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
+FOLDER, SUFFIX = "steps", ".steps"  # folder of the files, inside the log folder; their suffix
 MAGIC = b"STEPS001"
 # Maximum number of files per node; beyond this number, the oldest files of ended ranks are removed.
 KEPT_FILES = 64
@@ -225,7 +225,7 @@ def digest_of(plan: RankPlan) -> int:
 def batch_digest_of(plan: RankPlan) -> int:
     """Return a short hash of a batch. All ranks of a data-parallel rank have the same batch.
 
-    Prompts are left out, because they can be long.
+    The hash does not cover prompts, because prompts can be long.
     """
     batch, found = plan.batch, 0
     for part in (batch.scheduled, batch.appended, batch.blocks, batch.cleaned):
@@ -260,7 +260,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, order=True)
 class DevicePlace:
-    """What a device has begun last.
+    """The last step that a device has begun, and the last collective of this step.
 
     Attributes:
         collective: None if the device has begun no collective of the step.

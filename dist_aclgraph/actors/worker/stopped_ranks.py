@@ -59,7 +59,7 @@ def _explain(recordings: Sequence[Recording]) -> Explanation:
 
 
 def _stalled(recordings: Sequence[Recording]) -> Explanation:
-    """Blame the ranks whose devices are behind the others; all ranks wait for their devices."""
+    """If all ranks wait for their devices, blame the ranks whose devices are behind the others."""
     waited = f"all ranks waited for their devices {_in_step(_last(recordings))}: "
     places = _by_place(recordings)
     if len(places) > 1 and all(recording.place for recording in recordings):
@@ -96,7 +96,7 @@ def _idle(recordings: Sequence[Recording]) -> str:
 
 
 def doing_of(recording: Recording) -> str:
-    """Return a rank's state; if the rank was told to stop, return the state before that."""
+    """Return a rank's state; if the rank was told to stop, return its previous state."""
     return recording.words if recording.state == ENDED else recording.state
 
 

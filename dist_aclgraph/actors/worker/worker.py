@@ -369,7 +369,7 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
-        """Execute steps until the engine dismisses this worker.
+        """Execute steps until the engine ends this worker's step loop.
 
         With two steps in flight, the worker sends the result of a step after the next step is
         queued on the device. The worker reports every failure to the engine. If a known fault
@@ -434,7 +434,7 @@ class Worker:
         joined, fault = self._running.joined, self._faults.fault_of(error, self._running)
         self._faults.note(fault)
         # Report the failure as the result of the step after the last step. The engine might already
-        # have a result of the last step, and would ignore a second one.
+        # have a result of the last step, and would ignore a second result.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)

@@ -76,7 +76,7 @@ class WorkerGroup:
         """Call a method on all workers and return their answers in rank order.
 
         After a rank has reported a failure, the other ranks have only a few more seconds to answer,
-        because they might be waiting for this rank in a collective.
+        because the other ranks might be waiting for the failed rank in a collective.
 
         Args:
             arguments: returns the arguments for a worker's index; the default is no arguments.
@@ -227,7 +227,7 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
     """Return the value of a finished call; convert Ray's errors to our error types.
 
     Raises:
-        WorkerLostError: the actor is dead, or it raised an error that is not a DistAclGraphError.
+        WorkerLostError: the actor is dead, or has raised an error that is not a DistAclGraphError.
         DistAclGraphError: the error that the worker raised.
     """
     try:

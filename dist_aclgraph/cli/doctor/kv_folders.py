@@ -75,7 +75,7 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
         before, _, after = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
         is_inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
-        if is_inside and len(point) >= best:  # a later mount hides an earlier one
+        if is_inside and len(point) >= best:  # a later mount hides an earlier mount
             best, kind = len(point), after.split()[0]
     return kind
 

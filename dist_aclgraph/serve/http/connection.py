@@ -92,7 +92,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Number of bytes since the last beginning of a request, a chunk or a piece of a body. These
         # bytes are headers, a chunk's extension, or trailers, which the parser keeps in memory.
         self._num_header_bytes = 0
-        self._has_begun = False  # whether a request, chunk or piece begins in the parsed bytes
+        self._has_begun = False  # whether a request, chunk or piece has begun
 
     def resume(self) -> None:
         """Parse the bytes that the previous process has read, and start to read more bytes."""

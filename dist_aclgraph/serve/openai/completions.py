@@ -178,7 +178,7 @@ class _CompletionReply(Reply):
         is_first = piece.index not in self._lengths
         offset = self._lengths.get(piece.index, 0)
         choice = self._choice(piece, offset, is_first=is_first)
-        # A part of the text may be sent earlier or later than the tokens that add it.
+        # A part of the text may be sent earlier or later than the tokens of this part.
         tokens = choice["logprobs"]["tokens"] if choice["logprobs"] else ()
         self._lengths[piece.index] = offset + sum(map(len, tokens))
         return self.chunk(usage, choice)

@@ -245,7 +245,7 @@ def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions)
 
 def _has_opened(state: ApiState, ids: list[int], thinking: Thinking, *, continues: bool) -> bool:
     """Return whether a prompt has opened the reasoning of the answer. The marker that begins the
-    reasoning is a token; a marker that other tokens spell is text.
+    reasoning is a token; the same characters from other tokens are text.
     """
     assert state.answers.thought is not None
     ids = ids if continues else ids[-TAIL_TOKENS:]

@@ -200,7 +200,8 @@ class ApiState:
             found = with_token_ids(self.tokenizer, first)
             return with_structure(found, self.grammars, thinking, salt=salt, param=param)
 
-        # Run ``convert`` on a thread: it encodes texts, and waits for the process that compiles.
+        # Run ``convert`` on a thread, because it encodes texts, and waits for the compiling
+        # process.
         source = first.structured_outputs
         is_known = source is None or self.grammars.knows(source, salt)
         found = await (asyncio.to_thread(convert) if is_known else self._compile(convert))

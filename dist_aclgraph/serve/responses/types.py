@@ -44,7 +44,7 @@ from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, M
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
-# Entries of ``include``: log-probabilities, and the reasoning in a form that clients return.
+# Entries of ``include``: log-probabilities, and the reasoning as a value for the next request.
 LOGPROBS = "message.output_text.logprobs"
 ENCODED_REASONING = "reasoning.encrypted_content"
 MAX_INCLUDED = 64

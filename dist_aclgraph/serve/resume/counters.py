@@ -21,8 +21,7 @@ class Counters(NamedTuple):
     Attributes:
         num_read: bytes that were read from the connection. The kernel can count the end of the
             connection (FIN) as one byte.
-        num_sent: bytes that the kernel has got for sending, without bytes that wait in this
-            process.
+        num_sent: bytes that this process has passed to the kernel for sending.
         is_open: whether both sides of the connection are open.
     """
 

@@ -146,7 +146,7 @@ class Journal:
         return True
 
     def take_entries(self) -> tuple[Entry, ...]:
-        """Return a previous process's entries once, and drop them, because they can be large."""
+        """Return and drop the entries of a previous process; later calls return no entries."""
         entries, self._entries = self._entries, ()
         return entries
 

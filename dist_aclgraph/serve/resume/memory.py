@@ -1,4 +1,4 @@
-"""Stores the journal of one connection in memory that outlives the process that writes it.
+"""Stores the journal of one connection in memory that outlives the writing process.
 
 | offset | content |
 | --- | --- |

@@ -126,7 +126,7 @@ class ConnectionRecord:
         connections. Nothing of a request may have been read or sent.
 
         If the process is killed after it has accepted a connection and before the supervisor has
-        its descriptor, the connection ends. So the descriptor is sent first.
+        the connection's descriptor, the connection ends. So this descriptor is sent first.
         """
         self._descriptor = descriptor
         if self._memory is not None:
@@ -157,7 +157,7 @@ class ConnectionRecord:
         self._let_go(self._memory)
 
     def _let_go(self, memory: JournalMemory | None) -> None:
-        """Close the journal's memory. If the supervisor holds the connection, it lets it go."""
+        """Close the journal's memory. If the supervisor holds the connection, report its end."""
         if memory is not None:
             memory.close()
         self._memory = None

@@ -282,7 +282,7 @@ struct Connection {
     return is_link();
   }
 
-  // Returns false if the connection has ended, or is no client's.
+  // Returns false if the connection has ended, or if the peer did not send a client's greeting.
   bool read() {
     char *to = is_link() ? nullptr : reinterpret_cast<char *>(&told) + received;
     char nothing;

@@ -236,7 +236,7 @@ class FakeGroup:
         self._tp = tp
         self._lose = lose
         self._compile_steps = compile_steps
-        # For each rank, and each row whose grammar the rank compiles: the number of further steps.
+        # For each rank, a map from row to the number of steps until the row's grammar is compiled.
         self._compiling: list[dict[int, int]] = [{} for _ in range(len(workers) * tp)]
         self.num_unmasked = 0
 
