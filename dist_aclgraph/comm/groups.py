@@ -35,7 +35,8 @@ class CommGroup:
         ranks: the members as ranks of the lockstep group, in group order.
         rank: this process's index in ``ranks``.
         handle: torch.distributed's process group; None for a group of one.
-        marks: marks the collectives of this rank, in all of its groups.
+        marks: records on the device which collective the rank has reached; all groups of the rank
+            share this object.
     """
 
     ranks: tuple[int, ...]
@@ -55,7 +56,7 @@ class CommGroup:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return [size, *x.shape]: every member's ``x``, in group order."""
+        """Return the ``x`` of every member as [size, *x.shape], in group order."""
         if self.size == 1:
             return x.unsqueeze(0)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
@@ -94,9 +95,10 @@ class CommGroup:
 
     @cached_property
     def hccl_name(self) -> str:
-        """HCCL's name of the communicator, for operators that contain their own communication.
+        """HCCL's name of the communicator, for operators that communicate inside their kernel.
 
-        Creates the communicator. All members must call this, outside captures; no data is sent.
+        Reading the name creates the communicator, without sending data. All members must read it,
+        and not during a capture.
         """
         return str(self.backend.get_hccl_comm_name(self.rank))
 
@@ -136,7 +138,7 @@ class RankGroups:
 
     @property
     def marks(self) -> CollectiveMarks:
-        """The marks of all groups of the rank."""
+        """The ``CollectiveMarks`` that all groups of the rank share."""
         return self.tp.marks
 
     def become(self, other: RankGroups) -> None:
@@ -174,8 +176,9 @@ def join_lockstep_group(
         rank: rank inside the lockstep group.
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining.
-        meeting: rank 0's socket that listens at a TCP ``rendezvous``; torch owns the socket after
-            this call. A socket opened by torch would listen at every address of the machine.
+        meeting: only on rank 0 with a TCP ``rendezvous``: the listening socket, which torch owns
+            after this call. If torch opened the socket, it would listen at every address of the
+            machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -279,7 +282,8 @@ def make_groups(
         if watchdog_s is not None and group is not None and group.handle is not None:
             group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
-        assert mc2.hccl_name  # All members have joined, so reading the name makes a communicator.
+        # Reading the name creates the communicator, because all members have joined.
+        assert mc2.hccl_name
     return groups
 
 

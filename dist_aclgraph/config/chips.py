@@ -2,8 +2,8 @@
 
 The memory of a chip is the total that torch reports. Driver and firmware use the rest of the chip's
 memory.
-Source: logs in public issues of vllm-ascend. The logs show 65,452,113,920 bytes or some MiB more
-for dies of 64 GB, and 29.50 GiB for an Ascend910B4.
+Source: logs in public issues of vllm-ascend. In the logs, a die of 64 GB has at least
+65,452,113,920 bytes (some dies have a few MiB more), and an Ascend910B4 has 29.50 GiB.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
-NODE_NPUS = 8  # assumed number of devices of a server with unknown chips
+NODE_NPUS = 8  # the number of devices that plans assume for a server with unknown chips
 
 
 class ChipFamily(NamedTuple):
@@ -43,7 +43,7 @@ def family_of(chip: str) -> ChipFamily | None:
 
 
 def generation_of(chip: str) -> str:
-    """Return the generation of a chip by its name, or the name if the chip is unknown."""
+    """Return the generation of the chip with this name; for an unknown chip, return the name."""
     family = family_of(chip)
     return family.generation if family else chip
 

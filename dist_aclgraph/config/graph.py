@@ -21,7 +21,8 @@ BudgetModelName = Literal[
 # modes with separate graphs for decode steps
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# Limit of a weight in the traffic. Above it, sums would lose small weights, or become infinite.
+# Largest weight in the traffic. With larger weights, a sum would lose small weights, or become
+# infinite.
 MAX_WEIGHT = 1e15
 
 

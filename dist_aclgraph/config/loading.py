@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping
-from os.path import exists, expanduser, isdir, isfile  # methods of Path refuse some texts
+
+# for some texts, methods of Path raise errors
+from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def load_with_options(
     options: Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Load a configuration that is described or changed by vLLM's options.
+    """Load a configuration from a source and from vLLM's options.
 
     Args:
         source: as in ``load_config``.
@@ -182,7 +184,8 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         child = node.get(parent)
         if not isinstance(child, dict | None):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
-        child = node[parent] = dict(child or {})  # a copy, because the caller owns the section
+        # copied, because the caller's section must not change
+        child = node[parent] = dict(child or {})
         node = child
     # In maps whose keys are ranks, the keys are numbers.
     node[int(last) if last.isdecimal() else last] = value

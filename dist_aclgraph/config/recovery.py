@@ -8,7 +8,10 @@ from dist_aclgraph.config.section import Section
 
 
 class RecoveryConfig(Section):
-    """How a lost lockstep group is replaced; its requests continue in other groups, or wait."""
+    """How a lost lockstep group is replaced.
+
+    The requests of the lost group continue in other groups, or wait for the replacement.
+    """
 
     restarts_per_hour: int = Field(
         6,

@@ -11,7 +11,7 @@ from dist_aclgraph.config.section import Section
 
 
 class AutoscaleConfig(Section):
-    """How many lockstep groups serve, depending on the waiting requests."""
+    """How the number of lockstep groups follows the number of waiting requests."""
 
     min_groups: int = Field(1, ge=1, le=4096, description="smallest number of serving groups")
     max_groups: int = Field(

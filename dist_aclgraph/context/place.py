@@ -29,5 +29,5 @@ class ContextPlace:
 
     @property
     def whole(self) -> ContextPlace:
-        """The place of the same rank for a cache that every rank keeps whole."""
+        """The indices of the same rank for an undivided cache, of which each rank has a whole copy."""
         return replace(self, shards=Shards(self.shards.tokens_per_block), shard=0)

@@ -1,10 +1,11 @@
-"""Plans the attention of requests with many queries, whose keys are read chunk by chunk.
+"""Plans attention for requests with many queries; their keys are read chunk by chunk.
 
 The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
 are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
 at the same positions. A query attends causally in the chunk that contains its position, and to all
-keys of each earlier chunk. So a launch is either causal, or its queries see all keys. The results
-of a query from several chunks are merged. Several short requests share a chunk if they fit in it.
+keys of each earlier chunk. So in a launch, either attention is causal, or each query attends to all
+keys. The results of a query from several chunks are merged. Several short requests share a chunk if
+they fit in it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """Several requests that share one chunk, or one request with its chunks.
+    """Several requests whose keys are in one shared chunk, or one request and the chunks of its
+    keys.
 
     Attributes:
         start, stop: range of the part's queries among the rank's tokens.
@@ -70,7 +72,9 @@ class Part:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Neighbouring queries of one request on a rank; the first has the position ``position``."""
+    """Neighbouring queries of one request on a rank; ``position`` is the position of the first
+    query.
+    """
 
     request: int
     position: int
@@ -91,9 +95,11 @@ def plan_parts(
     *,
     cuts_requests: bool = True,
 ) -> tuple[Part, ...]:
-    """Return the parts of one prefill rank, for all requests that the ranks split.
+    """Return the parts of one prefill rank: the attention of all requests that the prefill ranks
+    split.
 
-    Parts and chunks are the same on every rank; launches differ.
+    The division into parts and chunks is the same on every rank, but each rank has its own
+    launches.
 
     Args:
         query_lens: [num_reqs], number of queries of each request.
@@ -169,7 +175,7 @@ def _chunks_of_one(
             if (diagonal := _within(q, start, stop)) is not None
         ]
         later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
-        if later:  # The tokens of these queries are neighbours, so one launch is enough.
+        if later:  # One launch is enough, because the tokens of these queries are neighbours.
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)
@@ -208,10 +214,12 @@ class Reads:
     """The slots from which the keys of a chunk are read.
 
     Attributes:
-        own: [m], slots that this shard reads for all shards. ``m`` is the same on every shard; if a
-            shard has fewer slots, slot 0 fills the array. None if there is only one shard.
-        launches: for each launch, the indices of its keys among the gathered keys, which are
-            [count * m], shard by shard. With one shard, launches contain slots of keys instead.
+        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the same on
+            every shard; an array with fewer slots is padded with slot 0. None if there is only one
+            shard.
+        launches: for each launch, the indices of its keys in the gathered keys. The gathered keys
+            have the shape [count * m]; the keys of shard 0 come first. With one shard, these are
+            the slots of the keys instead.
     """
 
     own: IntArray | None

@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PromptSplit:
-    """The tokens of one step that each rank runs.
+    """The division of one step's tokens among the ranks.
 
     Attributes:
         num_whole_tokens: number of tokens that every rank runs; they are first in the step.
@@ -126,10 +126,11 @@ def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return how many pairs of query and key the attention of these pieces has.
+    """Return the number of pairs of query and key for which attention computes a score in these
+    pieces.
 
     Args:
-        context: [num_reqs], tokens of each request before the step.
+        context: [num_reqs], number of tokens of each request that earlier steps have computed.
         ends: [num_reqs], cumulative query lengths.
     """
     total = 0

@@ -61,8 +61,8 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
 
 
 def _facts_of(output: str, errors: str, code: int) -> NpuFacts:
-    """Return the value in the last line of a child's output. Libraries may have written the other
-    lines.
+    """Return the value in the last line of a child's output. Earlier lines may be messages of
+    libraries.
     """
     try:
         answer = json.loads(output.splitlines()[-1])

@@ -35,7 +35,7 @@ class MemoryRange(NamedTuple):
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
     """Return whether the parts together contain all wanted ranges.
 
-    A range can lie in several adjacent parts.
+    A wanted range may be divided among several adjacent parts.
     """
     merged: list[MemoryRange] = []
     for part in sorted(parts):

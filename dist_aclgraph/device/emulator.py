@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def _with_our_errors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return a function that raises our error types in place of npu_emulator's."""
+    """Wrap a function, so that it raises our error types instead of npu_emulator's error types."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -63,7 +63,8 @@ def device_fault(error: BaseException) -> DeviceFault | None:
     """Return the cause of a stopped device; None if the error does not contain this cause, or does
     not come from a stopped device.
 
-    CANN's reason takes precedence over the code, because a failing call may have its own code.
+    The reason in CANN's text takes precedence over the code, because the code may belong to the
+    call that failed, not to the cause.
     """
     text = str(error)
     for reason in _REASON.findall(text):

@@ -70,7 +70,8 @@ class Npu:
 
     Attributes:
         is_waiting: whether the host waits for the device; any thread may read it.
-        on_wait: called with True when the host begins to wait for the device, then with False.
+        on_wait: called with True when the host begins to wait for the device, and with False when
+            the wait ends.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -190,11 +191,13 @@ class Npu:
         ]
 
     def stop(self, timeout_s: float) -> None:
-        """Abort all running and queued work of the device; waiting threads get an error.
+        """Abort all running and queued work of the device; threads that wait for this work get an
+        error.
 
-        The thread that works with the device must not call this; that thread launches nothing until
-        ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So a C thread
-        (of ``faulthandler``) ends the process if the stop takes longer than ``timeout_s``.
+        Call this from another thread than the thread that works with the device. The latter can
+        launch no work until ``restart``. torch_npu's call waits without a time limit, and holds
+        Python's global lock. So a C thread (of ``faulthandler``) ends the process if the stop takes
+        longer than ``timeout_s``.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -204,8 +207,8 @@ class Npu:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=STDERR)
         try:
             with translated("stopping the device"):
-                # Reading a stream's handle waits until torch_npu's task queue has launched all
-                # work.
+                # A read of a stream's handle returns only after torch_npu's task queue has launched
+                # all work.
                 torch_npu()._C._npu_getCurrentRawStream(0)
                 failed = runtime().stop_device(0)
         finally:
@@ -231,20 +234,21 @@ class Npu:
         with translated("restarting the device"):
             runtime().restart_device(0)
             self._bad_memory.repair()
-            if resumes_groups:  # resumes all communicators of the process, whatever their group
+            if resumes_groups:  # resumes the communicators of all groups of this process
                 torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Launch work inside this context; ``stop`` may abort the work. See
+        """The context in which a thread launches work that ``stop`` may abort. See
         ``LaunchGate.launching``.
         """
         return self._gate.launching()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Show other threads, inside this context, that the host waits for the device.
+        """Inside this context, ``is_waiting`` is true, so that other threads see that the host
+        waits.
 
         Raises:
             DeviceError: the device was stopped.
@@ -284,7 +288,7 @@ def load_torch_npu(kind: DeviceKind) -> None:
 
 
 def _import_torch_npu() -> None:
-    """Import torch_npu over the libraries of an installed CANN.
+    """Import torch_npu, which loads the libraries of an installed CANN.
 
     Raises:
         DeviceError: the import fails; the message contains the remedy.
@@ -368,7 +372,7 @@ class GraphPool:
 
 
 def release_failed_capture(pool: Any) -> None:
-    """Release the memory of a capture that CANN has refused to end.
+    """Release the memory of a capture whose end CANN has refused.
 
     torch_npu raises CANN's error before its allocator records the end of the capture, and ``reset``
     does nothing for such a graph. So the pool would never release its memory.

@@ -22,7 +22,7 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether copies from this part can still be running. If so, ``sent`` was recorded
+        is_left: whether copies from this part may still run. If so, the event ``sent`` was recorded
             after these copies.
     """
 
@@ -66,8 +66,8 @@ class Staging:
         return sent.view(source.shape)
 
     def _hold(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy of at most ``PART_BYTES`` in pinned memory. The caller must send this copy
-        at once.
+        """Copy an array of at most ``PART_BYTES`` to pinned memory, and return this copy. The
+        caller must send the copy before the next call.
         """
         if self._used + source.nbytes > PART_BYTES:
             self._go_on()

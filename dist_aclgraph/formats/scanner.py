@@ -132,8 +132,8 @@ class Scanner:
         Args:
             emit: gets the text piece by piece; text at its end that may begin a marker is held
                 back.
-            in_call: whether the text is a part of a call. In a call, if the answer ends within a
-                marker, the beginning of the marker is left out.
+            in_call: whether the text is a part of a call. If the answer ends with an incomplete
+                marker, this marker is left out in a call, and kept in other text.
 
         Returns:
             the marker; None at the end of the answer.

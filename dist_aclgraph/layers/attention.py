@@ -110,7 +110,8 @@ class ShardRows:
     Attributes:
         place: place of this rank, with its shard.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
-        query_ends: [1] int32, n, because the n tokens count as one request, which has all keys.
+        query_ends: [1] int32, contains n. For the operator, the n tokens are the queries of one
+            request, and all keys of the shard are this request's keys.
     """
 
     place: ContextPlace

@@ -183,5 +183,8 @@ class Planner:
 
 
 def content_of(offer: StreamOffer) -> bytes:
-    """Return an encoding of an offer without its rank; it is the same for equal offers."""
+    """Return the encoded fields of an offer, without the rank.
+
+    Equal fields have equal encodings.
+    """
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))

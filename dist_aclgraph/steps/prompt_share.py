@@ -23,7 +23,7 @@ class PromptShare:
             so on. If all ranks run the same token, only this rank's copy of it has a slot.
         positions: [ranks * num_tokens], positions of the same tokens.
         owners: [num_places], the rank that runs the token at each place.
-        landings: [num_places], index of the token at each place among the owner's tokens.
+        landings: [num_places], for each place, the token's index in the owner's list of tokens.
     """
 
     split: PromptSplit

@@ -33,8 +33,9 @@ class Grammars:
     """Owns the compiled grammars of a rank.
 
     Args:
-        read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If the call
-            fails, compiling the first grammar raises the error.
+        read_vocabulary: reads the checkpoint's tokenizer. The constructor starts this call in a
+            separate thread. If the call fails, the compilation of the first grammar raises the
+            error.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:

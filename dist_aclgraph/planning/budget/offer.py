@@ -33,7 +33,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int = ANY_BYTES  # device memory that graphs may use
     device: str = ""  # name of the chip
     cann: str = ""  # version of CANN
-    card: str = ""  # ranks with the same card share its streams; with "", a rank shares none
+    card: str = ""  # ranks of one card share the card's streams; "" if the rank shares no streams
     taken: dict[str, int] = {}  # number of streams used before the offer, by owner
     max_sizes: int | None = None  # the driver's limit of piecewise buckets; None without a limit
     probes: tuple[Probe, ...] = ()
