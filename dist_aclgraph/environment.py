@@ -212,7 +212,7 @@ def ray_address() -> str | None:
 
 
 def may_use_ray_token() -> bool:
-    """Return whether a Ray that this process starts may require a token."""
+    """Return whether a Ray that this process starts may require a token (user's RAY_AUTH_MODE)."""
     return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 

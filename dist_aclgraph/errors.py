@@ -54,7 +54,7 @@ DeviceFault = Literal[
 
 
 class DistAclGraphError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigError(DistAclGraphError):
@@ -231,7 +231,7 @@ class NonFiniteLogitsError(DistAclGraphError):
 
 
 class GrammarError(DistAclGraphError):
-    """The grammar of a request cannot say which tokens may come next."""
+    """The grammar of a request cannot compute which tokens are allowed next."""
 
 
 class NotAMessageError(DistAclGraphError):

@@ -60,7 +60,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
             directory = Path(load())
         except ConnectionError:  # ModelScope's client does not try the cache by itself
             directory = Path(load(local_files_only=True))
-    except Exception as e:  # an error of a client, or of a library that it uses
+    except Exception as e:  # an error of the hub's client, or of a library that the client uses
         reason = " ".join(str(e).split())
         revision = config.revision or MAIN_BRANCHES[config.hub]
         raise ModelError(

@@ -29,5 +29,5 @@ class ContextPlace:
 
     @property
     def whole(self) -> ContextPlace:
-        """The indices of the same rank for an undivided cache, of which each rank has a whole copy."""
+        """The indices of the same rank for an undivided cache, which each rank has as a whole."""
         return replace(self, shards=Shards(self.shards.tokens_per_block), shard=0)

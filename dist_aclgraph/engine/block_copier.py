@@ -53,7 +53,7 @@ class _Upkeep:
 
     number: int
     kind: JobKind
-    files: deque[FileName]  # the files that the thread has not used yet
+    files: deque[FileName]  # the files that must still be deleted or touched
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _Job:
 
     @property
     def num_whole(self) -> int:
-        """Number of written blocks, or of leading blocks that were read."""
+        """Number of written blocks if the job writes, of leading blocks that were read if it reads."""
         if not self.is_load:
             return sum(self.whole.values())
         count = 0
@@ -97,7 +97,7 @@ class _Slot:
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
-        # Both events are reused for each piece, because a new event allocates device memory.
+        # All pieces use the same two events, because a new event allocates device memory.
         self.ready: Any = runtime().Event()
         self.done: Any = runtime().Event()
 
@@ -282,8 +282,8 @@ class BlockCopier:
             self._from_files.put(work)
 
     def _next_work(self) -> _Slot | _Upkeep | None:
-        """Return the next work for the thread; None at the end. While no work waits, write blocks
-        to the second tier.
+        """Return the next work for the thread; None if the thread must end. While no work waits,
+        write blocks to the second tier.
         """
         try:
             while self._for_files.empty() and self._tiers.write_late():
@@ -310,7 +310,8 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of written blocks, or of leading
-        blocks that were read. After a block that cannot be read, no further block is useful.
+        blocks that were read. After a block that cannot be read, no further block is read, because
+        a request cannot use it.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):
@@ -339,7 +340,9 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def end_files(self, timeout_s: float) -> bool:
-        """Let the thread end after the work that waits; return whether it ended in time."""
+        """Let the thread end after all waiting work; return whether it has ended within
+        ``timeout_s``.
+        """
         self._for_files.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -31,8 +31,8 @@ class _Job:
 
     @property
     def result(self) -> int:
-        """Number of leading blocks that were copied; 0 if a state was not read, because a request
-        cannot start without it.
+        """Number of leading blocks that were copied. It is 0 if a recurrent state could not be
+        read, because a request cannot start without this state.
         """
         has_states = self.num_whole.get(STATES, 0) == self.num_states
         return 0 if self.is_load and not has_states else self.num_whole.get(BLOCKS, 0)

@@ -37,7 +37,7 @@ class GraphStore:
         self._pool = GraphPool()
         self._recording = Recording(npu, self._pool)
         self._graphs: dict[BatchDescriptor, Bucket] = {}
-        # Steps must not replay these graphs yet.
+        # Captured graphs that steps must not replay yet, because some ranks may not have them.
         self._uncommitted: dict[BatchDescriptor, Bucket] = {}
 
     @property
@@ -98,7 +98,7 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Capture the segments that ``run`` passes to the pieces; see ``_capture``."""
+        """Call ``run``, and capture each segment that it passes to the pieces; see ``_capture``."""
 
         def record() -> Bucket:
             pieces = CapturedPieces(graph, self._recording)
@@ -153,8 +153,8 @@ class GraphStore:
         """
         started_s = time.perf_counter()
         self._npu.synchronize()
-        # A capture cannot use memory that the allocator still reserves, such as the pool of a
-        # released graph.
+        # Unused memory of the allocator, such as the pool of a released graph, is returned to the
+        # device, because a capture could not use it.
         self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
@@ -180,7 +180,7 @@ def _ai_cpu_operators(bucket: Iterable[Captured]) -> dict[str, int] | None:
     try:
         return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
     except RuntimeError:
-        return None  # a capture does not need the counts, so their absence is no error
+        return None  # not an error, because a capture does not need the counts
 
 
 def _release(captured: Captured) -> None:

@@ -35,7 +35,7 @@ class GraphWork:
 
     Attributes:
         drafts: None if the model does not draft.
-        caches: the decoder's KV caches; the list can get new elements.
+        caches: the decoder's KV caches; the elements of the list may be replaced later.
         tally: [2] int64, the counters of the decoder's experts.
         choose_exchange: returns the exchange that sends a graph's tokens to their experts.
         states: None if the model has no recurrent state.
@@ -116,7 +116,9 @@ class GraphWork:
             self.count_accepted(graph)
 
     def count_accepted(self, graph: BatchDescriptor) -> None:
-        """Compare drafts with the sampled tokens; write the accepted drafts of each request."""
+        """Compare drafts with the sampled tokens; store each request's number of accepted drafts in
+        ``buffers.accepted``.
+        """
         assert self.drafts is not None
         buffers = self.buffers
         accepted = self.drafts.count(buffers.sampled[: graph.num_tokens], buffers.inputs(graph))

@@ -345,7 +345,8 @@ class ModelRunner:
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            # The host may need longer for the kernels of an eager step than the device.
+            # In an eager step, the host may need more time to launch the kernels than the device
+            # needs to run them.
             answer_early = partial(answer, is_queued=plan.graph is not None)
             flight = self._run(plan, rank, inputs, land, answer_early)
             self._batch.note_samples(inputs)
@@ -424,7 +425,9 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send the next step's probable lengths until ``is_wanted_elsewhere`` returns true."""
+        """Send the probable attention lengths of the next step to the device, until all are sent or
+        ``is_wanted_elsewhere`` returns true.
+        """
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 

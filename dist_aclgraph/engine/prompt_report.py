@@ -35,7 +35,7 @@ class ComingPrompt:
     def read(self) -> PromptLogprobs:
         """Return the report; the copy must have ended."""
         values = self.packed.numpy()
-        width = values.shape[1] // 2 + 1  # number of columns of ids and rank
+        width = values.shape[1] // 2 + 1  # number of columns with the ids and the rank
         ids = values[:, :width].view(np.int32)
         kept = 1 + self.num_best
         return PromptLogprobs(
@@ -76,7 +76,8 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows
             continue
-        # The index in the step that position 0 of the request has, or would have if it ran.
+        # The index in the step at which position 0 of the request is, or would be if the step ran
+        # it.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -61,7 +61,8 @@ class Replays:
         return self._span
 
     def replay(self, graph: CapturedGraph) -> None:
-        """Queue one graph of the step. The graph stops at its first attention until ``update``.
+        """Queue one graph of the step. The graph stops at its first attention until ``update`` is
+        called.
 
         Raises:
             ReplayMismatchError: the lengths do not fit the graph.

@@ -32,8 +32,8 @@ class StateSteps:
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
-        poisons: whether a row that is given to a request contains no valid state. The strict
-            emulator then notices a step that continues from the state of an earlier request.
+        poisons: whether a row's state is overwritten with NaN before a request gets the row. The
+            strict emulator then finds a step that continues from the state of an earlier request.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        if self._passed is not None:  # but a chunk of a prompt can have this length
+        # a chunk of a prompt can have the same length, but it has fewer logits
+        if self._passed is not None:
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
         rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)
@@ -124,7 +125,8 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the slots from which direct requests read, and to which they write, their states.
+        """Return the slots from which direct requests read their states, and to which they write
+        them.
 
         Args:
             bases: [n] int32, the base of each request; 0 for padding.

@@ -147,7 +147,8 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # The rows with bad words whose latest tokens a step in flight samples; and these tokens.
+        # The rows with bad words for which a step in flight samples the latest token; and these
+        # tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
@@ -313,8 +314,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called first, to do other work of the host. The argument is a function
-                that returns whether the results have arrived.
+            while_waiting: called before the wait, so that the host does other work. Its argument is
+                a function that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

@@ -87,10 +87,10 @@ class StepsInFlight:
 
     def __post_init__(self) -> None:
         self._flights: deque[Flight] = deque()
-        # Steps that were read, but not reported; each with its ``waited_us``.
+        # Steps whose results were read, but not reported; and the ``waited_us`` of each step.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # The time at which the device had enough work of the second oldest step. From this time on,
-        # the host waits only for the oldest step. 0 before this time.
+        # The time at which enough work of the second oldest step was queued for the device. After
+        # this time, the host only waits for the oldest step. The value is 0 before this time.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -157,8 +157,8 @@ class StepsInFlight:
         Args:
             report: called with each result.
             stage: the stage of the next step that the host works on.
-            is_queued: whether the device has enough of the next step, so that the host can queue
-                the rest while the device runs.
+            is_queued: whether enough work of the next step is queued, so that the device runs while
+                the host queues the rest.
         """
         if is_queued:
             self._note_queued()

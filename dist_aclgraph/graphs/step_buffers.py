@@ -3,9 +3,9 @@
 The integer inputs of a graph (tokens, positions, slots, places) are at the front of one buffer,
 each array at an aligned address. So a step sends all these inputs in one copy. If the block table
 has changed, the step sends it in another copy. Arrays that the pinned memory already contains are
-not written again. If the graph verifies drafts, the inputs of drafts replace the places, because
-all tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0, the spare
-row, no draft accepted, and block 0, the dummy block that no request owns.
+not written again. A graph that verifies drafts has inputs for drafts instead of places, because all
+tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0, the spare row,
+no draft accepted, and block 0, the dummy block that no request owns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepBuffers:
     """Inputs and outputs of graphs at fixed addresses, and pinned memory for sending inputs.
 
     Attributes:
-        addresses: the addresses that captured graphs contain.
+        addresses: the addresses of the buffers, which captured graphs contain.
         logits: [max_samples, vocab].
         tokens: token table whose latest tokens are ``sampled``; None with drafts.
         sampled: [max_samples] int32. A replay writes the most probable tokens; then the sampler
@@ -118,7 +118,7 @@ class StepBuffers:
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
         self._written_rows = 0  # number of rows of the last step
-        self._written_width = 0  # number of columns of the last step; later columns are zero
+        self._written_width = 0  # number of columns in the last step; all further columns are zero
         self._is_forgotten = False  # Whether the next step must send all rows.
         self._stream = runtime().current_stream()
 
@@ -260,8 +260,8 @@ class StepBuffers:
 
         A row is as wide as the longest possible request, so unchanged rows before the first and
         after the last change are not sent. Entries after a step's last column are set to the dummy
-        block: if lengths are never updated, attention reads all entries, and a mask does not hide
-        NaN.
+        block: if lengths are never updated, attention reads all entries, and the mask cannot hide
+        NaN in old blocks.
         """
         if block_table is self._latest_table:
             return None
@@ -274,7 +274,7 @@ class StepBuffers:
         self._written_width = width
         first, end = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (n, 0)
         if self._written_rows > n:
-            # Rows that were live before and are padding now must contain the dummy block again.
+            # Rows that have changed from live rows to padding must contain the dummy block again.
             end = self._written_rows
             self._table[n:end] = 0
         self._written_rows = n
@@ -287,9 +287,9 @@ class _Layout(NamedTuple):
     """Views of a graph's integer inputs in the buffers.
 
     Attributes:
-        inputs: view of the buffer on the device.
-        twins: for each pinned memory, a view of the same size.
-        arrays: for each pinned memory, the arrays in it.
+        inputs: view of the device's buffer that contains all these inputs.
+        twins: for each pinned memory, a view with the size of ``inputs``.
+        arrays: for each pinned memory, the input arrays that it contains, as views.
     """
 
     inputs: Tensor
@@ -307,7 +307,7 @@ class _Twins:
         is_read: whether the copies are known to be complete.
         number: number of the step whose inputs are in this memory.
         graph: the graph for which these inputs are padded.
-        held: the arrays of the step that were written into this memory.
+        held: the step's arrays whose values this memory contains.
     """
 
     def __init__(self, npu: Npu, size: int, table_shape: tuple[int, int]) -> None:

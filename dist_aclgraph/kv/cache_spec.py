@@ -14,7 +14,7 @@ from dist_aclgraph.shapes.int8_latents import int8_row_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MIN_BLOCKS = 2  # number of blocks: the dummy block, and one block for requests
+MIN_BLOCKS = 2  # minimum number of blocks: the dummy block, and one block for requests
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
@@ -32,7 +32,7 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return how to make the weights of one rank smaller, as the end of an error message."""
+    """Return the end of an error message: which keys make the weights of one rank smaller."""
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")
 
@@ -45,7 +45,7 @@ class PagedTensor:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
         is_whole: whether every rank keeps all tokens, even if the cache is sharded.
-        is_int8: whether the elements are bytes; else they have the cache's type.
+        is_int8: whether the elements are int8; otherwise the elements have the cache's type.
     """
 
     num_layers: int
@@ -149,7 +149,9 @@ class KVCacheSpec:
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
-        """Return the maximum length of a request, which the context or the cache limits."""
+        """Return the maximum length of a request: the smaller limit of the model's context and of
+        the cache.
+        """
         blocks = num_blocks - 1  # number of blocks without the dummy block
         return min(
             max_model_len, blocks * self.tokens_per_block + 1
@@ -180,7 +182,7 @@ class KVCacheSpec:
         else:
             num_blocks = kv.num_blocks
         longest = self.longest_request(num_blocks, max_model_len)
-        # Without a configured length, the size of the cache limits requests.
+        # If no length is configured, the size of the cache limits the length of requests.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
                 "raise kv.memory_fraction, lower scheduler.max_num_batched_tokens, "

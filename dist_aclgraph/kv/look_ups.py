@@ -1,7 +1,7 @@
 """Looks up block files without waiting for a disk.
 
-A file system on a network can hang: then a call that looks up a file does not return. So files on
-a disk are looked up on a thread. If a look-up takes too long, the caller assumes that the disk has
+A file system on a network can hang: then a call that looks up a file does not return. So a separate
+thread looks up files on a disk. If a look-up takes too long, the caller assumes that the disk has
 no file, and for a while only the files in memory are looked up.
 """
 
@@ -21,10 +21,10 @@ from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
 from dist_aclgraph.logs import event
 
 LIMIT_S = 1.0  # maximum time of a look-up on the disk
-PAUSE_S = 30.0  # time for which the disk is not used after a look-up that was too late
-# The caller waits this long for an answer, because most answers come sooner than the next step. If
-# an earlier call still has no answer, the caller does not wait. So many look-ups delay a step only
-# once.
+PAUSE_S = 30.0  # after a look-up that takes too long, the disk is not used for this time
+# The caller waits this long for an answer: most answers arrive within this time, so that the next
+# step can use them. If an earlier call still has no answer, the caller does not wait. So many slow
+# look-ups delay a step only once.
 GRACE_S = 0.001
 
 T = TypeVar("T")
@@ -83,7 +83,8 @@ class LookUps:
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, as last known. Any thread may call this."""
-        for _ in range(2):  # first the earlier look-up; then a new look-up may be ready at once
+        # continues the earlier look-up first, so that a new look-up may have its answer immediately
+        for _ in range(2):
             if (found := self._counted()) is None:
                 break
             self._num_bytes, self._counted = found, self.ask(lambda files: files.num_bytes())
@@ -95,7 +96,7 @@ class _Call:
     run: Callable[[], Any]
     deadline_s: float
     done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None  # None if the call has failed, or was not run because it is late
+    result: Any = None  # None if the call has failed, or was skipped because it was too late
     is_late: bool = False
 
 
@@ -113,7 +114,7 @@ class DiskLookUps(LookUps):
         super().__init__(files)
         self._everywhere = everywhere
         self._clock = clock
-        self._late: _Call | None = None  # a call that is still late
+        self._late: _Call | None = None  # a call that runs for longer than ``LIMIT_S``
         self._resumes_s = 0.0
         self._last: _Call | None = None
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
@@ -130,7 +131,7 @@ class DiskLookUps(LookUps):
         return partial(self._result, call, look_up)
 
     def _is_silent(self) -> bool:
-        """Whether the disk must not be used now."""
+        """Whether the disk is not used at present."""
         late = self._late  # another thread may reset it
         if late is None:
             return False
@@ -161,7 +162,8 @@ class DiskLookUps(LookUps):
             if not call.is_late:
                 try:
                     call.result = call.run()
-                except Exception:  # the thread continues; the caller looks up files in memory
+                # the thread continues, and the caller looks up only files in memory
+                except Exception:
                     logger.exception("looking up KV files failed")
             call.done.set()
 
@@ -173,7 +175,8 @@ def find_or_fetch(
     last look-up.
 
     Args:
-        ask: begins to look up how many leading blocks of ``hashes`` need not be fetched.
+        ask: begins to look up the number of leading blocks of ``hashes`` that this node has, so
+            that no fetch is needed.
     """
 
     def turns() -> Iterator[int | None]:

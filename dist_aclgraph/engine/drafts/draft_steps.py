@@ -104,7 +104,7 @@ class DraftSteps:
         """Return the number of accepted drafts of each request, [num_reqs] int32, padding included.
 
         Args:
-            sampled: [>= num_samples * (k + 1)] int32, first the tokens of live requests.
+            sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come first.
         """
         assert inputs.drafts is not None
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)

@@ -171,6 +171,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # Find the smallest index of a rejected draft; accepted drafts are excluded by adding k.
+    # The result is the smallest index of a rejected draft: k is added to the indices of accepted
+    # drafts, so that they are never the smallest.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

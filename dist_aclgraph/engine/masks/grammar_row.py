@@ -19,7 +19,7 @@ MAX_MASK_S, TOKEN_S = 1.0, 0.02
 
 
 class NotReadyError(Exception):
-    """The next mask is not computed yet, or its grammar is not compiled yet."""
+    """The next mask is not computed yet, or the row's grammar is not compiled yet."""
 
 
 class Row:
@@ -28,8 +28,8 @@ class Row:
     Attributes:
         is_shared: whether other requests use states of the same lexer.
         num_seen: number of tokens of the output that the state includes.
-        complaint: why the request must end (its masks take too much CPU time); empty if it
-            continues.
+        complaint: error text if the masks take too much CPU time, so that the request must end;
+            otherwise empty.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Row:
         self._answer: int | None = None  # number of tokens before the answer
         self.complaint = ""
         self._spent_s = 0.0
-        self._num_charged = 0  # number of tokens whose masks have cost ``_spent_s``
+        self._num_charged = 0  # number of tokens for whose masks ``_spent_s`` was spent
         self._rewind_phase()
 
     @property
@@ -175,7 +175,7 @@ class Row:
         """Count the CPU time of masks; set ``complaint`` if it exceeds the limit."""
         self._spent_s += took_s
         self._num_charged += num_tokens
-        # ``num_tokens`` can be large, because the tokens of a continued output are added at once.
+        # ``num_tokens`` can be large: all tokens of a continued output are added in one call.
         if (
             took_s > MAX_MASK_S + TOKEN_S * num_tokens
             or self._spent_s > MAX_MASK_S + TOKEN_S * self._num_charged

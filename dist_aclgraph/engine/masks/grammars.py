@@ -88,11 +88,11 @@ class Grammars:
         return coming
 
     def submit_slow(self, work: Callable[[list[int]], T], output: list[int]) -> Future[T]:
-        """On a thread, do work that can take seconds, after all earlier work of this kind."""
+        """Queue work that can take seconds. One separate thread does all such work, in order."""
         return self._slow.submit(work, output)
 
     def consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        """Add an allowed token to a matcher, without Python's lock; return whether this succeeded.
+        """Add an allowed token to a matcher while Python's global lock is free; return success.
 
         The library releases the lock only if it adds tokens to several matchers. So a second
         matcher also gets a token; its result is not used.
@@ -106,8 +106,8 @@ class Grammars:
         return added
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
-        """Limit the kept grammars. A grammar that is not compiled yet stays, because a request
-        waits for it.
+        """Drop the oldest grammars above the limits. A grammar that is not compiled yet is kept,
+        because a request waits for it.
         """
         for key, kept in list(self._kept.items()):
             if self._num_bytes <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:

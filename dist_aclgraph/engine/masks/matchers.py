@@ -101,8 +101,9 @@ class Matchers:
         # whose grammars were not compiled yet.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
-        # Rows that were sampled without a mask and that no request has begun again. Steps that are
-        # already in flight sample these rows once more, although the previous token is discarded.
+        # Rows that a step has sampled without a mask, and in which no request has begun since.
+        # Steps that are already in flight sample these rows again, although the token without a
+        # mask is discarded.
         self._late: set[int] = set()
         # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None
@@ -196,7 +197,7 @@ class Matchers:
                     raise NotReadyError
                 error = self._fill(row, firsts[sample], drafted, own, until_s)
                 if TOO_MANY_STATES in error and self._rows[row].is_shared:
-                    # The request begins its row again, with a matcher that no other request uses.
+                    # The request will begin in its row again, then with its own matcher.
                     self._grammars.stop_sharing(self._rows[row].structure)
                     raise NotReadyError
             except NotReadyError:
@@ -218,7 +219,7 @@ class Matchers:
         return Masks(places, words)
 
     def take_report(self) -> GrammarReport:
-        """Return the failures since the last call, and the grammars that are compiled now."""
+        """Return the failures since the last call, and the rows that wait for a compilation."""
         failed, self._failed = self._failed, {}
         unmasked, self._unmasked = self._unmasked, []
         compiling = [index for index, row in self._rows.items() if row.is_compiling]

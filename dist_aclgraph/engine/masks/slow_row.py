@@ -1,4 +1,5 @@
-"""A row whose masks can take long: a thread computes them, and the row waits for its mask.
+"""A row whose masks may take seconds: a separate thread computes the masks, and the row's request
+waits.
 
 The time to compute a mask has no useful limit: the library checks its limits only after each row of
 its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for the mask
@@ -25,7 +26,7 @@ PATIENCE_S = 0.005  # seconds that a step waits for the masks of all slow rows
 
 
 class SlowRow(Row):
-    """A row whose masks are computed on a thread. Only this thread uses the matcher."""
+    """A row whose masks are computed by a separate thread. Only this thread uses the matcher."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 Each number is a function of (seed, position, token).
 
 The numbers are the same on every rank, in any batch and after a retry. The host sends one key per
-place; the device computes the numbers of all tokens from it.
+place; from this key, the device computes the numbers of all tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RaceNoise:
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
         chance = np.random.Generator(np.random.PCG64(_TABLE_SEED))
         table = chance.integers(-(1 << 31), 1 << 31, (2, vocab_size)).astype(np.int32)
-        table[0] |= 1  # an odd factor loses no bit of a key
+        table[0] |= 1  # with an odd factor, different keys have different products
         self._factors, self._summands = map(to_device, table)
         self._largest = to_device(np.array([-_SMALLEST], np.float32))  # of the numbers -u
 

@@ -61,7 +61,8 @@ def choose_tokens(
         # A place without a temperature has temperature 0, so its most probable token wins.
         keys = to_device(make_keys(places.seeds, positions)).unsqueeze(-1)
         adjusted = adjusted.addcmul(noise.log_exponentials(keys), places.temperature, value=-1)
-    torch.argmax(adjusted, -1, out=chosen)  # torch_npu also writes int32, so no copy is needed
+    # torch_npu accepts int32 for ``out``, so no conversion is needed
+    torch.argmax(adjusted, -1, out=chosen)
 
 
 def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
@@ -132,7 +133,10 @@ class ComingLogprobs:
     packed: Tensor
 
     def read(self) -> dict[int, RowLogprobs]:
-        """Return a report for each place, by its index; the copy must have ended."""
+        """Return a report for each place, by the place's index.
+
+        Call this only after the end of the copy.
+        """
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1
         ids, logprobs = values[:, :width].view(np.int32), values[:, width:].tolist()

@@ -61,7 +61,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Biases:
-    """Places whose logits get an added value, because some tokens are preferred or forbidden.
+    """Places to whose logits values are added, because some tokens are preferred or forbidden.
 
     Attributes:
         where: [m] int64, indices of the places; None means all places.
@@ -259,8 +259,8 @@ class StepPlaces:
     places: SamplingPlaces
 
     def positions(self, step: HostStep) -> IntArray:
-        """Return the position of each sampled token, [n]; drafts before it are counted."""
-        # A request with fewer places repeats its last place, which keeps its position.
+        """Return the position of each sampled token, [n], if all drafts before it are accepted."""
+        # If a request has fewer places, its last place is repeated, with the same position.
         num_logits = step.num_logits[self.samples]
         first = step.kv_lens[step.sampled][self.samples] - num_logits + 1
         positions: IntArray = (first + np.minimum(self.drafts, num_logits - 1)).astype(np.int32)
