@@ -24,7 +24,7 @@ LOCK = "processes.lock"
 UNNAMED = "unnamed"  # folder of processes that no service has started, for example in tests
 PRIVATE = 0o700
 MAX_NAME_CHARS = 60
-KEPT_FILES = 256  # files of ended processes that stay in a folder
+KEPT_FILES = 256  # maximum number of files of ended processes in a folder
 
 
 def with_log_folder(config: Config, folder: str | None = None) -> Config:

@@ -30,7 +30,8 @@ PACKAGE, ACCESS, RAY = "dist_aclgraph", "dist_aclgraph.access", "ray"
 Role = Literal["supervisor", "owner", "ingress", "service", "controller", "engine", "worker"]
 SERVES_HTTP: tuple[Role, ...] = ("ingress", "service")
 EVENT, FIELDS = "event", "fields"  # attributes of a log record
-_BARE = re.compile(r"[A-Za-z0-9_.:/+@%,*()\[\]-]+")  # a value that needs no quotes
+# matches a value that is written without quotes
+_BARE = re.compile(r"[A-Za-z0-9_.:/+@%,*()\[\]-]+")
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class ProcessLog:
             handler.setFormatter(_FORMATTERS[config.format](self))
         shown = [_TerminalHandler()] if has_terminal and self.folder is not None else []
         _attach(PACKAGE, config.level, main, *shown)
-        if shown:  # a user does not need Ray's messages
+        if shown:  # Ray's messages are of no use to a user, so only its errors are logged
             _attach(RAY, "error", main, propagates=False)
         _attach(ACCESS, "info" if config.access else "error", access, propagates=False)
         if problem:

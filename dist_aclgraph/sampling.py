@@ -20,8 +20,8 @@ MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 16384
 MAX_STRUCTURE_CHARS = 1 << 16
-# JSON allows any amount of white space, and some models would write white space until the limit of
-# tokens. So the amount is limited.
+# JSON allows any amount of white space. This pattern limits the amount, because some models would
+# write white space up to the limit of tokens.
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
 
@@ -52,7 +52,7 @@ class StructuredOutputs:
         grammar: a grammar in the language of Lark or of GBNF ("::=").
         json_object: whether the answer is any JSON object.
         lark: a grammar of llguidance with its extensions, made from the request's tools.
-        whitespace_pattern: a regular expression of white space in JSON; None means at most eight
+        whitespace_pattern: a regular expression for white space in JSON; None allows at most eight
             blanks or newlines in a row.
         disable_any_whitespace: whether JSON must have no optional white space.
         has_free_text: whether the answer may contain any text beside calls. Stop strings end only
@@ -151,7 +151,8 @@ class SamplingParams:
     Attributes:
         n: number of outputs of `LLM` for the prompt; output j uses the seed ``seed + j``.
         max_tokens: maximum number of tokens to generate; None means as many as the context allows.
-        temperature: [0, 2]; below 1e-5 means greedy; values from 1e-5 to 0.01 are raised to 0.01.
+        temperature: [0, 2]; below 1e-5, the most probable token is chosen; values from 1e-5 to 0.01
+            are raised to 0.01.
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         top_p: (0, 1], keep the smallest set of most probable tokens whose total probability reaches
             top_p.
@@ -168,7 +169,7 @@ class SamplingParams:
         stop: strings that end the text.
         include_stop_str_in_output: whether the text contains the stop string that ended it.
         stop_token_ids: ids that end the output, in addition to the model's stop tokens.
-        ignore_eos: continue after the model's stop token.
+        ignore_eos: whether generation continues after the model's stop token.
         min_tokens: the first min_tokens tokens contain no stop token. A stop string that ends
             within these tokens does not end the text.
         logit_bias: number in [-100, 100] for each token id; it is added to the token's logit.
@@ -261,7 +262,7 @@ class SamplingParams:
             self.temperature = MIN_TEMPERATURE
 
     def clone(self) -> SamplingParams:
-        """Return a copy, whose values are checked again."""
+        """Return a copy of these parameters, after another check of all values."""
         return replace(self)
 
     @property
@@ -298,7 +299,7 @@ def truncated(
 
 
 def chosen_seed(params: SamplingParams) -> int | None:
-    """Return the seed that a request has chosen; None if it leaves the choice to the service."""
+    """Return the seed of a request; None if the service must choose the seed."""
     return None if params.seed == -1 else params.seed
 
 

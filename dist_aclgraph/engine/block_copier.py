@@ -66,7 +66,7 @@ class _Job:
 
     @property
     def num_whole(self) -> int:
-        """Number of written blocks if the job writes, of leading blocks that were read if it reads."""
+        """Number of written blocks; or, if the job reads, of leading blocks that were read."""
         if not self.is_load:
             return sum(self.whole.values())
         count = 0

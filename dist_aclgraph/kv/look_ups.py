@@ -83,7 +83,8 @@ class LookUps:
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, as last known. Any thread may call this."""
-        # continues the earlier look-up first, so that a new look-up may have its answer immediately
+        # first pass: the answer of the last look-up; second pass: a new look-up, if it is ready at
+        # once
         for _ in range(2):
             if (found := self._counted()) is None:
                 break

@@ -398,7 +398,7 @@ def _files_of(
 
 
 def foreign_problem(root: Path) -> tuple[str, str] | None:
-    """Return the reason why other users could change a folder, and a remedy; None if they cannot."""
+    """Return why other users could change a folder, and a remedy; None if they cannot."""
     status = root.stat()
     # In /dev/shm, another user can make a link to a folder of this user.
     is_foreign = root.lstat().st_uid not in (0, os.getuid())

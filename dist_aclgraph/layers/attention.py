@@ -24,7 +24,7 @@ from dist_aclgraph.layers.state_metadata import StateMetadata
 
 Arguments = dict[str, Any]  # arguments of an operator, by name
 
-CAUSAL_MASK_SIZE = 2048  # Sparse modes 3 and 4 require this size for any lengths.
+CAUSAL_MASK_SIZE = 2048  # sparse modes 3 and 4 require a mask of this size for all lengths
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL, SPARSE_MODE_BAND = 0, 3, 4
 
 
@@ -33,8 +33,9 @@ class AttentionOperator:
     """An operator of torch_npu whose lengths are host lists.
 
     Attributes:
-        query_ends, kv_lens: names of its arguments for cumulative query lengths and KV lengths.
-        sums: name of its argument that turns the log-sum-exps on.
+        query_ends, kv_lens: names of the operator's arguments for cumulative query lengths and KV
+            lengths.
+        sums: name of the operator's argument that requests the log-sum-exps.
     """
 
     name: str
@@ -130,16 +131,17 @@ class AttentionMetadata:
 
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows.
-        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots belong to
-            this rank's live tokens in order; if a prompt is split, to the tokens of all ranks.
+        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots are in
+            the order of this rank's live tokens; if a prompt is split, of the tokens of all ranks.
         num_exchanged: if a prompt is split, number of tokens of each rank in ``written``; else 0.
-        written_rope: rotary rows of the tokens in ``written``, if the cache write needs them.
+        written_rope: rotary rows of the tokens in ``written``; None if the cache write needs no
+            rotary rows.
         block_table: [num_reqs, max_blocks] int32, of requests that attend directly.
-        query_ends: [num_reqs], cumulative query lengths; the last one is the number of tokens that
-            attend directly.
+        query_ends: [num_reqs], cumulative query lengths; the last element is the number of tokens
+            that attend directly.
         kv_lens: [num_reqs], KV length of each request on this shard, its queries included.
-        is_empty: [num_direct, 1, 1] bool, whether the shard has no key for a token (its KV length
-            is still 1); None if the cache is not sharded.
+        is_empty: [num_direct, 1, 1] bool, whether the shard has no key to which the token may
+            attend; then the token's KV length is 1. None if the cache is not sharded.
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
         hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. With

@@ -49,7 +49,9 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Number of ranks of ``dcp`` with different query heads; other ranks have copies."""
+        """Number of ranks of ``dcp`` with different query heads; the other ranks have copies of
+        these heads.
+        """
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:

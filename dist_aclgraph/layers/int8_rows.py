@@ -2,8 +2,8 @@
 
 ``npu_dynamic_quant`` converts rows to int8. The element of a row that is farthest from zero becomes
 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them in one launch.
-It converts the results of a norm or of SwiGLU before they are rounded, or the rows that
-``LocalExperts`` sorts by experts.
+These rows are the unrounded results of a norm or of SwiGLU, or the rows that ``LocalExperts`` sorts
+by experts.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any)
 def list_type(counts: Tensor) -> int:
     """Return how an operator must read the numbers of rows of groups.
 
-    Operators refuse a list with one count, but accept a list with one end. The end of the only
-    group equals its count, so the list contains ends in this case.
+    Operators refuse a list with one count, but accept a list with one end. So for a single group,
+    the list contains the group's end, which equals its count.
     """
     return COUNTS if len(counts) > 1 else CUMULATIVE
 

@@ -64,7 +64,7 @@ class CenteredNorm:
 
 @dataclass(frozen=True)
 class NoNorm:
-    """Takes the place of a norm in layers that normalise only their results."""
+    """Replaces the norm of inputs in layers that normalise only the results of their parts."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x`` as it is."""

@@ -143,7 +143,7 @@ class RotaryTableSet:
         self._sin: list[Tensor] = []
 
     def add(self, rope: RopeSpec) -> RopeRows | None:
-        """Return the indices of the tables of an embedding; None if it changes nothing."""
+        """Return the indices of an embedding's tables; None if the embedding rotates nothing."""
         if not rope.num_tables:
             return None
         cos, sin = rope_tables(rope, self._rotary_dim, self._max_len, torch.float32)

@@ -216,7 +216,7 @@ class SparseLatentAttention:
         """Return the choice for this rank's tokens."""
         assert cache.index_keys is not None
         n = metadata.num_direct
-        if n == 0:  # Other ranks run all tokens of the step's prompts.
+        if n == 0:  # other ranks run all tokens of the step
             return Choice(metadata.block_table.new_empty((0, 1, self.top_k)), None)
         keys = torch.ops.npu.npu_lightning_indexer(
             index.queries[:n],

@@ -53,7 +53,8 @@ class LayerAttention(Protocol):
         ``attend``.
 
         Args:
-            metadata: of the step; None in piecewise graphs, which many steps use.
+            metadata: the metadata of the step; None in piecewise graphs, because steps with
+                different metadata replay these graphs.
         """
 
     def attend(
@@ -75,9 +76,7 @@ class LayerAttention(Protocol):
         """
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Inputs of ``attend``, the last one with the results -> [n, hidden], summed over the
-        ranks.
-        """
+        """Map the results, which are in ``inputs[-1]``, to [n, hidden], summed over the ranks."""
 
 
 class AttentionKind(Protocol):

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 # caches on an emulated device.
 PIECE_BYTES = 4 << 20
 USUAL_NAMES = WeightNames()
-# safetensors' names of the types that have scales, and of the types that need none
+# safetensors' names of the types whose values need scales, and of the other types
 SCALED, FLOATS = ("F8_E4M3", "I8"), ("BF16", "F16", "F32", "F64")
 
 
@@ -67,7 +67,7 @@ class Checkpoint:
 
         Args:
             quantises: whether the matrices of products are converted to int8.
-            names: how the files name the tensors; callers use the usual names.
+            names: maps the usual names of tensors, which callers pass, to the names in the files.
             int4: which matrices have four bits.
         """
         self.dtype = dtype
@@ -316,7 +316,7 @@ class Checkpoint:
         return part.to(dtype)
 
     def _check_floats(self, name: str, source: Any) -> None:
-        """Refuse values that are not usable without scales."""
+        """Raise an error if the values need scales, which are missing."""
         self._check_type(name, source, FLOATS)
 
     def _check_type(self, name: str, source: Any, known: Sequence[str]) -> None:

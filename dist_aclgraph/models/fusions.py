@@ -98,7 +98,7 @@ FUSIONS = (
         "swiglu_quant",
         "npu_dequant_swiglu_quant",  # replaces npu_swiglu and npu_dynamic_quant
         dtypes=("bfloat16",),
-        multiple=32,  # 64 divides the width of gate and up together
+        multiple=32,  # so that the width of gate and up together is a multiple of 64
     ),
     Fusion(
         "routing_quant",
@@ -112,22 +112,25 @@ FUSIONS = (
         # rows does not compute cumulative counts.
         "npu_grouped_matmul_swiglu_quant_v2",
         dtypes=("bfloat16", "float16"),
-        multiple=32,  # the kernel writes rows one after another, in steps of 32 bytes
+        # the kernel writes rows without gaps, and each row must begin at a multiple of 32 bytes
+        multiple=32,
         widest=5120,  # the width of gate and up together is at most 10240
         cann=(9, 0),
     ),
     Fusion(
         "nz_weights",
-        # A storage format instead of an operator: products have the same results in both formats.
+        # This entry is a storage format, not an operator. Products have the same results in both
+        # formats.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        multiple=32,  # full blocks, so that weights need no more memory than in ND
+        multiple=32,  # only full blocks, so that weights need no more memory than in ND
         place="matrices of {} outputs",
     ),
     Fusion(
         "latent_prologue",
-        # Replaces all operators between the norm of a layer and latent attention. Known sources of
-        # CANN 8.5 have another order of arguments, and later documents allow more sizes.
+        # Replaces all operators between the norm of a layer and latent attention. In the known
+        # sources of CANN 8.5, the arguments have another order. Documents of later versions allow
+        # more sizes.
         "npu_mla_prolog_v3",
         dtypes=("bfloat16",),
         widths=(6144, 7168, 7680),

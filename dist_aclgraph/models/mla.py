@@ -109,7 +109,7 @@ class MultiHeadLatentAttention:
 
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether inputs of attention are those of the prologue."""
+    """Return whether the inputs of attention are inputs of the prologue."""
     return inputs[0].dtype == torch.int8
 
 

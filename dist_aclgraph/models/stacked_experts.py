@@ -76,7 +76,8 @@ def load_joined_products(
             f"quantization is w8a8; {prefix} is stored as one tensor for all experts, which cannot "
             "be converted to int8: leave quantization out"
         )
-    last = max(start, min(stop, width))  # The last ranks can have zeros in place of rows.
+    # The last ranks can have rows of zeros instead of stored rows.
+    last = max(start, min(stop, width))
 
     def read(name: str, outs: int, ins: int, dim: int, first: int, end: int) -> Tensor:
         """Return [first, end) of dimension ``dim`` of [out, in] matrices, as [experts, in, out]."""

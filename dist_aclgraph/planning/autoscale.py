@@ -1,4 +1,7 @@
-"""Decides how many groups a deployment needs for its requests, by a rule with hysteresis."""
+"""Decides how many groups a deployment needs.
+
+Groups are added at a higher load than they are removed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dist_aclgraph.config import AutoscaleConfig
 
 @dataclass(frozen=True)
 class Demand:
-    """The load of the groups that accept requests.
+    """The load of all groups that accept requests, together.
 
     Attributes:
         groups: number of these groups, 1 or more.
@@ -40,7 +43,7 @@ class Autoscaler:
     _idle_since_s: float | None = None
 
     def decide(self, now_s: float, demand: Demand) -> int:
-        """Return the wanted number of groups; lost groups are not counted."""
+        """Return the wanted number of groups, without lost groups, which are replaced anyway."""
         config, groups = self.config, demand.groups
         is_busy = demand.waiting > config.target_waiting * groups
         is_idle = not demand.waiting and 2 * demand.running <= (groups - 1) * demand.rows

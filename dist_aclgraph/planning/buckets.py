@@ -36,7 +36,7 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Name in plain words, for tables and ledgers."""
+        """Name for readers of tables and ledgers."""
         return f"{self.run_mode.lower()} {'decode' if self.query_len else 'mixed'}"
 
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
@@ -111,7 +111,7 @@ def asked_sizes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the keys of the configuration's ``graph`` that request these sizes.
 
-    Keys that the mode does not use are left out.
+    The result omits keys that the mode does not use.
     """
     if mode == "FULL_AND_PIECEWISE":
         return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}
@@ -121,7 +121,9 @@ def asked_sizes(
 
 
 def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the graphs that may be captured while serving, for shapes that are not in the plan."""
+    """Return the families of lazy graphs: while serving, they may be captured in addition to the
+    plan.
+    """
     mode, lazy = config.graph.mode, config.graph.lazy
     found = []
     if config.recovery.exact:
@@ -137,7 +139,8 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
-    if config.recovery.exact:  # graphs of different sizes can round differently, so use one size
+    # only one size, because graphs of different sizes can round differently
+    if config.recovery.exact:
         buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
 
@@ -198,8 +201,8 @@ def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
 def kv_sizes(config: Config, max_len: int) -> tuple[int, ...]:
     """Return the KV lengths for which each decode bucket has a graph; none if lengths are sent.
 
-    The lengths are in tokens, ascending, and whole blocks. Each is twice the previous one, and the
-    last one holds a request of ``max_len`` tokens.
+    The lengths are numbers of tokens, ascending, and multiples of the block size. Each length is
+    twice the previous length; the last length is enough for a request of ``max_len`` tokens.
     """
     if config.graph.updates == "sent":
         return ()

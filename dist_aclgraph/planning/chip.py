@@ -21,7 +21,7 @@ MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as its runtime describes it.
+    """The properties of one device that its runtime reports.
 
     Attributes:
         name: e.g. Ascend910B1.
@@ -69,7 +69,7 @@ class Chip:
     def counts_shared_blocks(self, config: Config, facts: ModelFacts) -> bool:
         """Whether attention refuses lengths that together need more blocks than the cache has.
 
-        Attention counts a shared block once for each request that uses it, and also counts the
+        For this check, attention counts a shared block once for each request, and also counts the
         lengths of padding.
         """
         parallel = config.parallel
@@ -136,7 +136,8 @@ class Chip:
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # Each token or piece of a prompt is a separate row, and the rows use the same blocks.
+            # Each token of a prompt, or each piece of a prompt, is a separate row, and these rows
+            # use the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

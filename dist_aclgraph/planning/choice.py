@@ -57,7 +57,8 @@ def choices(
         costs: cost of one step at each size, all in the same unit.
     """
     up_to = _weight_up_to(sizes, weights)
-    # pays[j, i]: cost of the batches larger than size i - 1, up to size j, if bucket j runs them.
+    # pays[j, i]: cost of the batches that are larger than size i - 1 and at most size j, if they
+    # run in bucket j.
     pays = (up_to[1:, None] - up_to[None, :]) * np.asarray(costs, np.float64)[:, None]
     n = len(sizes)
     pays[np.tri(n, n + 1, 0) == 0] = np.inf
@@ -98,8 +99,8 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
     """Return a step's cost at each size: seconds if any time was measured, else padded tokens.
 
     Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
-    proportional to the tokens. A measured time also contains pauses of the host. So if a larger
-    size took less time, this smaller time is used.
+    proportional to the tokens. A measured time can include pauses of the host. So if the step of a
+    larger size took less time, that time is used instead.
     """
     if not seconds:
         return [float(size) for size in sizes]

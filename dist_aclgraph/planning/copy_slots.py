@@ -1,9 +1,9 @@
-"""The memory that KV blocks and states pass through on their way to and from files."""
+"""The memory for KV blocks and states while they are copied to files or from files."""
 
 from __future__ import annotations
 
 NUM_SLOTS = 4
-NUM_STATE_SLOTS = 2  # for recurrent states, which can be large
+NUM_STATE_SLOTS = 2  # number of slots for recurrent states, whose slots can be large
 # A slot holds as many blocks as fit in SLOT_BYTES, but at least 1 and at most MAX_BLOCKS.
 SLOT_BYTES = 32 << 20
 MAX_BLOCKS = 64

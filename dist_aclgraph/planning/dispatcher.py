@@ -149,9 +149,10 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Make one table per kind of graph, in the order in which the dispatcher tries the kinds.
+        """Make one table for each kind of graph. The dispatcher searches the tables in this order.
 
-        FULL comes before PIECEWISE. Graphs that accept only decode batches come first.
+        Tables of FULL graphs are before tables of PIECEWISE graphs, and graphs that accept only
+        decode batches are first.
         """
         kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
         for graph in sorted(self.graphs):

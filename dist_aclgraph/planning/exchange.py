@@ -22,7 +22,7 @@ from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 # all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
 # times were not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-# Minimum capacity in rows per rank, because a few tokens are spread less evenly than many tokens.
+# Minimum capacity in rows per rank. With few tokens, ranks get very different numbers of rows.
 MIN_CAPACITY = 16
 
 
@@ -161,7 +161,7 @@ class ExchangeRule:
         """Return the decisions for all batch sizes, from one token to ``max_tokens``."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            # Batches of ``first`` to ``last`` tokens have equal slices.
+            # For all batches of ``first`` to ``last`` tokens, a rank's slice has the same size.
             last = min(self.max_tokens, first + self.tp - 1)
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
@@ -206,7 +206,7 @@ class ExchangeRule:
             )
         if self.mc2 is None or self.setting != "mc2":
             return
-        # A batch that is too large for MC2's operators uses another exchange.
+        # A batch may be too large for MC2, because it then uses another exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

@@ -19,7 +19,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     term: str
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
-    measured: int | None = None  # set by the rank that captures
+    measured: int | None = None  # set by the rank after its capture
     parts: dict[str, int] = {}  # the predicted streams of each owner, if known
 
     @property
@@ -30,10 +30,11 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return prediction and measurement in words, and the part of the price nearest to the gap.
+        """Return a sentence with prediction and measurement, and with the part of the price that is
+        closest to the gap.
 
-        The gap is the difference of the two numbers. The part is only a guess at the cause: devices
-        report how many streams are free, but not the owners of used streams.
+        The gap is the difference between prediction and measurement. The named part may not be the
+        cause: devices report the number of free streams, but not the owners of used streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:

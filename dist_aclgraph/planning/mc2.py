@@ -1,4 +1,4 @@
-"""MC2, the operators that send tokens to their experts: limits, and when MC2 is worth using.
+"""MC2, the operators that send tokens to their experts: its limits, and the rule for its use.
 
 The limits come from the operators' documents; none was tested on an NPU.
 """
@@ -16,7 +16,8 @@ from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # limits of experts and of rows on an A2 with CANN 8
+# maximum numbers of experts and of rows, on an A2 with CANN 8
+MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 
 class Mc2Batch(NamedTuple):

@@ -58,7 +58,7 @@ class MemoryPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one device: the used part, and the part for graphs and KV blocks.
+    """The memory of one device: the parts in use, and the rest, for graphs and KV blocks.
 
     Attributes:
         device_bytes: all bytes of the device, or its free bytes before the model is loaded.
@@ -202,7 +202,7 @@ def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
     """Return the end of an error message: how to make a part of the memory smaller."""
     limits = config.scheduler
-    # MC2 has only one domain, so this is its buffer size.
+    # the size of MC2's only buffer, because MC2 has only one domain
     own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)
     remedies = {
         EAGER_STEPS: f"lower scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens})",

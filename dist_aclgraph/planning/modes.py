@@ -37,7 +37,7 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Unsupported modes, the mode that replaces them, and the reason as a sentence."""
+    """A rule: some unsupported modes, the mode that replaces them, and the reason as a sentence."""
 
     modes: tuple[GraphMode, ...]
     applies: Callable[[GraphSupport], bool]
@@ -101,7 +101,7 @@ def with_possible_mode(
 
 
 def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) -> str | None:
-    """Return why graphs cannot have a mask in place of updates; None if they can."""
+    """Return why graphs cannot use a mask instead of updated lengths; None if they can."""
     parallel, block_size = config.parallel, config.kv.block_size
     reasons = (
         (

@@ -39,7 +39,10 @@ NAMED_RANKS = 8  # An error message names at most 8 ranks, and counts the others
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The smallest limit of any rank on one resource. ``owner`` is that rank, or the group."""
+    """The smallest limit of any rank on one resource.
+
+    ``owner`` is the rank with this limit, or the group.
+    """
 
     limit: Limit
     owner: str
@@ -58,8 +61,8 @@ def negotiate(
 
     The plan is the same on all ranks, because all members of a group must replay a collective in a
     graph. The order of the offers does not change the plan. The plan obeys every limit that the
-    budget model returns for any rank. If a family gets a bucket, it gets the largest size that fits
-    in memory. Units: streams and bytes.
+    budget model returns for any rank. If a family has any bucket in the plan, it has the largest
+    size that fits in memory. Units: streams and bytes.
 
     Args:
         families: families with all candidate sizes; empty if the workload's mode is NONE.
@@ -155,7 +158,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield additional limits that failed captures have shown."""
+    """Yield the additional limits that follow from failed captures."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))

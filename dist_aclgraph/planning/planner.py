@@ -93,7 +93,7 @@ class Planner:
 
     @property
     def largest_graphs(self) -> list[BatchDescriptor]:
-        """The largest graph of each family, without repetitions; lazy families come last."""
+        """The largest graph of each family, without duplicates; graphs of lazy families are last."""
         max_num_seqs = self.config.scheduler.max_num_seqs
         families = (*self.families, *self.lazy_families)
         return list(
@@ -106,7 +106,7 @@ class Planner:
         Raises:
             StreamBudgetError: a rank has too few streams or bytes for a single bucket.
         """
-        # Equal offers limit a plan equally, so only the first of equal offers is used.
+        # Of several equal offers, only the first is used, because equal offers set the same limits.
         first_of = {content_of(offer): offer for offer in reversed(offers)}
         kept, capacity = keep_room(
             list(first_of.values()),
@@ -138,7 +138,8 @@ class Planner:
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # Lazy graphs that do not fit now get no memory; otherwise the cache would get no memory.
+        # No memory is reserved for lazy graphs that do not fit now; otherwise no memory would be
+        # left for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}

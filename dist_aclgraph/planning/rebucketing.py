@@ -52,7 +52,8 @@ def choose_again(
     budget_model: BudgetModel,
     config: GraphConfig,
 ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-    """Return a better plan for the traffic, and the actions that lead to it; None if there is none.
+    """Return a better plan for the traffic, and the actions that lead to this plan; None if no plan
+    is better.
 
     Args:
         step_seconds: measured time of a step, by replayed graph.
@@ -124,7 +125,7 @@ def propose(
             version=plan.version + 1,
             max_num_seqs=plan.max_num_seqs,
         )
-    except StreamBudgetError:  # The ranks have captured more than the budget model allows.
+    except StreamBudgetError:  # the ranks have captured more graphs than the budget model allows
         return None
     if not _keeps_reach(plan, new):
         return None
@@ -143,7 +144,7 @@ def _with_old_graphs(
 ) -> GraphPlan:
     """Return the new plan, extended by the graphs of the old plan that fit within the limits.
 
-    Otherwise a little noise in the traffic would release a graph that is captured again later.
+    Otherwise, small changes of the traffic would release a graph, and later capture it again.
     """
     rank_limits = tightest_limits(share_cards(offers), new.families, budget_model)
     limits = [item.limit for item in rank_limits]

@@ -40,7 +40,8 @@ class Backoff:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def could_not_begin(self, now_s: float) -> None:
-        """Record that an attempt did not begin: resources were missing, or another change ran.
+        """Record that an attempt did not begin, because resources were missing, or another change
+        ran.
 
         The next attempt follows soon, even during a pause, because the obstacle can disappear at
         any time.
@@ -48,7 +49,7 @@ class Backoff:
         self._next_s = now_s + self._first_s
 
     def succeeded(self) -> None:
-        """Record that an attempt succeeded; the next failure counts as the first one."""
+        """Record that an attempt succeeded; the next failure counts as the first failure."""
         self._pause_s = self._first_s
 
 
@@ -75,7 +76,7 @@ class RestartBudget(Backoff):
     def ages_s(self, now_s: float) -> tuple[float, ...]:
         """Return how many seconds ago each restart of the last hour was; any thread may call this.
 
-        A process with another clock can make a copy of the budget from these ages.
+        From these ages, a process with another clock can make a copy of the budget.
         """
         taken_s = tuple(self._taken_s)
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
@@ -94,7 +95,7 @@ class RestartBudget(Backoff):
         return True
 
     def give_back(self) -> None:
-        """Stop counting the oldest restart, because a process has served for a long time."""
+        """Remove the oldest restart from the count, because a process has served for a long time."""
         if self._taken_s:
             self._taken_s.popleft()
 
@@ -102,9 +103,9 @@ class RestartBudget(Backoff):
 class StartLimit:
     """Decides how long the processes of a group may take to start, from the time of earlier starts.
 
-    Ray does not report the death of a process that has not registered yet. Only a time limit
-    detects such a death. Each start that exceeds the limit doubles the limit, because the machine
-    might be busy.
+    Ray does not report the death of a process that has not registered yet, so only a time limit
+    detects such a death. The limit doubles after each start that exceeds it, because the cause
+    might be a busy machine.
 
     Attributes:
         slowest_s: how long the slowest earlier start took; None if no start has succeeded.

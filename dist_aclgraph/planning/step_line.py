@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
-ONE_SIZE = 1e-9  # If the relative difference of sizes is smaller, a slope is a rounding error.
+# smallest relative difference of sizes; below it, rounding errors determine the slope
+ONE_SIZE = 1e-9
 
 
 class Line(NamedTuple):

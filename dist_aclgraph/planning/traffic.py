@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-# The weights of the prior, divided by all weights. So a size without traffic can also get a bucket.
+# The part of the prior in all weights. The prior lets a size without traffic get a bucket, too.
 PRIOR_SHARE = 0.02
 
 
@@ -42,7 +42,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
-    """Return the traffic after ``elapsed``; each ``half_life`` halves its weight.
+    """Return the traffic after ``elapsed``; its weight is halved in each ``half_life``.
 
     ``elapsed`` and ``half_life`` must have the same unit, seconds or steps.
     """

@@ -25,16 +25,17 @@ SOUND_STEPS = 100
 # The maximum number of consecutive resumptions of a group, for each kind of failure; 0 means that
 # the group never resumes. If a failure follows soon after a resumption, its cause still exists.
 TRIES: dict[DeviceFault, int] = {
-    # The peers of a failed rank report this fault, so the fault of the failed rank sets the limit.
+    # The peers of a failed rank report this fault. So the fault of the failed rank determines the
+    # limit.
     "stopped": 2,
-    "link": 2,  # A link can fail for only a moment.
+    "link": 2,  # A link may fail for a moment only, and then work again.
     "remote": 1,  # The peers report the cause.
     "retry": 1,
     "suspect": 1,
-    "operator": 1,  # If the failure repeats, the cause is the operator's input or the chip.
-    "uce_kv": 1,  # The memory is repaired, and the KV is computed again.
+    "operator": 1,  # If the failure happens again, its cause is the operator's input or the chip.
+    "uce_kv": 1,  # RECOMPUTE repairs the memory and computes the KV again.
     "uce_tensor": 0,  # Weights, or tensors at addresses that graphs contain, are lost.
-    "uce": 0,  # It is unknown which contents are lost.
+    "uce": 0,  # never: it is unknown which contents are lost
     "ecc": 0,  # The memory cannot be repaired.
 }
 
@@ -48,8 +49,8 @@ MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
-# A group that has served for this time counts as sound. If a rejoined group fails earlier, its
-# remaining processes do not rejoin again.
+# If a group fails earlier than this time after a REJOIN, its remaining processes do not rejoin
+# again.
 SOUND_S = 60.0
 
 
@@ -62,7 +63,8 @@ class Failure:
         lost: ranks whose process has exited or does not answer.
         in_a_row: number of resumptions since the last ``SOUND_STEPS`` steps without a failure.
         may_resume: whether the configuration allows stopping and restarting devices.
-        is_over: whether the group's epoch has ended and its requests already run in other groups.
+        is_over: whether the group's epoch has ended, so that its requests already run in other
+            groups.
         size: number of ranks of the group.
         served_s: seconds since processes of an earlier group joined this group; None if all its
             processes are new.

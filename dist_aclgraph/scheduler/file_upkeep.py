@@ -15,7 +15,7 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 
 MAX_CONDEMNED = 4096  # maximum number of blocks that are known to be condemned
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
-TOUCH_S = 10.0  # seconds between the beginnings of two such jobs
+TOUCH_S = 10.0  # minimum number of seconds between the beginnings of two such jobs
 
 
 class FileUpkeep:
@@ -24,13 +24,14 @@ class FileUpkeep:
     """
 
     def __init__(self) -> None:
-        # The value says whether a job already deletes the files; the oldest block is first.
+        # The key is a block's hash, the oldest first. The value is true if a job already deletes
+        # the files.
         self._condemned: dict[BlockHash, bool] = {}
         self._used: dict[BlockHash, int] = {}  # hash, and number of blocks before the block
         self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Let the files of blocks be deleted. Until then, no request reads them."""
+        """Mark the files of blocks for deletion. Until they are deleted, no request reads them."""
         for block_hash in hashes:
             self._condemned.pop(block_hash, None)
         self._condemned |= dict.fromkeys(hashes, False)
@@ -58,7 +59,7 @@ class FileUpkeep:
         return not all(self._condemned.values())
 
     def end_deletion(self, hashes: Sequence[BlockHash], *, is_done: bool) -> None:
-        """Record that a job has deleted files, or was dropped."""
+        """Record that a job has deleted files, or that the job was dropped."""
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
                 continue  # the block was condemned again meanwhile
@@ -80,7 +81,9 @@ class FileUpkeep:
                 self._used_states[state] = None
 
     def take_used(self) -> tuple[dict[BlockHash, int], list[BlockHash]]:
-        """Return the used blocks with their depths, and the used checkpoints; forget them."""
+        """Return the used blocks with their depths, and the used checkpoints; then clear both
+        lists.
+        """
         used, self._used = self._used, {}
         states, self._used_states = list(self._used_states), {}
         return used, states

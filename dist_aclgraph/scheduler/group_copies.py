@@ -84,7 +84,7 @@ class GroupCopies:
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """Until a copy job of a data-parallel rank ends, let no request wait for the rank's jobs.
+        """Let no request wait for a data-parallel rank's copy jobs until one of these jobs ends.
         Return how many requests waited for reads.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())

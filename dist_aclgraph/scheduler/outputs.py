@@ -21,7 +21,8 @@ NO_PLACES: Places = np.empty(0, np.intp)
 
 
 class StepOutputs(Struct, frozen=True):
-    """New tokens of the sampled requests of a step. Iteration yields one delta per request.
+    """The new tokens of the requests that a step has sampled. Iteration yields one delta per
+    request.
 
     Attributes:
         requests: [num_reqs].
@@ -98,7 +99,7 @@ class StepOutputs(Struct, frozen=True):
         """Return the message that tells one client the results of its requests.
 
         Args:
-            numbers: [n], the numbers that the client gave its requests.
+            numbers: [n], the client's own numbers of its requests.
             picked: [n], ascending indices of the client's requests; None means all requests.
         """
         notes = self._notes()

@@ -87,8 +87,8 @@ class Prefixes:
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]
-            # A request can end before the last draft that its step accepted. The tokens after its
-            # end are not kept.
+            # A request can end before the last draft that its step accepted. Tokens after the end
+            # are dropped.
             num_kept = min(int(rows.computed[index] - rows.flying[index]), len(request.tokens))
             num_full = num_kept // size
             if self._pool.prefix_cache and not request.is_suspect:

@@ -1,10 +1,10 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
 There are no phases: in each step, a request runs known tokens that are not computed yet. A new
-request runs its prompt, in chunks. A request that decodes runs the tokens that it sampled last. A
-preempted request runs its prompt and its output again. Requests that decode are scheduled first; a
-step can always contain all of them. The other requests get the remaining tokens of the step, in the
-order of their deadlines.
+request runs its prompt, in chunks. A request that decodes runs its last sampled token and its
+drafts. A preempted request runs its prompt and its output again. Requests that decode are scheduled
+first; a step can always contain all of them. The other requests get the remaining tokens of the
+step, in the order of their deadlines.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._changes = RowChanges(index, rows)
         self._ends = RequestEnds()
-        self._steady: RankStep | None = None  # the last step, if the next step can repeat it
+        # the last step, if the next step can be a repetition of this step
+        self._steady: RankStep | None = None
         # The builder of quiet steps. A quiet step decodes the same requests as the previous step,
         # and runs nothing else. A step that is not quiet removes the builder.
         self._quiet_builder: StepBuilder | None = None
@@ -110,7 +111,7 @@ class RankScheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Number of additional requests that could run."""
+        """Number of further requests for which the rank has rows."""
         return len(self._free_rows)
 
     @property
@@ -207,8 +208,9 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Whether the step may start the request.
 
-        False if the rank has no free row, or the step has no free token. Also False if the last try
-        found too few blocks, and no block has become free since then.
+        False if the rank has no free row, or if the step has no free token. Also False if the last
+        attempt to start a request found too few free blocks, and the number of free blocks has not
+        grown since.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -309,7 +311,9 @@ class RankScheduler:
         return [] if self.pool.checkpoints is None else self._preempt(self.running)
 
     def lose_kv(self) -> list[Request]:
-        """Forget all blocks, even cached blocks; return the running requests, which wait again."""
+        """Free all blocks and clear the prefix cache; return the running requests, which must wait
+        again.
+        """
         victims = self._preempt(self.running)
         self.pool.clear()
         self._refused = None
@@ -318,7 +322,8 @@ class RankScheduler:
     def leave_out(self) -> RankStep:
         """Return the only step in flight, without the requests that have left since its decision.
 
-        The blocks of these requests may be in the prefix cache now, so they must not be written.
+        The step must not write blocks of these requests, because the blocks may be in the prefix
+        cache now.
         """
         (flight,) = self._flights
         is_there = flight.places >= 0
@@ -413,8 +418,8 @@ class RankScheduler:
                 self._preempt(list(victims))
                 for request, row in victims.items():
                     request.compiled_row = row
-                # Workers report compilations by row number, so these rows are given to other
-                # requests last.
+                # Workers report compilations by row number, so other requests get these rows only
+                # if no other row is free.
                 left = list(victims.values())
                 self._free_rows = [*left, *(row for row in self._free_rows if row not in left)]
         if self._steady is None and rows.held.any():

@@ -32,7 +32,7 @@ INDEXER = 7
 # replace the two products and the activation of a dense layer (DENSE). Gathering tokens adds ten
 # operators; an all-to-all with its indices adds thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
-SHARED = 5  # entries on the shared experts' lane: wait, two products, activation, record
+SHARED = 5  # entries on the lane of shared experts: wait, two products, activation, record
 # The cache write and attention need one entry each; the wait for attention's parameters and the
 # reset of its event need four entries each.
 ATTENTION = 10
@@ -67,7 +67,8 @@ class Shape:
         copies: number of graphs of this shape in each bucket.
         main: number of entries of the main lane, without the entries for collectives.
         collectives: number of collectives by domain; each domain has its own lane.
-        beside: number of entries of the shared experts' lane; 0 if they run on the main lane.
+        beside: number of entries of the lane of shared experts; 0 if shared experts run on the main
+            lane.
     """
 
     what: str
@@ -101,7 +102,7 @@ class Shape:
 
 
 def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
-    """Return the graphs of one bucket, draft graphs included."""
+    """Return the graphs of one bucket, including graphs of drafts."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
     if not (workload.draft_layers and family.query_len):
         return found  # After mixed batches, drafts run eagerly.

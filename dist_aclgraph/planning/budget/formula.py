@@ -1,7 +1,7 @@
 """The stream budget formulas of vllm-ascend 0.11 to 0.20, reproduced exactly.
 
-Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, which commit 5f2ef5a0b2 removed. All four
-formulas assume a device with 2048 streams, of which 248 stay free, whatever the real device is.
+Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, which commit 5f2ef5a0b2 removed. For any
+real device, all four formulas assume 2048 streams, of which 248 stay free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
 DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
-CONTEXT_PARALLEL_STREAMS = 100  # number of streams subtracted once for PCP and once for DCP
+CONTEXT_PARALLEL_STREAMS = 100  # number of streams that are subtracted for PCP, and again for DCP
 GROUP_STREAMS = 40  # number of streams subtracted for each of TP and DP without AIV
 
 
@@ -99,7 +99,8 @@ def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # Version 0.11 chose from a descending list, so an index of n + 0.5 is rounded the other way.
+    # Version 0.11 chose sizes from a descending list. So an index of n + 0.5 is rounded in the
+    # other direction.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

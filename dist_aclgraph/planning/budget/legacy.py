@@ -112,7 +112,7 @@ def _inputs(num_graphs: int | None, workload: Workload, num_candidates: int = 0)
     """Return the formula's inputs.
 
     Args:
-        num_graphs: if set, the inputs describe a model with this number of pieces instead.
+        num_graphs: if set, number of pieces that replaces the model's own number of pieces.
     """
     return LegacyInputs(
         num_hidden_layers=workload.num_layers if num_graphs is None else num_graphs - 1,

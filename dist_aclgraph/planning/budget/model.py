@@ -41,11 +41,11 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """A rank's amount of a resource, and the amount that one bucket of each family needs.
+    """A rank's available amount of a resource, and the amount that one bucket of each family needs.
 
     Attributes:
         what: name of the resource in plain words, in the plural.
-        amount: amount for buckets, after fixed prices are subtracted.
+        amount: available amount for buckets, after fixed prices are subtracted.
         prices: amount that one bucket needs, for each family.
     """
 
@@ -61,7 +61,9 @@ class Limit:
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
     def most(self, family: int) -> int | None:
-        """Return how many buckets a family could have if it were the only one; None: no limit."""
+        """Return how many buckets a family could have without other families; None if there is no
+        limit.
+        """
         price = self.prices[family]
         return None if price == 0 else max(0, self.amount // price)
 
@@ -79,10 +81,10 @@ class BudgetModel(Protocol):
         """The captured workload."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
-        """Return the streams of one bucket of a family on the rank, itemised."""
+        """Return the itemised number of streams of one bucket of a family on the rank."""
 
     def fixed(self, offer: StreamOffer) -> Price:
-        """Return the streams that are used before the first bucket, itemised."""
+        """Return the itemised number of streams that are used before the first bucket."""
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
         """Return all limits on the numbers of buckets on the rank.

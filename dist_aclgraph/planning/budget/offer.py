@@ -46,7 +46,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
-        """Return the probes of this family's kind of graph, the largest bucket first."""
+        """Return the probes of graphs of this family's kind; the largest bucket is first."""
         found = [probe for probe in self.probes if family.is_kind_of(probe.graph)]
         return tuple(sorted(found, key=lambda probe: -probe.graph.num_tokens))
 
