@@ -93,7 +93,7 @@ class Planner:
 
     @property
     def largest_graphs(self) -> list[BatchDescriptor]:
-        """The largest graph of each family, without duplicates; graphs of lazy families are last."""
+        """The largest graph of each family, without duplicates; lazy families are last."""
         max_num_seqs = self.config.scheduler.max_num_seqs
         families = (*self.families, *self.lazy_families)
         return list(

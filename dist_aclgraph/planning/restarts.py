@@ -95,7 +95,7 @@ class RestartBudget(Backoff):
         return True
 
     def give_back(self) -> None:
-        """Remove the oldest restart from the count, because a process has served for a long time."""
+        """Remove the oldest restart from the count, because a process has served long enough."""
         if self._taken_s:
             self._taken_s.popleft()
 

@@ -209,8 +209,8 @@ class RankScheduler:
         """Whether the step may start the request.
 
         False if the rank has no free row, or if the step has no free token. Also False if the last
-        attempt to start a request found too few free blocks, and the number of free blocks has not
-        grown since.
+        attempt to start this request found too few free blocks, and the number of free blocks has
+        not grown since.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -524,7 +524,7 @@ class RankScheduler:
             self._margin = margin
 
     def _keep_reports(self, flight: Flight, new: NewTokens) -> None:
-        """Give log-probabilities of prompts and hidden states to the requests that want them."""
+        """Store log-probabilities of prompts, and hidden states, in the requests that want them."""
         requests = self.rows.requests
         for prompt in new.prompts:
             if (place := flight.places[prompt.place]) >= 0:

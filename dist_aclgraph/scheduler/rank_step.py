@@ -180,7 +180,7 @@ class StepBuilder:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs in the step."""
+        """Whether any request runs in the step."""
         return bool(self.num_decoding or self.chunks)
 
     @property
@@ -199,7 +199,7 @@ class StepBuilder:
             chunk.length += more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # leaves out requests that arrive later
+        if isinstance(indices, slice):  # excludes requests that get a row after this decision
             indices = slice(0, num_decoding)
         if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
@@ -389,7 +389,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the maximum of each number over all steps; perhaps no single step has this shape.
+    """Return the maximum of each number over all steps. The result may be the shape of no step.
 
     The query length is 0 if the steps have different query lengths.
     """

@@ -50,7 +50,8 @@ class Request:
             request does not ask for it.
         admitted_s: when the request last left the queue; the owner measures this time.
         prefill_s: time from ``admitted_s`` to the first token; the owner measures this time.
-        has_looked: whether the files of the request's blocks were looked up during this wait.
+        has_looked: whether the files of the request's blocks were looked up since the request began
+            to wait.
         look_up: returns how many leading blocks are cached or have files, or None while the files
             are looked up; None if no look-up runs.
         fetch: fetches blocks that another group has computed; used at most once, None if there is
@@ -141,7 +142,8 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        # Before ``min_tokens``, stop tokens are forbidden; but a grammar may allow nothing else.
+        # Before ``min_tokens``, stop tokens are forbidden, but not with a grammar: it may allow no
+        # other token.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
@@ -171,7 +173,7 @@ class Request:
         """Return how many new tokens the request gets if a stop token ends the request; else None.
 
         Args:
-            num_known: number of the request's tokens before the new ones.
+            num_known: number of the request's tokens before the new tokens.
         """
         for count, token_id in enumerate(new, 1):
             if token_id in self.stop_ids and num_known + count > self.min_total_tokens:

@@ -1,8 +1,9 @@
 """Chooses the lockstep group of a request, by the cached prefix and the waiting work.
 
 An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
-that it has sent to the group, up to the size of the group's cache. Replicas of the ingress tell
-each other only one number per group: the number of tokens of their requests that wait at the group.
+that it has sent to the group, up to the size of the group's cache. For each group, replicas of the
+ingress send each other only one number: the number of tokens of their requests that wait at the
+group.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class PrefixMemory:
     """The hashes of blocks that were sent to a group.
 
     The memory holds at most one hash for each block of the group's cache. When it is full, the
-    least recently used hashes are dropped. The memory does not know the real contents of the cache.
+    least recently used hashes are dropped. The real contents of the cache may differ.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,7 +82,8 @@ class PrefixMemory:
 
     def note(self, hashes: Sequence[BlockHash]) -> None:
         """Record blocks that the group is about to compute or to reuse."""
-        # Later blocks are dropped first, because a prefix without its beginning cannot be found.
+        # The last blocks are dropped first, because a block is useless if a block before it was
+        # dropped.
         for block_hash in reversed(hashes):
             self._known[block_hash] = None
             self._known.move_to_end(block_hash)
@@ -125,13 +127,13 @@ class _Open:
 
 @dataclass
 class RoutedCounts:
-    """The requests sent to a group since the router began.
+    """Counts of the requests that this router has sent to a group.
 
     Attributes:
         routed_requests: number of requests.
         routed_prompt_tokens: number of prompt tokens of these requests.
-        routed_cached_tokens: number of prompt tokens that the router assumed to be in the group's
-            cache.
+        routed_cached_tokens: number of prompt tokens that were in the group's cache, as the router
+            assumed.
     """
 
     routed_requests: int = 0
@@ -154,14 +156,14 @@ class RequestRouter:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add a group, or change the size of a known group's cache. Groups can differ in size."""
+        """Add a group, or change the size of a known group's cache. Each group has its own size."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)
             self.counts.setdefault(group, RoutedCounts())
             return
         known.memory.num_blocks = cache_blocks
-        if known.tokens_per_block != tokens_per_block:  # The known value was only a guess.
+        if known.tokens_per_block != tokens_per_block:  # the earlier value was a guess
             known.tokens_per_block = tokens_per_block
             known.memory.clear()
 
@@ -218,7 +220,8 @@ class RequestRouter:
         return [each.hex() for size in sizes for each in block_hashes(prompt, cache_salt, size)]
 
     def uncached(self, prompt: bytes, cache_salt: str, among: Collection[str]) -> int:
-        """Return how many tokens of a prompt each of the groups would at least have to compute.
+        """Return the number of a prompt's tokens that the group with the longest cached prefix
+        would compute.
 
         Args:
             prompt: int32 [num_prompt_tokens].

@@ -184,7 +184,7 @@ class RunningRows(Columns):
         keep = np.ones(len(self.requests), bool)
         keep[indices] = False
         self._columns[:, :num_kept] = self._columns[:, : len(self.requests)][:, keep]
-        self.held[num_kept : len(self.requests)] = 0  # no request has these columns now
+        self.held[num_kept : len(self.requests)] = 0  # these columns belong to no request now
         self.requests = list(compress(self.requests, keep))
         self._update_names()
         self._index_of_row[self.row] = np.arange(num_kept)

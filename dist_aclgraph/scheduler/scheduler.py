@@ -136,7 +136,8 @@ class Scheduler:
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
-        self.admitted: list[Request] = []  # requests that the last decision took from the queue
+        # requests that the last decision has removed from the queue
+        self.admitted: list[Request] = []
         self.num_admitted_tokens = 0
         # Number of tokens of admitted requests that were found in the prefix cache.
         self.num_cached_tokens = 0
@@ -184,7 +185,7 @@ class Scheduler:
             )
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
-        # Requests that will have a row in the next step do not count as waiting.
+        # Requests that will get a row in the next step do not count as waiting requests.
         num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting and not request.has_output:
             raise QueueFullError(
@@ -198,7 +199,7 @@ class Scheduler:
         self.waiting.add([request])
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
-        """End a request at once, even while a step runs it.
+        """End a request immediately, even while a step runs it.
 
         The request's results of steps in flight are dropped. Returns None if the request is unknown
         or finished.
@@ -235,15 +236,15 @@ class Scheduler:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
         if self._in_flight and self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS:
-            return None  # the step in flight may have to run again first
+            # no step may follow before it is certain that the step in flight need not run again
+            return None
         lacks = [rank.lack() for rank in self.ranks]
         if any(lack and rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
             return None
         for kind in self._kinds:
             builders = self._build(kind, lacks)
             if any(builder.has_work for builder in builders):
-                # The chosen kind is tried last in the next decision, so that no kind waits for
-                # ever.
+                # The next decision tries this kind last, so that no kind waits for ever.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
@@ -401,7 +402,7 @@ class Scheduler:
     # ---- the decision
 
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
-        """Give the first waiting request to a rank; return False if no rank can start it.
+        """Start the first waiting request on a rank; return False if no rank can start it.
 
         The rank with the longest cached prefix is preferred, then the rank with the fewest running
         requests, then the rank with the most free blocks.
@@ -424,7 +425,7 @@ class Scheduler:
         return False
 
     def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan:
-        """Make the plan for all ranks from their builders."""
+        """Make the step's plan from the builders of all ranks."""
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
         self._rows.take_off(

@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_aclgraph.errors import ModelError
 
-MAX_JSON_BYTES = 64 << 20  # bytes; enough for an index of a million tensors
+MAX_JSON_BYTES = 64 << 20  # in bytes; enough for an index of a million tensors
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

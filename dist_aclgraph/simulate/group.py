@@ -1,6 +1,6 @@
 """The loop of one simulated lockstep group, with the real scheduler, dispatcher and graph changes.
 
-Three things are not real: the clock advances by the assumed time of each step, captures always
+Three parts are simulated: the clock advances by the assumed time of each step, captures always
 succeed, and tokens are meaningless.
 """
 
@@ -183,7 +183,7 @@ class SimulatedGroup:
     def play_batches(
         self, batches: Iterator[Batch], max_seconds: float, on_progress: OnProgress
     ) -> None:
-        """Dispatch one batch after another, as if the scheduler had decided these batches."""
+        """Dispatch batches one after another, as if the scheduler had decided them."""
         for batch in batches:
             if self.clock_s >= max_seconds:
                 return
@@ -205,7 +205,9 @@ class SimulatedGroup:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are left, or are handed over to another group."""
+        """Whether the group has unfinished requests, or requests that it hands over to another
+        group.
+        """
         return self.scheduler.has_work or bool(self._handing_over)
 
     def take_handed_over(self) -> list[Request]:
@@ -339,7 +341,7 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Carry out the captures and releases that are due; return whether anything changed."""
+        """Do the captures and releases that are due; return whether there were any."""
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases
@@ -360,7 +362,7 @@ class SimulatedGroup:
         return bool(captures or releases)
 
     def _look_again(self) -> None:
-        """If an update is due, choose the buckets again, as the controller does."""
+        """Choose the buckets again if an update is due, as the controller does."""
         if not self._history.is_due(self.clock_s):
             return
         self._is_unseen = False

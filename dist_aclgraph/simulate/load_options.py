@@ -82,8 +82,8 @@ def draw_load(
 
     Args:
         share: fraction of the deployment's load that is drawn.
-        first: index of the group that gets these requests; of the first group, if several groups
-            get them.
+        first: index of the group that gets these requests; if several groups get them, index of the
+            first of these groups.
 
     Raises:
         ConfigError: the prefixes are too long.

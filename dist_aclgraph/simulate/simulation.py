@@ -33,7 +33,7 @@ from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-MAX_GROUPS = 8  # maximum number of simulated groups; largest kinds come first
+MAX_GROUPS = 8  # maximum number of simulated groups; kinds with more groups are preferred
 
 # Argument: the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]

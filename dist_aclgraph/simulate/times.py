@@ -33,7 +33,7 @@ class StepTimes:
         measured: measured times by mode and bucket, which replace ``base_s`` and ``token_s``. Times
             between two measured sizes are interpolated; above the largest measured size, times are
             proportional to tokens.
-        source: origin of the measured times, in plain words.
+        source: a text that names the origin of the measured times.
     """
 
     base_s: float = STEP_MS / 1e3

@@ -8,8 +8,9 @@ from typing import Literal
 
 import msgspec
 
-# "save" writes blocks of a device to files, and "load" reads them. "delete" deletes files, and
-# "touch" makes them the most recently used ones; both use no device.
+# "save" copies blocks from a device to files, and "load" copies blocks from files to a device.
+# "delete" deletes files, and "touch" marks files as the most recently used files; these two kinds
+# use no device.
 JobKind = Literal["save", "load", "delete", "touch"]
 
 
@@ -33,7 +34,7 @@ class CopyJob(msgspec.Struct, frozen=True):
 
     @property
     def is_upkeep(self) -> bool:
-        """Whether the job uses files alone."""
+        """Whether the job uses only files, not the device."""
         return self.kind in ("delete", "touch")
 
 

@@ -131,6 +131,6 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def last_words(number: int, error: Exception) -> StepDeltas:
-    """Return a delta that ends one request with an error."""
+    """Return the delta that ends a request with an error."""
     note = Note(0, finish_reason="error", error=str(error), error_kind=type(error).__name__)
     return StepDeltas(pack_ints([number]), ends=pack_ints([0]), notes=(note,))

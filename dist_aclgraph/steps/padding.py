@@ -35,8 +35,8 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the lengths of steps to graphs.
 
-    The same lengths are often padded twice: when the worker guesses the next step, and when the
-    step arrives. So this object keeps the last result.
+    This object keeps its last result, because the same lengths are often padded twice: when the
+    worker guesses the next step, and when the step arrives.
 
     Args:
         place: indices of the rank; KV lengths count the keys that this rank keeps.
@@ -77,9 +77,10 @@ class GraphLens:
         return ends
 
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
-        """Return lengths with one row per token. A token sees this shard's keys up to its position.
+        """Return lengths with one row per token. A token attends to the keys of this shard up to
+        the token's position.
 
-        A row without keys still has length one; its result is discarded.
+        A row without keys has length one, too, and its result is discarded.
         """
         assert graph.query_len, "mixed batches are not captured where the cache is sharded"
         index = np.arange(1 - graph.query_len, 1, dtype=np.int32)

@@ -33,7 +33,8 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
-    prompt_logprobs: int = -1  # like ``logprobs``, for positions of the prompt
+    # number of most probable tokens to report at positions of the prompt; -1 reports nothing
+    prompt_logprobs: int = -1
     num_prompt_tokens: int = 0  # position where the output begins
     suppressed: tuple[int, ...] = ()  # stop token ids, forbidden before min_tokens
     min_tokens: int = 0
@@ -256,7 +257,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows now, so that they send the result of the last step.
+    """Tells workers that no step follows immediately, so that they send the result of the last
+    step.
 
     Without a pause, workers with two steps in flight send a result only after the next step is
     queued.

@@ -127,7 +127,7 @@ class OutputText:
                 self._take_content(self._matcher.finish())
             elif self._matcher.matched is None:
                 text += self._feed(left, 0) + self._matcher.finish()
-            if self._is_ended:  # text that has just become certain may contain a stop string
+            if self._is_ended:  # the text that has become certain may contain a stop string
                 finish_reason = "stop"
             is_asked = has_end_token and token_ids[-1] in self._stop_ids
             self.stop_reason = token_ids[-1] if is_asked else self._matcher.matched

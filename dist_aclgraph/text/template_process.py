@@ -35,7 +35,7 @@ LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3  # exit code
 MAX_ERROR_CHARS = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# The first form is the one that transformers uses.
+# transformers uses the first form.
 FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {},
     {"as_text": True},

@@ -30,7 +30,7 @@ from dist_aclgraph.token_ids import check_token_ids
 
 # The files that can contain a tokenizer; the first one that exists is used.
 FILES = JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
-MIN_LONGEST_TOKEN = 64  # in characters, because normalisers may shorten texts
+MIN_LONGEST_TOKEN = 64  # counted in characters, not tokens, because normalisers may shorten texts
 # The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
 # of this many characters.
 PART_CHARS = 1 << 16
