@@ -54,7 +54,7 @@ def python_environment(config: Config) -> dict[str, str]:
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of this process's environment with more variables."""
+    """Return a copy of this process's environment with additional variables."""
     return {**os.environ, **variables}
 
 
@@ -70,11 +70,12 @@ def raylet_pid() -> int | None:
 
 
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
-    """Set this node's network variables before torch_npu is loaded; existing values stay.
+    """Set this node's network variables before torch_npu is loaded. Existing values are not
+    changed.
 
     The configuration is the same for all nodes. A node that needs another value sets the variable
-    for its ``ray start``: this process inherits the variable, and a variable that exists is not
-    changed.
+    for its ``ray start``: this process inherits the variable, and does not change existing
+    variables.
 
     Args:
         address: this node's own address, if the ranks of its group are on several nodes. HCCL uses
@@ -138,7 +139,7 @@ def cann_scripts() -> list[Path]:
     the script of the newest layout is first.
     """
     installed = os.environ.get("ASCEND_INSTALL_PATH")
-    # Users other than root install CANN in their home folders.
+    # A user other than root installs CANN in the home folder.
     own = Path(f"{os.environ.get('HOME', '')}/Ascend")
     roots = [Path(installed)] if installed else [ASCEND, own]
     folders = [root / folder for root in roots for folder in ("cann", "ascend-toolkit")]
@@ -159,7 +160,7 @@ def ascend_toolkit() -> Path:
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
     """Set the variables that depend on this process's device, before torch_npu is loaded.
 
-    The user's own settings of the allocator stay.
+    Settings of the allocator that the user has made are not changed.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -224,17 +225,17 @@ def api_key() -> str | None:
 def gcs_wait_s() -> float:
     """Return how many seconds the nodes of a cluster wait for an absent control store (GCS).
 
-    Must be called before ``prepare_ray_environment``, which lets this process itself wait longer.
+    Call this before ``prepare_ray_environment``, which increases the wait of this process itself.
     """
     return float(os.environ.get(GCS_WAIT_VARIABLE) or GCS_WAIT_S)
 
 
 def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> None:
-    """Before Ray starts, set variables whose defaults are unsuitable; the user's own values stay.
+    """Before Ray starts, set variables whose defaults are unsuitable, unless the user has set them.
 
     Args:
-        is_local: whether this package starts Ray, or has started it. Any other cluster keeps its
-            own settings.
+        is_local: whether this package starts Ray, or has started it. The settings of any other
+            cluster are not changed.
         waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer, so
             that another process can restart the store. With such waits, this process must notice
             by itself that Ray has died.

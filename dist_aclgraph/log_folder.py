@@ -1,9 +1,9 @@
 """The folder for the log files that one run of a service writes on this node.
 
 Each process holds a shared lock on a file in its folder until the process ends. When a new folder
-is created, old folders whose lock is free are removed. A folder without a lock file was not made by
-this package, and stays. A folder that is used by many processes one after the other, as under Ray
-Serve, keeps the newest files of the processes that have ended.
+is created, old folders whose lock is free are removed. A folder without a lock file is not removed,
+because another program has made it. If many processes use a folder one after the other, as under
+Ray Serve, only the newest files of ended processes stay in the folder.
 """
 
 from __future__ import annotations

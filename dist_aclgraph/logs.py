@@ -40,7 +40,7 @@ def event(source: logging.Logger, name: str, level: int = logging.INFO, **fields
     """Write an event.
 
     Args:
-        fields: the values by name; a value that is None is left out. Seconds are floats.
+        fields: the values by name; values that are None are omitted. Seconds are floats.
     """
     if source.isEnabledFor(level):
         found = {key: value for key, value in fields.items() if value is not None}
@@ -175,8 +175,8 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _TerminalHandler(_StderrHandler):
-    """Writes warnings for a user, without times and names. Leaves out events, because they are not
-    sentences.
+    """Writes warnings for a user, without times and names. Events are not written, because they are
+    not sentences.
     """
 
     def __init__(self) -> None:

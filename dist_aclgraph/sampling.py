@@ -46,7 +46,7 @@ class StructuredOutputs:
     The fields have the names of vLLM's ``StructuredOutputsParams``.
 
     Attributes:
-        json: a JSON schema, as text or as an object; keys of an object stay in their order.
+        json: a JSON schema, as text or as an object; the order of an object's keys is preserved.
         regex: a regular expression that the whole answer matches.
         choice: texts, one of which is the answer.
         grammar: a grammar in the language of Lark or of GBNF ("::=").
@@ -153,14 +153,14 @@ class SamplingParams:
         max_tokens: maximum number of tokens to generate; None means as many as the context allows.
         temperature: [0, 2]; below 1e-5, the most probable token is chosen; values from 1e-5 to 0.01
             are raised to 0.01.
-        top_k: keep the k most probable tokens; 0 or -1 keeps all.
+        top_k: only the k most probable tokens may be drawn; with 0 or -1, all tokens.
         top_p: (0, 1], keep the smallest set of most probable tokens whose total probability reaches
             top_p.
         min_p: [0, 1], drop tokens below min_p times the highest probability.
         presence_penalty, frequency_penalty: [-2, 2], subtracted from the logits of tokens that are
             in the output.
-        repetition_penalty: > 0; for tokens that are in the prompt or the output, it divides
-            positive logits and multiplies negative logits.
+        repetition_penalty: > 0; for tokens that are in the prompt or the output, positive logits
+            are divided by this number, and negative logits are multiplied by it.
         seed: random numbers depend only on seed and position; None, and -1 as in vLLM, draw a
             random seed.
         logprobs: number of alternatives to report for each token; None reports nothing.

@@ -1,7 +1,7 @@
 """HCCL groups of a worker, and the collectives that layers call.
 
-A ``CommGroup`` with one member does not communicate: its collectives return their input. So layers
-need no special case for a single rank.
+A ``CommGroup`` with one member does not communicate: its collectives return their input. So the
+code of layers is the same for a single rank.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def join_lockstep_group(
 def leave_lockstep_group() -> None:
     """Leave the HCCL world, without waiting for other ranks.
 
-    Other members may have exited. Graphs with collectives of this world must be released before
-    this call. Objects that use groups of this world need new groups after this call, see
+    Other members may have exited already. Graphs with collectives of this world must be released
+    before this call. Objects that use groups of this world need new groups after this call, see
     ``RankGroups.become``.
 
     Raises:

@@ -27,7 +27,7 @@ MAX_WEIGHT = 1e15
 
 
 class GraphConfig(Section):
-    """Which graphs are captured, and how many of them a rank may have."""
+    """Which graphs are captured, and how many graphs a rank may have."""
 
     mode: GraphMode = Field(
         "FULL_DECODE_ONLY",

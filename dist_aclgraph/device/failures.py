@@ -60,8 +60,8 @@ _STOPPED = "FORCE STOP"  # text of errors of torch_npu's task queue, which have 
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return the cause of a stopped device; None if the error does not contain this cause, or does
-    not come from a stopped device.
+    """Return the cause of a stopped device; None if the error does not contain the cause, or if it
+    is not the error of a stopped device.
 
     The reason in CANN's text takes precedence over the code, because the code may belong to the
     call that failed, not to the cause.
@@ -115,7 +115,7 @@ def device_error(error: BaseException, doing: str) -> DistAclGraphError:
 
 
 def first_lines(error: BaseException, limit: int = 600) -> str:
-    """Return the message without the noise that torch_npu appends (time, pid, C++ frames)."""
+    """Return the message without the details that torch_npu appends (time, pid, C++ frames)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("[ERROR]", "Exception raised from"))]
     return " ".join(kept or lines)[:limit] or type(error).__name__

@@ -36,7 +36,7 @@ def share_cores(
 
     The NPUs of a NUMA node share the node's cores. One more share of the same size is reserved on
     each node for the processes without an NPU (engine, controller, ingress). If the node of an NPU
-    is unknown, all cores count as one node.
+    is unknown, all cores are treated as the cores of one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.

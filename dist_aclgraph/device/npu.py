@@ -110,8 +110,8 @@ class Npu:
     def available_streams(self) -> int:
         """Number of streams that can still be created on this device, as CANN counts them.
 
-        If CANN is too old to count streams, this is the number of streams of an unused device; the
-        capture transaction then finds the real limit.
+        If CANN is too old to count streams, this is the number of streams of an unused device; then
+        the real limit is found by failing captures.
         """
         try:
             query = self._acl.aclrtGetStreamAvailableNum
@@ -172,7 +172,8 @@ class Npu:
     def fault_of(self, error: BaseException) -> DeviceFault | None:
         """Return the cause of a stopped device, or None if unknown.
 
-        Call this once for each error, on the thread that got the error. A library above CANN's
+        Call this once for each error, on the thread in which the error was raised. A library above
+        CANN's
         runtime can hide the cause: HCCL uses one code for all refused launches. The runtime stores
         its own code for each thread, until the code is read.
         """
@@ -184,7 +185,9 @@ class Npu:
         return self._bad_memory.ranges()
 
     def tensor_memory(self) -> list[MemoryRange]:
-        """Return the memory that torch's allocator holds, for existing and for future tensors."""
+        """Return the memory that torch's allocator has reserved, for existing and for future
+        tensors.
+        """
         return [
             MemoryRange(segment["address"], segment["address"] + segment["total_size"])
             for segment in runtime().memory_snapshot()
@@ -402,8 +405,9 @@ def hccl_options(buffer_mb: int | None) -> Any:
 def ai_cpu_operators(graph: Any) -> dict[str, int]:
     """Return the number of tasks in a captured graph for each operator that the AI CPU runs.
 
-    The numbers come from CANN's own description of the graph. Collectives that HCCL unrolls on the
-    AI CPU are left out, because the configuration decides where HCCL unrolls collectives.
+    The numbers come from CANN's own description of the graph. The numbers do not include
+    collectives that HCCL unrolls on the AI CPU, because the configuration decides where HCCL
+    unrolls collectives.
 
     Raises:
         RuntimeError: CANN does not describe graphs.
@@ -445,8 +449,8 @@ def clear_event(event: Any, stream: Any) -> None:
 
 
 def weak_reference(value: Any) -> Any:
-    """Return device tensors, and lists of device tensors, without ownership of their memory; return
-    other values unchanged.
+    """For a device tensor, return a tensor that does not own the memory; likewise for a list of
+    device tensors. Return other values unchanged.
     """
     if isinstance(value, list):
         return [weak_reference(item) for item in value]

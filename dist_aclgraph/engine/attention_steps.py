@@ -81,7 +81,7 @@ class AttentionSteps:
 
         Args:
             lens: lengths for which the operators are captured or run.
-            tasks: records the operators of the captured graph; None runs them eagerly.
+            tasks: records the operators of the captured graph; if None, the operators run eagerly.
             iteration: iteration of drafting; each iteration makes all requests one token longer.
             written: [num_tokens] int32, slots of the cache write; None means the inputs' slots.
             kv_len: number of keys, in whole blocks, that each request reads in a graph whose

@@ -2,7 +2,7 @@
 recurrent states; each of its blocks is one entry of the state cache.
 
 Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. The
-parts of a block in all layers are gathered in a slot, so that one transfer moves them together. The
+parts of a block in all layers are gathered in a slot, so that one transfer moves all parts. The
 main stream gathers and scatters blocks in the order of the engine's messages, so a block has the
 contents that the scheduler expects. The transfers run on another stream, while steps run. A thread
 reads and writes the files; it never uses the device.
@@ -277,7 +277,7 @@ class BlockCopier:
                     piece = work.piece
                     assert piece is not None
                     piece.num_whole = self._work(work, piece)
-            except Exception:  # the work counts as failed, and the thread continues
+            except Exception:  # the result says that the work failed, and the thread continues
                 logger.exception("copying KV blocks failed")
             self._from_files.put(work)
 

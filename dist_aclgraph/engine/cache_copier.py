@@ -57,7 +57,7 @@ class CacheCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """See ``BlockCopier.num_read``; states are not counted."""
+        """See ``BlockCopier.num_read``; the numbers do not include states."""
         return self._blocks.num_read
 
     def begin(self, jobs: Sequence[CopyJob]) -> None:

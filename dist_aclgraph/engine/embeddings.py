@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states after prompts' last tokens, for requests that want them."""
+"""Embeddings: the hidden states after the last tokens of prompts, for requests for embeddings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ComingEmbeddings:
 def queue_embeddings(
     npu: Npu, batch: InputBatch, inputs: HostStep, hidden: Tensor, num_places: int
 ) -> ComingEmbeddings | None:
-    """Queue a copy of the embeddings of this step to the host; None if no request wants one.
+    """Queue a copy of the embeddings of this step to the host; None if no request asks for one.
 
     The host does not wait.
 

@@ -112,11 +112,11 @@ class GraphStore:
         return self._capture(graph, record)
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a bucket, because every rank has captured it."""
+        """Allow steps to replay a bucket, because every rank has captured this bucket."""
         self._graphs[graph] = self._uncommitted.pop(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Release the graphs of one bucket if it was captured, committed or not."""
+        """Release the graphs of a bucket, committed or not; do nothing if there are none."""
         bucket = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
         if bucket is not None:
             self._npu.synchronize()

@@ -1,5 +1,5 @@
-"""The functions that are recorded as a rank's graphs. Each function runs once on padding, and then
-it is recorded.
+"""The functions that are recorded as a rank's graphs. Each function first runs once on padding, and
+is then recorded.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ If a decode step has the same requests as the previous decode step, its inputs a
 previous inputs (``_go_on``); arrays that do not change are used again.
 
 The batch is in host memory only, and does not contain tokens that a step in flight samples. The
-next step names these tokens by reference, and the device fills them in. Every rank of a tensor
-parallel group has the same rows, because every rank receives the same plan.
+next step contains references to these tokens, and the device replaces the references by the tokens.
+Every rank of a tensor parallel group has the same rows, because every rank receives the same plan.
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the wanted last tokens that the host does not have yet; None if it has them all.
+        """Return the wanted last tokens that the host does not have yet; None if the host has all
+        of them.
 
         Args:
             is_wanted: [max_rows], whether the row's token is wanted.

@@ -287,11 +287,11 @@ class ModelRunner:
         )
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a graph, because every rank has captured it."""
+        """Allow steps to replay a graph, because every rank has captured this graph."""
         self._graphs.commit(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Release the graphs of one bucket if it was captured, committed or not."""
+        """Release the graphs of a bucket, committed or not; do nothing if there are none."""
         self._replays.forget()
         self._graphs.release(graph)
 

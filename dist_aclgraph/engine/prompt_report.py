@@ -55,7 +55,8 @@ def queue_prompts(
     logits_of: Callable[[Tensor], Tensor],
     most: int,
 ) -> list[ComingPrompt]:
-    """Queue copies of prompt log-probabilities to the host, for the rows that want them.
+    """Queue copies of prompts' log-probabilities to the host, for the rows whose requests ask for
+    these values.
 
     Every rank of a tensor parallel group calls this with the same rows. The host does not wait.
 

@@ -59,7 +59,8 @@ class StateSteps:
         A direct request updates its state token by token. With drafts, a request is direct if it
         verifies drafts. Without drafts, a request is direct if it has one token. A request from
         another group first runs its known output without sampling. Such steps are direct, too, so
-        that the state is rounded in the same way. Requests that decode come first in a batch.
+        that the state is rounded in the same way. Requests that decode are the first requests of a
+        batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -142,7 +143,8 @@ class StateSteps:
     def _layout(self, num_reqs: int) -> DirectLayout:
         """Return the layout for ``num_reqs`` direct requests.
 
-        Each layout is made once and kept, because graphs contain its addresses.
+        Each layout is made once and never freed, because graphs contain the addresses of its
+        arrays.
         """
         if num_reqs not in self._layouts:
             self._layouts[num_reqs] = DirectLayout.of_graph(

@@ -69,7 +69,7 @@ class HostOutput:
             start.
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
-        prompts: log-probabilities of prompts, for requests that want them.
+        prompts: the requested log-probabilities of prompts.
         embeddings: float32 [hidden] by index among the sampled requests, for requests that want
             embeddings.
     """
@@ -280,7 +280,7 @@ class StepOutput:
             tokens: [>= num_samples * (k + 1)] int32.
             best: the greatest logit of each place.
             accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
-            tally: int64, of shape TALLY_SHAPE; None if the step does not change it.
+            tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
             special: the special places, which may want log-probabilities; None if there are none.
             prompts: reports of prompts, whose copies are already queued.
             embeddings: hidden states of prompts; their copy is already queued.

@@ -236,6 +236,7 @@ class StepsInFlight:
     def forget_unplaced(self) -> None:
         """Exclude aborted steps from the reported numbers of tokens beyond capacity.
 
-        The device's counter includes tokens of these steps, so later counts begin at its value.
+        The device's counter includes tokens of these steps, so its current value is subtracted from
+        later counts.
         """
         self._num_unplaced = int(self.tally[0, 1, 0])

@@ -52,7 +52,8 @@ class CapturedGraph:
         addresses: tuple[int, ...],
         lens: Lens,
     ) -> None:
-        """Queue one replay. The replay stops at its first task until ``updates`` let it continue.
+        """Queue one replay. The replay stops at its first task until ``updates`` records the task's
+        event.
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.

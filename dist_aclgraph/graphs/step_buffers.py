@@ -176,7 +176,8 @@ class StepBuffers:
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Record that the device has read the inputs of steps, so that their pinned memory is free.
+        """Record that the device has read the inputs of steps, so that the pinned memory of these
+        steps is free.
 
         Args:
             num_written: number of the latest of these steps.

@@ -1,7 +1,8 @@
 """A table on the device: first the latest tokens, which only the device has; then all token ids.
 
 One gather turns the numbers of a step into token ids: a negative number is a reference
-(``references.py``) and is replaced by its token; any other number is a token id and stays the same.
+(``references.py``) and is replaced by its token; any other number is a token id and does not
+change.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ ABANDONED_S = 60.0
 LOCK_S = 1.0  # maximum wait for the lock of the count
 LOCK_POLL_S = 0.005  # pause between two attempts to lock the count
 COPY_BYTES = 1 << 24
-# A block counts as used this many seconds earlier than the previous block of its prompt. The value
-# must exceed the time in which a block is computed; otherwise a later block would count as used
-# later.
+# The time of use of a block is this many seconds before the time of the previous block of its
+# prompt. The value must exceed the time in which a block is computed; otherwise a later block would
+# get a later time of use.
 BLOCK_AGE_S = 1.0
 MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
 
@@ -196,8 +196,8 @@ class BlockFiles:
         """Reserve ``size`` bytes and open an unfinished file. At the end of the context, the file
         gets its name.
 
-        No file is opened if the file exists, if another process writes it, or if there is no room.
-        If the context ends with an OSError, the unfinished file is removed.
+        No file is opened if the block's file exists, if another process writes this file, or if
+        there is no room. If the context ends with an OSError, the unfinished file is removed.
         """
         unfinished, new = path.with_name(path.name + UNFINISHED), _NewFile()
         if path.exists():
@@ -250,7 +250,7 @@ class BlockFiles:
         folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
 
     def touch(self, block_hash: BlockHash, depth: int = 0) -> None:
-        """Let a block's file count as used now, if it exists."""
+        """Set the time of use of a block's file to now, if the file exists."""
         with suppress(OSError):  # only the order of deletion depends on the time of use
             _touch(self.path_of(block_hash), depth)
 

@@ -46,7 +46,7 @@ class BlockPool:
             8.5: attention counts a shared block once for each request, and refuses a batch with
             more counted blocks than the cache has blocks.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
-            freed when the last block before it leaves the prefix cache.
+            freed when the last block before the checkpoint is evicted from the prefix cache.
         events: the pool reports evictions to it; ``store_block`` reports stored blocks, because it
             knows their tokens. None if events are not published.
     """
@@ -164,7 +164,8 @@ class BlockPool:
             self._num_references += 1
 
     def store(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Let ``match`` find a used, full block. The caller must never write to the block again.
+        """Add a used, full block to the prefix cache, so that ``match`` finds the block. The caller
+        must never write to the block again.
 
         Returns:
             Whether the hash is new. If another block already has this hash, nothing changes.

@@ -22,7 +22,7 @@ class Checkpoints:
     by the hash of the last block before its position. Knows nothing about requests or devices.
 
     Every checkpoint is in one of three states: free; begun, when a step in flight writes it; or
-    stored, when ``longest`` finds it. If no checkpoint is free, the least recently used stored
+    stored, so that ``longest`` finds it. If no checkpoint is free, the least recently used stored
     checkpoint becomes free.
 
     Args:
@@ -90,7 +90,7 @@ class Checkpoints:
         return checkpoint
 
     def store(self, block_hash: BlockHash) -> None:
-        """Let ``longest`` find a begun checkpoint, because its step has ended."""
+        """Make a begun checkpoint a stored checkpoint, because its step has ended."""
         self._stored[block_hash] = self._begun.pop(block_hash)
 
     def drop(self, block_hash: BlockHash) -> None:
@@ -98,7 +98,7 @@ class Checkpoints:
         self._free.append(self._begun.pop(block_hash))
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Free a stored checkpoint, because its block has left the prefix cache."""
+        """Free a stored checkpoint, because its block was evicted from the prefix cache."""
         checkpoint = self._stored.pop(block_hash, None)
         if checkpoint in self._held:
             self._held[checkpoint] = True
@@ -116,7 +116,7 @@ class Checkpoints:
         return checkpoint
 
     def release(self, checkpoint: int) -> None:
-        """End ``hold``; free the checkpoint if its block has left the prefix cache."""
+        """End ``hold``; free the checkpoint if its block was evicted meanwhile."""
         if self._held.pop(checkpoint):
             self._free.append(checkpoint)
 

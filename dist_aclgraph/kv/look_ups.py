@@ -82,7 +82,10 @@ class LookUps:
         return lambda: result
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the bytes in each tier of this node, as last known. Any thread may call this."""
+        """Return the bytes in each tier of this node, as the last look-up found.
+
+        Any thread may call this.
+        """
         # first pass: the answer of the last look-up; second pass: a new look-up, if it is ready at
         # once
         for _ in range(2):

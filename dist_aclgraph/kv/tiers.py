@@ -92,7 +92,9 @@ class CachePlace:
 
     @property
     def all_places(self) -> list[CachePlace]:
-        """One place for each part of the blocks that the data-parallel rank's workers have."""
+        """The places of the data-parallel rank's workers, without duplicates: one place for each
+        part of the blocks.
+        """
         parts = product(range(self.num_heads), range(self.num_shards))
         return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
 
@@ -145,8 +147,8 @@ class KVTiers:
         self.num_read: Counter[str] = Counter()
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
-        # Blocks that wait to be written to the second tier. If this tier is too slow, the oldest of
-        # these blocks are never written to it.
+        # Blocks that wait to be written to the second tier. If the second tier is too slow, the
+        # oldest waiting blocks are dropped from this list.
         self._late: deque[BlockHash] = deque(maxlen=MAX_LATE)
 
     @classmethod
@@ -257,7 +259,7 @@ class KVTiers:
         return True
 
     def touch(self, block_hash: BlockHash, depth: int) -> None:
-        """Let a block's files in all tiers count as used now; see ``BlockFiles.read``."""
+        """Set the time of use of a block's files to now, in all tiers; see ``BlockFiles.read``."""
         for files in self._all:
             files.touch(block_hash, depth)
 

@@ -125,9 +125,9 @@ class AttentionMetadata:
     """The slots, blocks and lengths of a step's tokens; all layers use the same value.
 
     The first tokens of the step attend directly through the block table; ``parts`` describes the
-    attention of the other tokens. If the cache is sharded, each token that attends directly counts
-    as one request, because its KV length on a shard does not follow from the length of the previous
-    token.
+    attention of the other tokens. If the cache is sharded, each token that attends directly is
+    passed as a separate request, because a token's KV length on a shard does not follow from the
+    length of the previous token.
 
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows.

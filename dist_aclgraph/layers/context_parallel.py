@@ -6,7 +6,8 @@ each head to the ranks that own this head; these ranks merge the results by the 
 For prompts, the ranks of the group gather the keys of the request, not the queries. The ranks of a
 PCP group send each other the new keys of their prompt tokens.
 
-Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
+Shapes and collectives are the same on all ranks, because they do not depend on the contents of a
+shard.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 from dist_aclgraph.layers.state_metadata import DirectStates, PromptStates, store
 
 CHUNK_TOKENS = 64  # number of tokens whose updates are computed together; a power of two
-PASS_TOKENS = 1024  # number of tokens per pass; larger passes need fewer launches, but more memory
+# number of tokens per pass; with larger passes, fewer launches and more memory are needed
+PASS_TOKENS = 1024
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dist_aclgraph.topology import ExchangeKind
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """How a step sends tokens to their experts; ``exchange`` is equal on all ranks.
+    """The way in which a step sends tokens to their experts; ``exchange`` is equal on all ranks.
 
     Attributes:
         exchange: None if every tensor parallel group has all experts.

@@ -120,7 +120,7 @@ class RotaryTables:
 class RotaryTableSet:
     """Owns the tables of a decoder with several rotary embeddings, or with a factor for queries.
 
-    Every table is stored once; layers name their tables by an index.
+    Every table is stored once; each layer has the indices of its tables.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
 # Cache of one layer: its ``tensors`` are in blocks, its ``states`` in slots. Only the kind of
-# attention knows the cache's type.
+# attention uses the concrete type of the cache.
 Cache = Any
 
 

@@ -31,8 +31,8 @@ from dist_aclgraph.shapes.model_spec import RowRange, WeightNames
 from dist_aclgraph.shapes.weight_files import is_headless, tensor_files
 
 CPU = torch.device("cpu")
-# Smaller pieces need more calls. Larger pieces need more device memory, and do not fit in the CPU's
-# caches on an emulated device.
+# Smaller pieces need more calls. Larger pieces need more device memory, and on an emulated device
+# they do not fit in the CPU's caches.
 PIECE_BYTES = 4 << 20
 USUAL_NAMES = WeightNames()
 # safetensors' names of the types whose values need scales, and of the other types
@@ -244,7 +244,7 @@ class Checkpoint:
         """Return ``[start, stop)`` along ``dim`` of an [out, in] matrix of four bits, on the host.
 
         Args:
-            rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps it.
+            rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the order.
 
         Raises:
             ConfigError: ``dtype`` is float32; or a part of the inputs does not consist of whole

@@ -1,5 +1,5 @@
-"""The part that all forms of linear attention with the gated delta rule have in common: the heads
-of a rank, the states, and the computation from the inputs of the rule to its results.
+"""The common part of all forms of linear attention with the gated delta rule: the heads of a rank,
+the states, and the computation from the inputs of the rule to its results.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DeltaKind:
         self._unit = torch.full((d,), d**-0.5, dtype=torch.float32, device=device)
 
     def make_cache(self, room: CacheRoom) -> StateCache:
-        # Padding reads and writes slot 0, so a NaN in slot 0 would stay.
+        # A NaN in slot 0 would never disappear, because padding reads and writes slot 0.
         linear, heads, device = self._linear, self._heads, self._device
         channels = 2 * len(heads.keys) * linear.key_dim + len(heads.values) * linear.value_dim
         conv = (room.num_slots, linear.conv_width - 1, channels)

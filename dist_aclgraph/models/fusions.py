@@ -77,7 +77,9 @@ class Fusion:
         return None
 
     def misfit(self, width: int) -> str | None:
-        """Return why a place of this width does not suit the operator; None if it does."""
+        """Return why a place of this width does not suit the operator; None if the width suits the
+        operator.
+        """
         if width % self.multiple:
             return f"{self.place.format(width)}, which is no multiple of {self.multiple}"
         if self.widest is not None and width > self.widest:
@@ -107,9 +109,9 @@ FUSIONS = (
     ),
     Fusion(
         "expert_swiglu_quant",
-        # Replaces npu_grouped_matmul and one or two operators after it. CANN 8.5 has version 1 of
-        # this operator, which needs cumulative counts. But on CANN 8.5, the operator that sorts
-        # rows does not compute cumulative counts.
+        # This operator replaces npu_grouped_matmul and one or two following operators. CANN 8.5 has
+        # version 1 of this operator, which needs cumulative counts. But on CANN 8.5, the operator
+        # that sorts rows does not compute cumulative counts.
         "npu_grouped_matmul_swiglu_quant_v2",
         dtypes=("bfloat16", "float16"),
         # the kernel writes rows without gaps, and each row must begin at a multiple of 32 bytes
@@ -153,7 +155,8 @@ class Fusions:
 
     def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
         """Args:
-        obstacles: for each operator, why no place uses it, or None.
+        obstacles: for each operator, the reason why no place uses the operator; None if places may
+            use it.
         """
         self._obstacles = obstacles
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}
@@ -191,8 +194,8 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return for each operator in how many places it is used, or why it is not used. Operators
-        for which the model has no place are left out.
+        """Return for each operator the number of places that use the operator, or the reason why
+        none does. The result omits operators for which the model has no place.
         """
         return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 

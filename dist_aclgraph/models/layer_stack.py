@@ -79,7 +79,7 @@ class DecoderLayer:
         index: the layer's index in the checkpoint.
         marks: marks the collectives of this rank.
         output_norms: norms of the results of attention and of the feed-forward part; None if the
-            results are added to the residual stream as they are.
+            results are added to the residual stream without a norm.
         result_scale: factor of these results.
     """
 

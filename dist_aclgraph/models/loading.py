@@ -155,8 +155,8 @@ class WeightSlices:
     def share(self, width: int) -> tuple[int, int]:
         """Return [start, stop) of this rank's part of an inner width.
 
-        If the group size does not divide the width, zero columns are added; they do not change
-        results, because silu(0) * 0 = 0.
+        If the group size does not divide the width, columns of zeros are added. These columns do
+        not change results, because silu(0) * 0 = 0.
         """
         part = -(-width // self.group.size)
         return self.group.rank * part, (self.group.rank + 1) * part

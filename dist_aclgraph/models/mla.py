@@ -66,7 +66,8 @@ class MultiHeadLatentAttention:
         self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
     ) -> tuple[Tensor, ...]:
         """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
-        tensor for the result. If the prologue will compute these, return its int8 rows instead.
+        tensor for the result. If the prologue will compute these tensors, return the prologue's
+        int8 rows instead.
         """
         npu, sizes, heads = torch.ops.npu, self.sizes, self.latent.num_heads
         if self.prologue is not None:

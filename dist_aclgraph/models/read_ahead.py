@@ -2,8 +2,8 @@
 
 So the disk reads chunks while the process converts slices. The chunks of each file are divided
 among the ranks of a node. Together, the ranks request each byte once, from the first to the last.
-The ranks need slices of the same tensors at about the same time, so this order is useful for all of
-them.
+This order is useful for all ranks, because the ranks need slices of the same tensors at about the
+same time.
 """
 
 from __future__ import annotations

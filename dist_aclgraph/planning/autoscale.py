@@ -54,7 +54,8 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # Lost groups are replaced as long as the restart budget allows; do not request them twice.
+        # Lost groups are replaced anyway, as long as the restart budget allows. So no further
+        # groups are requested in their place.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

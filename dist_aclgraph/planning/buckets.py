@@ -42,8 +42,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A full graph of mixed batches holds one request more than the maximum number of running
-        requests; the additional request gets the padding tokens.
+        A full graph of mixed batches has room for one request more than the maximum number of
+        running requests; the padding tokens belong to the additional request.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)

@@ -48,8 +48,8 @@ def choices(
     """Return the best set of buckets for every number of buckets up to ``max_buckets``.
 
     A batch of n tokens costs as much as the smallest bucket that holds n tokens; the expected cost
-    is the sum over n of weight times cost. Batches above the largest size always run without a
-    graph, so they are not counted. Time: O(max_buckets * len(sizes)**2).
+    is the sum over n of weight times cost. The sum does not include batches above the largest size,
+    which always run without a graph. Time: O(max_buckets * len(sizes)**2).
 
     Args:
         sizes: candidates, ascending.

@@ -129,10 +129,10 @@ class ExchangeRule:
     def decide(self, num_tokens: int) -> Decision:
         """Return the exchange and the reason for it.
 
-        All exchanges communicate twice per layer. all_gather is the simplest: every token reaches
-        its experts, and no index is computed. So another exchange is chosen only if it saves bytes.
-        MC2 sends only the tokens that chose an expert. An all-to-all needs additional capacity for
-        uneven routing; if the capacity is too small, the step must run again.
+        Each exchange communicates twice per layer. all_gather is the simplest exchange: every token
+        reaches its experts, and no index is computed. So another exchange is chosen only if it
+        saves bytes. MC2 sends only the tokens that chose an expert. An all-to-all needs additional
+        capacity for uneven routing; if the capacity is too small, the step must run again.
         """
         mc2 = self.mc2
         if mc2 is None:

@@ -70,8 +70,8 @@ def place_experts(
 
     Without redundant experts, each rank has neighbouring experts. Otherwise, each additional copy
     is given to the expert with the largest load per copy. Then the slots are given to the ranks:
-    slots with large loads first, each slot to the rank with the smallest load. Copies of an expert
-    are on different ranks if enough ranks have free slots.
+    the slot with the largest load first, and each slot to the rank with the smallest load so far.
+    Copies of an expert are on different ranks if enough ranks have free slots.
 
     Args:
         redundant: number of additional copies.

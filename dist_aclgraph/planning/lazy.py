@@ -1,6 +1,6 @@
 """Lazy graphs: graphs for shapes that are not in the plan, but are frequent enough to be captured.
 
-This module only decides, and keeps an LRU list of a few shapes, chosen by their expected savings.
+This module only decides. Its LRU list contains a few shapes with the largest expected savings.
 The caller reports the result of each decision: a shape enters the list after every rank has
 captured it; a shape whose capture failed is not tried again for some time. Savings are counted in
 tokens: all tokens of an eager step, and the avoidable padding of a step that replayed a larger
@@ -82,7 +82,7 @@ class LazyGraphs:
     def note(
         self, num_tokens: int, query_len: int, replayed: BatchDescriptor | None, step: int
     ) -> None:
-        """Count a step: the use of its graph, and the tokens that a better graph would save."""
+        """Count a step: the use of its graph, and the tokens that a better graph would have saved."""
         if replayed is not None and replayed in self._used:
             self._used[replayed] = self._used.pop(replayed)
         shape = self._shape_of(num_tokens, query_len)

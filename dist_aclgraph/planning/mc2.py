@@ -71,7 +71,7 @@ class Mc2Operators:
         pays_from_ep: smallest number of ranks for which other projects use MC2.
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
         takes_scales: whether the weights of experts are sent with the tokens in both directions.
-        takes_mask: whether the operators can leave out rows.
+        takes_mask: whether the operators accept a mask of rows that are not sent.
         ranks_of_node: necessary number of ranks on each node; None if any number is possible. A
             group fills its nodes, so this is also the necessary number of NPUs of a node.
     """

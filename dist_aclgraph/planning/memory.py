@@ -2,8 +2,8 @@
 
 The sizes of weights and step buffers equal the runtime's allocations. The sizes of HCCL's buffers
 come from the vendor's document of HCCL_BUFFSIZE and were not measured: each communicator has an
-input buffer and an output buffer of this size. The sizes of activations are estimates; they might
-be too high, but should not be too low.
+input buffer and an output buffer of this size. The sizes of activations are estimates, which may be
+too high, but should not be too low.
 """
 
 from __future__ import annotations

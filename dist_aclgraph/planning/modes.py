@@ -25,7 +25,7 @@ class GraphSupport:
     Attributes:
         attention_updates: for which batches captured attention accepts new lengths: "any", or
             "uniform" if all requests must have the same number of tokens (latent and linear
-            attention). Sparse attention reads lengths on the device, so it accepts any.
+            attention). Sparse attention accepts "any", because it reads lengths on the device.
         is_encoder_decoder: whether the model reads an encoder's states.
         shares_context: whether ranks split prompts or share the cache of a request.
     """

@@ -67,9 +67,9 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the next version of the plan, with the number of graphs that ranks could capture.
 
         If an operator failed, only the failed graph is removed. If streams or memory ran out, the
-        family of the failed graph keeps as many buckets as it had captured; if possible, it keeps
-        the smallest and the largest size. If this family had captured no bucket, the family with
-        the most captured buckets loses one bucket, because that family has used the resources.
+        family of the failed graph gets as many buckets as it had captured, if possible with the
+        smallest and the largest size. If this family had captured no bucket, the family with the
+        most captured buckets loses one bucket, because that family has used the resources.
 
         Raises:
             GraphError: the graph is not part of the plan.

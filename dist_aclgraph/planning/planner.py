@@ -1,6 +1,7 @@
 """Planner: computes a deployment's graph plans from its configuration, its model and offers.
 
-The controller gets the offers from ranks; the commands ``plan`` and ``simulate`` assume offers.
+In a deployment, the ranks send the offers to the controller. The commands ``plan`` and ``simulate``
+assume offers.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from dist_aclgraph.planning.traffic import Traffic, weights_of
 
 MIN_GAIN = 0.05  # fraction of the expected cost that a new plan must save
 MIN_WEIGHT = 256.0  # minimum number of observed steps, after decay
-# A plan keeps only its latest reasons, because plans are sent to ranks and change again and again.
+# A plan contains only this number of its latest reasons, because plans change often and are sent to
+# all ranks.
 MAX_REASONS = 32
 
 
@@ -77,8 +78,8 @@ def choose_again(
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
     """Return the offer with step times as additional probes; prices come from the first probes.
 
-    A kind of graph gets an additional probe only if it already has a probe. Additional probes have
-    no streams and no bytes, so as first probes they would give the kind the price 0.
+    A kind of graph gets an additional probe only if it already has a probe. An additional probe has
+    no streams and no bytes. As the first probe of a kind, it would set the price of the kind to 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (
@@ -170,10 +171,10 @@ def transition(
 ) -> tuple[Action, ...]:
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
-    Captures come before releases, and the largest graph is captured first. If too few streams or
-    bytes are free for the next capture, a graph that is not in the new plan is released first.
-    After each action, every limit that both plans obey is still obeyed, and the largest bucket of
-    each family exists.
+    All captures are before the releases, and the largest graph is captured first. If too few
+    streams or bytes are free for the next capture, a graph that is not in the new plan is released
+    first. After each action, every limit that both plans obey is still obeyed, and the largest
+    bucket of each family exists.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.

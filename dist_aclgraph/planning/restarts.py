@@ -101,14 +101,16 @@ class RestartBudget(Backoff):
 
 
 class StartLimit:
-    """Decides how long the processes of a group may take to start, from the time of earlier starts.
+    """Computes the time limit for the start of a group's processes, from the durations of earlier
+    starts.
 
     Ray does not report the death of a process that has not registered yet, so only a time limit
     detects such a death. The limit doubles after each start that exceeds it, because the cause
     might be a busy machine.
 
     Attributes:
-        slowest_s: how long the slowest earlier start took; None if no start has succeeded.
+        slowest_s: duration of the slowest earlier start, in seconds; None if no start has
+            succeeded.
     """
 
     def __init__(self, slowest_s: float | None = None) -> None:
@@ -123,7 +125,7 @@ class StartLimit:
         return min(longest_s, usual_s * float(2**self._num_exceeded))
 
     def note(self, took_s: float) -> None:
-        """Record how long the processes of a successful start took."""
+        """Record the duration of a successful start."""
         self.slowest_s = max(self.slowest_s or 0.0, took_s)
         self._num_exceeded = 0
 

@@ -40,7 +40,7 @@ class LineFit:
         self.count += 1
 
     def line(self) -> Line:
-        """Return the fitted line; its values are not negative.
+        """Return the fitted line, with values of at least 0.
 
         At least one step must have been added.
         """

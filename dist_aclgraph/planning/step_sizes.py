@@ -26,7 +26,8 @@ def input_sizes(
     has_state: bool = False,
     has_lens: bool = False,
 ) -> list[int]:
-    """Return the sizes of a graph's integer inputs, in their order, without the block table.
+    """Return the sizes of a graph's integer inputs, in the order of the inputs, without the block
+    table.
 
     The inputs are token ids, positions and slots, then the places. If the graph verifies drafts,
     the places are replaced by the fields ``rows``, ``most``, ``behind`` and ``slots`` of

@@ -1,9 +1,10 @@
 """Chooses the recovery of a lockstep group after a failure, by one pure function.
 
-RESUME keeps all processes: their devices' work is aborted, their communicators are resumed, and the
-interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
-is lost: requests are computed again from their first token. REJOIN keeps the running processes and
-their weights: lost processes are started again on the same NPUs, and all processes join a new
+With RESUME, all processes continue: the work of their devices is aborted, their communicators are
+resumed, and the interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like
+RESUME, but the KV
+is lost: requests are computed again from their first token. With REJOIN, the running processes and
+their weights stay, lost processes are started again on the same NPUs, and all processes join a new
 group; KV and graphs are lost. REBUILD replaces the group by another group, which can run on other
 NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
@@ -42,9 +43,9 @@ TRIES: dict[DeviceFault, int] = {
 # Faults after which the KV cache may have lost its values.
 LOSES_KV: frozenset[DeviceFault | None] = frozenset({"uce_kv"})
 
-# Faults after which a process may join another group: its weights are intact, or the faulty part of
-# its memory is known and can be released. After an unknown error, a process must not join another
-# group.
+# Faults after which a process may join another group, because its weights are intact, or because
+# the faulty part of its memory is known and can be released. After an unknown error, a process must
+# not join another group.
 MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )

@@ -33,7 +33,7 @@ from dist_aclgraph.steps.copies import CopyJob, JobKind
 # launches on the workers' hosts.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
-# blocks are left for requests.
+# blocks are free for requests.
 MAX_HELD = 1 / 8
 MAX_LOADING = 1 / 2  # maximum part of the pool that several reading jobs may hold together
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
@@ -102,8 +102,8 @@ class BlockCopies:
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
-        # Blocks and states that a rank could not read, the oldest first. After they are computed,
-        # they are written again, even if some ranks still have their files.
+        # Blocks and states that a rank could not read, the oldest first. After these blocks and
+        # states are computed, they are written again, even if some ranks still have the files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
@@ -202,7 +202,7 @@ class BlockCopies:
         hashes: list[BlockHash] = []
         depths: list[int] = []
         # During the look-up, some of its blocks may have left ``_pending``. Then this loop also
-        # includes blocks that were not looked up. Workers skip those of them that have files.
+        # includes blocks that were not looked up. Workers skip blocks that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -334,7 +334,7 @@ class BlockCopies:
         """Return the copy jobs that workers must begin now.
 
         Args:
-            is_idle: whether no step runs; then small batches are written at once, because their
+            is_idle: whether no step runs; then small batches are written without delay, because the
                 launches delay no step.
             may_touch: whether files of cached blocks may be touched now, which must be rare.
         """
@@ -486,7 +486,7 @@ def _find_existing(
 
 
 def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:
-    """Add hashes to ``known``; if there are too many, forget the oldest ones."""
+    """Add hashes to ``known``; if there are too many, remove the oldest hashes."""
     known |= dict.fromkeys(hashes)
     while len(known) > MAX_PENDING:
         del known[next(iter(known))]

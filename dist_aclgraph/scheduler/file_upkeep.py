@@ -2,8 +2,8 @@
 
 A file is deleted if its block might contain NaN: the block may have been written before the logits
 of its request showed the NaN. While the device's cache has a prefix, the prefix's files are not
-read, even if many requests use the prefix. So some of these files are touched every ``TOUCH_S``:
-a tier keeps the files that were used last.
+read, even if many requests use the prefix. So some of these files are touched every ``TOUCH_S``,
+because a tier deletes the files whose last use is oldest.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class StepOutputs(Struct, frozen=True):
         return self.deltas(np.arange(len(self), dtype=np.int32)).each(names)
 
     def deltas(self, numbers: IntArray, picked: Places | None = None) -> StepDeltas:
-        """Return the message that tells one client the results of its requests.
+        """Return the message with the results of one client's requests.
 
         Args:
             numbers: [n], the client's own numbers of its requests.

@@ -50,8 +50,8 @@ class Prefixes:
         """Look up the files of the blocks after ``shared``, and begin to read them; return whether
         the request must wait for the look-up or for the copy job.
 
-        No job begins if no file is found, or if too few blocks are free to start the request. Each
-        time that a request waits, its files are looked up once.
+        No job begins if no file is found, or if too few blocks are free to start the request. Files
+        are looked up once in each wait of a request.
         """
         copies, pool = self._copies, self._pool
         # The next step cleans dirty blocks, and would overwrite the contents that a copy job has
@@ -128,8 +128,8 @@ class Prefixes:
         return pack_ints(records) if records else b""
 
     def end_checkpoints(self, flight: Flight) -> None:
-        """Store the checkpoints that a step has written. Drop a checkpoint if its request has left,
-        or if its last block is not in the prefix cache.
+        """Store the checkpoints that a step has written. Drop a checkpoint if its request was
+        removed, or if its last block is not in the prefix cache.
         """
         checkpoints = self._pool.checkpoints
         for index, block_hash in flight.kept:

@@ -3,8 +3,8 @@
 There are no phases: in each step, a request runs known tokens that are not computed yet. A new
 request runs its prompt, in chunks. A request that decodes runs its last sampled token and its
 drafts. A preempted request runs its prompt and its output again. Requests that decode are scheduled
-first; a step can always contain all of them. The other requests get the remaining tokens of the
-step, in the order of their deadlines.
+first; a step can always contain all these requests. The other requests get the remaining tokens of
+the step, in the order of their deadlines.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ class RankScheduler:
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
 
-        Allocates the blocks of all known tokens at once, so that a prompt never lacks blocks when
-        half of it is computed. Returns False if too few blocks are free.
+        The blocks of all known tokens are allocated now, so that a half-computed prompt never lacks
+        blocks. Returns False if too few blocks are free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -320,7 +320,8 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without the requests that have left since its decision.
+        """Return the only step in flight, without the requests that were removed since its
+        decision.
 
         The step must not write blocks of these requests, because the blocks may be in the prefix
         cache now.
@@ -335,7 +336,7 @@ class RankScheduler:
         return step
 
     def again(self, step: RankStep) -> RankBatch:
-        """Return the message that lets workers run the only step in flight again.
+        """Return the message with which workers run the only step in flight again.
 
         Workers already have the step's rows; the message adds the tokens of the previous step.
         """
@@ -397,7 +398,7 @@ class RankScheduler:
         """Let requests wait for their grammars; return the requests that lose their rows, with
         these rows.
 
-        A request that the oldest step sampled without a mask is taken out of all steps in flight,
+        A request that the oldest step sampled without a mask is removed from all steps in flight,
         and does not run while a rank compiles its grammar. Other requests run meanwhile. If the
         model has recurrent state, the request loses its row, because its last tokens run again.
 
@@ -550,8 +551,8 @@ class RankScheduler:
     def abort(self, request: Request) -> None:
         """Remove a running request, and drop its results of steps in flight.
 
-        These steps can still write the request's blocks; they end before a later step uses the
-        blocks for other requests.
+        Steps in flight can still write to the request's blocks. This does no harm: a later step,
+        which uses the blocks for other requests, begins after these steps.
         """
         self._release([request])
 
@@ -594,7 +595,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return a step without the requests that have left since the step was decided."""
+    """Return a step without the requests that were removed since its decision."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

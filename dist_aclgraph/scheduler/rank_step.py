@@ -50,10 +50,10 @@ class NewTokens(NamedTuple):
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
-        prompts: log-probabilities of prompts, for requests that want them.
+        prompts: the requested log-probabilities of prompts.
         failed: the reasons of failed requests, by index among the sampled requests.
-        embeddings: hidden states of the requests that ask for them, by index among the sampled
-            requests; float32 [hidden].
+        embeddings: the requested hidden states, by index among the sampled requests; float32
+            [hidden].
     """
 
     token_ids: IntArray
@@ -359,7 +359,7 @@ class Flight:
 
     Attributes:
         indices: [num_reqs], current index of each request among the running requests; -1 if the
-            request has left.
+            request was removed.
         is_quiet: whether no request can reach its maximum length or fill a block in this step.
         cleaned: blocks that are set to zero before this step.
         kept: the checkpoints that this step writes: index of the request among the step's records,
@@ -379,7 +379,7 @@ class Flight:
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 
     def move(self, moves: Places) -> None:
-        """Update the indices after some running requests have left.
+        """Update the indices after the removal of some running requests.
 
         Args:
             moves: the result of ``RunningRows.remove``.

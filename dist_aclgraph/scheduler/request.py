@@ -30,16 +30,16 @@ class Request:
             ``max_total_tokens``.
         deadline: number of the step by which the prompt should have run. At arrival, the deadline
             is the current step plus one step for each ``SchedulerConfig.prompt_share`` tokens. The
-            request with the earliest deadline is served first. So short prompts overtake a long
-            prompt, until the long prompt has waited as long as its computation takes.
+            request with the earliest deadline is served first. So short prompts run before a long
+            prompt, until the long prompt has waited for as many steps as its computation needs.
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         compiled_row: previous row of a request that waits for its grammar; workers compile the
             grammar for this row. -1 for other requests.
         block_ids: the block table.
-        hashes: hashes of the first full blocks, computed when they are needed. A preemption keeps
-            the hashes.
+        hashes: hashes of the first full blocks, computed when they are needed. A preemption does
+            not delete the hashes.
         prompt_end: position where the output begins. If a request was submitted again, the last
             part of its submitted prompt is existing output.
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
@@ -48,7 +48,7 @@ class Request:
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
-        admitted_s: when the request last left the queue; the owner measures this time.
+        admitted_s: when the request was last removed from the queue; the owner measures this time.
         prefill_s: time from ``admitted_s`` to the first token; the owner measures this time.
         has_looked: whether the files of the request's blocks were looked up since the request began
             to wait.

@@ -16,8 +16,8 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# Each open request counts as this many tokens, in addition to the uncomputed tokens of its prompt,
-# because the request runs in every step until its end.
+# The router adds this number of tokens for each open request to the uncomputed tokens of its
+# prompt, because the request runs in every step until its end.
 REQUEST_TOKENS = 64
 # A cached token counts twice, because it saves time for this request and for the requests that wait
 # behind it.
@@ -34,7 +34,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
     Args:
         waiting: number of tokens that wait at each group; at least one group.
         cached: number of the prompt's tokens that each group has in its cache.
-        first: index of the preferred group among equal ones.
+        first: index of the preferred group among equal groups.
     """
     count = len(waiting)
     return min(
@@ -74,7 +74,7 @@ class PrefixMemory:
         return len(self._known)
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of the first blocks are known."""
+        """Return the number of leading blocks whose hashes are in the memory."""
         for count, block_hash in enumerate(hashes):
             if block_hash not in self._known:
                 return count
@@ -146,8 +146,8 @@ class RequestRouter:
     """Owns the open requests of one ingress, and the estimated load and cache of each group.
 
     Args:
-        first: index of the preferred group among equal ones; replicas have different values, so
-            that they do not all begin with the same group.
+        first: index of the preferred group among equal groups. Each replica has another value, so
+            that not all replicas begin with the same group.
     """
 
     first: int = 0
@@ -173,7 +173,9 @@ class RequestRouter:
         self.counts.pop(group, None)
 
     def forget_cache(self, group: str) -> None:
-        """Reset a group that was started again: its cache is empty, and no request waits there."""
+        """Reset a group that was started again: the group's cache is empty, and no request waits at
+        the group.
+        """
         known = self._groups[group]
         known.memory.clear()
         known.others_tokens = 0

@@ -61,10 +61,10 @@ class Columns:
         slack: number of drafts in steps in flight; all these drafts may be accepted.
         received: number of tokens in ``known`` that the host has.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
-        started: number of tokens that the request had when its row began; later tokens were sampled
-            in this row.
-        prompt_end: tokens before this position are computed in chunks. Existing tokens after this
-            position are computed one per step, as when they were sampled.
+        started: number of the request's tokens at the time when it got the row; further tokens were
+            sampled in this row.
+        prompt_end: tokens before this position are computed in chunks. Existing tokens from this
+            position on are computed in the same way as when they were sampled: one token per step.
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which one more block is full.

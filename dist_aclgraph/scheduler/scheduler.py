@@ -2,7 +2,7 @@
 
 Requests wait in one queue, in the order of their deadlines. When a request is admitted, it is given
 to one data-parallel rank. All ranks run the same steps, even ranks without work. All ranks replay
-the graph that the largest batch needs.
+the same graph, which is large enough for the largest batch.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ class Scheduler:
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
         num_drafts: number of drafts that workers make for each sampled request.
-        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first one owns its output.
+        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first worker owns the rank's
+            output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
         exact: whether other requests must not change the shape of the step that computes a token.
             Then a step contains either a chunk of one prompt on each rank, or requests whose prompt
-            is computed. Output that a request had before it came to this engine is computed token
-            by token, as when the output was sampled.
+            is computed. If another engine has sampled a part of a request's output, this part is
+            computed token by token, as when it was sampled.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
     """
 
@@ -369,7 +370,7 @@ class Scheduler:
     def lose_kv(self) -> None:
         """Let every request wait and start again at its first token, because all KV is lost.
 
-        No step may be in flight. Clients do not get any token twice.
+        No step may be in flight. No token is sent to a client twice.
         """
         assert not self._in_flight, "rewind() comes first"
         for rank in self.ranks:
@@ -453,7 +454,9 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all results that the steps need, and its padding fits."""
+        """Whether a graph computes all results that the requests of the steps need, and its padding
+        fits in the cache.
+        """
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -478,7 +481,7 @@ class Scheduler:
     def _run_again(self) -> StepPlan | None:
         """Send the step in flight again, with an exchange whose capacity is enough for all tokens.
 
-        The step writes the same KV again. Returns None if all requests of the step have left.
+        The step writes the same KV again. Returns None if all requests of the step were removed.
         """
         self._is_void = False
         plan, _ = self._in_flight.pop()

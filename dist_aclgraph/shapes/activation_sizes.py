@@ -3,7 +3,7 @@ shape.
 
 The estimate was never compared with an NPU. It is usually too high, because it sums all tensors of
 a layer, although some tensors are freed before the layer's end, and because it counts every
-exchange of tokens as an all-gather. The workspaces of operators are left out.
+exchange of tokens as an all-gather. The workspaces of operators are not included.
 """
 
 from __future__ import annotations

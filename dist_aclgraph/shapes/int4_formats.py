@@ -1,4 +1,5 @@
-"""Matrices in four bits: which matrices of a checkpoint have them, and how they are multiplied.
+"""Finds the matrices of a checkpoint whose values have four bits, and how these matrices are
+multiplied.
 
 Two tools write such checkpoints. ModelSlim lists all tensors with their types in
 ``quant_model_description.json``. compressed-tensors describes groups of matrices by patterns in
@@ -84,7 +85,7 @@ class Int4Formats:
     """The matrices of a checkpoint that have four bits.
 
     Attributes:
-        described: ModelSlim's matrices, by their stored name without ``.weight``.
+        described: ModelSlim's matrices, by stored name without ``.weight``.
         groups: groups of compressed-tensors; the first group with a matching pattern counts.
         ignored: patterns of matrices that are in no group.
     """

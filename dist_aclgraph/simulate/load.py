@@ -1,4 +1,5 @@
-"""The load of a simulation: batches or requests, read line by line from a trace, or drawn randomly.
+"""The load of a simulation: batches or requests, which are read line by line from a trace, or drawn
+at random.
 
 A trace is a file of JSON lines, or of CSV with a header. Each line is either
 

@@ -187,7 +187,7 @@ def compare_copies(
     """Play one load with copies of KV and without them; return both results, with copies first.
 
     Args:
-        make_groups: returns new groups; the argument says whether copies are kept.
+        make_groups: returns new groups; its argument is whether copies are kept.
         num_prefill: number of prefill groups, if copies are kept.
         prefill_from: minimum number of uncached tokens of their prompts.
     """

@@ -132,7 +132,7 @@ class LastStep:
 
 
 class WatchedDispatcher(GraphDispatcher):
-    """A dispatcher that remembers its last call."""
+    """A dispatcher that stores the arguments and the result of its last call."""
 
     last: LastStep
 

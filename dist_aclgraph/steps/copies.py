@@ -24,7 +24,7 @@ class CopyJob(msgspec.Struct, frozen=True):
     kind: JobKind
     block_ids: bytes  # int32 [n]
     hashes: bytes  # [n, HASH_BYTES], names of the blocks' files
-    depths: bytes  # int32 [n], number of blocks before each block in its prompt
+    depths: bytes  # int32 [n], for each block, the number of blocks before it in its prompt
     checkpoints: bytes = b""  # int32 [k]
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
 

@@ -2,7 +2,7 @@
 each worker its part of the plan, a RankPlan. Each worker replies with one StepResult.
 
 Messages are plain MessagePack: msgspec encodes them, and any MessagePack library can read them.
-Integer arrays are sent as little-endian int32 bytes. Workers keep the running batch, so the engine
+Integer arrays are sent as little-endian int32 bytes. Workers store the running batch, so the engine
 sends only changes. The batch has one *row* for each running request; the scheduler chooses the row
 from [0, max_num_seqs).
 """
@@ -133,7 +133,8 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The decision of one step, for every rank of a lockstep group. The plan stays in the engine.
+    """The decision of one step, for every rank of a lockstep group. The whole plan is not sent to
+    workers.
 
     Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
     eagerly. ``exchange`` sends tokens to their experts; None if no token must be sent. ``largest``
@@ -288,7 +289,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Tells workers to leave the step loop."""
+    """Tells workers to end the loop that runs steps."""
 
     epoch: int
 

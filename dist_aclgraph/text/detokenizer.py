@@ -73,7 +73,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """Return the text that was held back; no token may be fed afterwards."""
+        """Return the text that was held back. No token may be added after this call."""
         rest = self._decode(self._window)[self._num_shown :] if self._held else ""
         new = self._without_prompt(rest)
         self._new += new
@@ -97,8 +97,8 @@ class Detokenizer:
     def _context(self, ids: Sequence[int]) -> list[int]:
         """Return the last tokens, on which the text of the next tokens depends.
 
-        The first returned token is outside any run of byte tokens. Tokens without a text are left
-        out.
+        The first returned token is outside any run of byte tokens. The result omits tokens without
+        a text.
         """
         context: list[int] = []
         for token_id in reversed(ids):

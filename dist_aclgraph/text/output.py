@@ -79,7 +79,8 @@ class OutputText:
         self._rows: list[RowLogprobs] = []  # reports of tokens whose text is not certain yet
         self._reader = reader
         self._max_calls = max_calls
-        self._unread: deque[int] = deque()  # tokens that the reader gets when their text is certain
+        # tokens that are passed to the reader when their text is certain
+        self._unread: deque[int] = deque()
         self._events: list[Event] = []
         self._has_all_calls = False
 

@@ -143,9 +143,9 @@ def _with_calls(
 
     Args:
         as_text: whether arguments are JSON text, and not an object.
-        has_content: whether a message that has only calls gets an empty content.
-        has_short_ids: whether ids of calls, and of the messages with their results, get nine
-            characters.
+        has_content: whether an empty content is added to a message that has only calls.
+        has_short_ids: whether ids of calls, also in the messages with results, are replaced by ids
+            of nine characters.
     """
     found, calls = {**message}, message.get("tool_calls")
     if has_short_ids and (call_id := message.get("tool_call_id")) is not None:

@@ -134,7 +134,7 @@ class DraftSteps:
         Args:
             hidden: [num_tokens, hidden]; sampled: [num_tokens] int32.
             accepted: the result of ``count``.
-            tasks: records the operators of the captured graph; None runs them eagerly.
+            tasks: records the operators of the captured graph; if None, the operators run eagerly.
         """
         assert inputs.drafts is not None
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)

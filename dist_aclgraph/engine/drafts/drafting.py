@@ -3,9 +3,10 @@
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
 at each of these places. A draft is accepted if it equals the token that was sampled at the previous
 place. The token that is sampled at the last accepted place is an additional result. So sampling
-never depends on the drafts: greedy or random, a request gets the same tokens as without drafts.
-(For deterministic drafts this is rejection sampling: a draft is accepted with its probability under
-the target model; if it is rejected, another token of the target model is sampled.)
+never depends on the drafts: with any sampling parameters, a request gets the same tokens as without
+drafts. (For deterministic drafts this is rejection sampling: a draft is accepted with its
+probability under the target model; if it is rejected, another token of the target model is
+sampled.)
 
 Then the next-token module runs on the same places with the sampled tokens, and proposes k tokens,
 one after another, starting at the last accepted place. Only the device knows the number of accepted

@@ -118,7 +118,10 @@ class Row:
         self._rewind_phase()
 
     def add(self, token: int) -> bool:
-        """Add the next token of the output; return false, and add nothing, if it is forbidden."""
+        """Add the next token of the output.
+
+        If the token is forbidden, add nothing and return false.
+        """
         structure = self.structure
         if self._answer is None:
             if self._is_thinking:
@@ -151,9 +154,9 @@ class Row:
         """Return the row's own matcher, in its initial state, for the next request in the row; None
         if that request must not use this matcher.
 
-        A request that waits for its grammar may have to leave the row and return to it. If the
-        grammar was compiled at each return, the request might wait for ever. The matcher keeps the
-        lexer's states, which differ between requests, so only the same request may use it again.
+        A request that waits for its grammar may lose the row and get it again. If the grammar was
+        compiled again each time, the request might wait for ever. The matcher keeps the lexer's
+        states, which differ between requests, so only the same request may use it again.
 
         Args:
             output: the output of the next request in the row.

@@ -52,8 +52,8 @@ class GrammarReport(NamedTuple):
 
     Attributes:
         failed: the reasons of failed matchers, by index among the sampled requests.
-        unmasked: indices among the sampled requests; they had no mask, because their grammars were
-            not compiled yet.
+        unmasked: indices, among the sampled requests, of requests without a mask, because their
+            grammars were not compiled yet.
         compiling: rows whose grammars are not compiled yet.
     """
 
@@ -78,7 +78,7 @@ class Matchers:
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
         rows_may_wait: whether a request whose mask is late keeps its row while it waits. False if
-            the model has recurrent state, because then the request must begin its row again.
+            the model has recurrent state, because such a request must start again in a row.
     """
 
     def __init__(
@@ -176,7 +176,8 @@ class Matchers:
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
         """Return the masks of a step's special places; None if no row has a mask.
 
-        ``note`` must have been called for each earlier step, so that all earlier tokens are known.
+        Call this only after ``note`` was called for each earlier step, so that all earlier tokens
+        are known.
 
         Args:
             drafts: [max_rows, k], the drafts of this step; None without drafts.

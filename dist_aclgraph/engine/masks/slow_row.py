@@ -1,10 +1,10 @@
 """A row whose masks may take seconds: a separate thread computes the masks, and the row's request
 waits.
 
-The time to compute a mask has no useful limit: the library checks its limits only after each row of
-its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for the mask
-only briefly. If the mask is still missing, the request gets no token, as if its grammar was not
-compiled yet, and the other requests run.
+The computation of a mask cannot be stopped in time: the library checks its limits only after each
+row of its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for
+the mask only briefly. If the mask is still missing, the request gets no token, as if its grammar
+was not compiled yet, and the other requests run.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class SlowRow(Row):
         return ""  # only the thread may read the matcher; ``fill_aside`` returns its error
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
-        """Return whether the row may serve this request. The row serves the request that had to
-        wait. It also serves other requests with the same grammar, if they share a lexer. A row that
-        has failed serves only the request with the output at which the row failed, so that this
-        request gets the reason.
+        """Return whether this request may use the row's masks. The request that had to wait may use
+        them. Other requests with the same grammar may use them if the requests share a lexer. After
+        a failure, only the request with the output that caused the failure may use the row, so that
+        this request gets the reason.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask

@@ -124,8 +124,8 @@ class ComingLogprobs:
         asking: [m], indices of the places.
         wanted: [m], number of most probable tokens that each place wants.
         packed: [m, 2 * (count + 1) + 1] float32, pinned. Columns: the ids of the chosen token and
-            of the ``count`` most probable ones, and the rank of the chosen token, all as bits of
-            int32; then the log-probabilities of these ids.
+            of the ``count`` most probable tokens, and the rank of the chosen token, all as bits of
+            int32; then the log-probabilities of these tokens.
     """
 
     asking: npt.NDArray[np.intp]
@@ -153,7 +153,8 @@ class ComingLogprobs:
 def queue_logprobs(
     logits: Tensor, chosen: Tensor, asked: AskedLogprobs, landing: Tensor
 ) -> ComingLogprobs:
-    """Queue a copy of log-probabilities to the host, for the places that want them.
+    """Queue a copy of log-probabilities to the host, for the places whose requests ask for these
+    values.
 
     The values describe the raw distribution, before penalties and temperature.
 

@@ -199,7 +199,7 @@ def _send_filters(
 ) -> tuple[WideTopK | None, tuple[Filter, ...]]:
     """Send the places that use top-k or top-p, and their limits.
 
-    Places without a temperature are left out.
+    Places without a temperature are not included.
     """
     top_k, wide, filters = settings["top_k"], None, []
     cuts_k = is_random & (top_k > 0) & (top_k < vocab_size)

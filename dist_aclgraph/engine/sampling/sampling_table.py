@@ -64,15 +64,15 @@ class SamplingTable:
             penalties or with bad words of several tokens, and if an output format and biases
             together may forbid every token after a draft.
         has_penalties: [max_rows].
-        reports_prompts: whether any row wants log-probabilities of its prompt.
-        has_embeddings: whether any row wants its hidden state.
+        reports_prompts: whether the request of any row asks for log-probabilities of its prompt.
+        has_embeddings: whether the request of any row asks for a hidden state.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
         suppressed: by row, tokens that are forbidden before ``min_tokens``.
         biases: by row, only for rows with a bias.
         bad_words: by row, bad words of several tokens.
-        version: number of parameter changes; readers compare it to find out whether any row has
-            changed.
+        version: number of parameter changes; readers compare versions to find out whether any row
+            has changed.
     """
 
     def __init__(self, max_rows: int) -> None:

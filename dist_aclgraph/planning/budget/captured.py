@@ -185,8 +185,8 @@ def _after_attention(domain: Domain) -> int:
 def in_sharded_attention(workload: Workload) -> int:
     """Return the collectives over DCP in one layer of a decode graph.
 
-    Ranks exchange the results of their shards; they also gather queries if they have different
-    heads. Only prompts use PCP, so PCP has no collective in a graph.
+    Ranks exchange the results of their shards. Ranks with different heads also gather queries. Only
+    prompts use PCP, so PCP has no collective in a graph.
     """
     if workload.dcp == 1:
         return 0

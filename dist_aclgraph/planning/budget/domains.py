@@ -1,4 +1,4 @@
-"""The cost of a communication domain in streams, from public notes; it was never measured.
+"""The cost of a communication domain in streams, from public notes and without any measurement.
 
 The notes are vllm-ascend's stream formulas and their comments.
 """
