@@ -1,7 +1,7 @@
 """The place of a collective in a step, as one number that a device can copy to the host.
 
-The order of the numbers is the order in which a rank's device runs the collectives of a step. All
-ranks of a group run the collectives of a step in the same order.
+A rank's device runs the collectives of a step in ascending order of these numbers. All ranks of a
+group run the collectives of a step in the same order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "mc2_dispatch", "mc2_combine"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# The parts of a layer. For this numbering, the embedding and the head are layers with one part.
+# The parts of a layer. Here, the embedding and the head are treated as layers with one part.
 PARTS = ("before attention", "in attention", "after attention")
 BEFORE, INSIDE, AFTER = range(len(PARTS))
 EMBEDDING = -1
@@ -47,7 +47,7 @@ class CollectivePlace:
 
     @property
     def code(self) -> int:
-        # Adding two makes the layer non-negative, and no code 0.
+        # Because of the 2, the layer is above 0, so no place has the code 0.
         stage = (self.draft_pass << _LAYER_BITS | self.layer + 2) << _PART_BITS | self.part
         number = min(self.number, MAX_NUMBER)
         code: int = (stage << _NUMBER_BITS | number) << _KINDS_BITS | KINDS.index(self.kind)

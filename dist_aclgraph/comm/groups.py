@@ -67,7 +67,7 @@ class CommGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the group and return this member's part: [n * size, ...] -> [n, ...].
 
-        The first member gets the first part.
+        Member i gets part i.
         """
         if self.size == 1:
             return x
@@ -177,8 +177,7 @@ def join_lockstep_group(
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining.
         meeting: only on rank 0 with a TCP ``rendezvous``: the listening socket, which torch owns
-            after this call. If torch opened the socket, it would listen at every address of the
-            machine.
+            after this call. A socket that torch opens would listen at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -248,12 +247,13 @@ def make_groups(
         rank: rank within the lockstep group.
         buffer_mb: HCCL's buffer of every domain except MC2's, in MB; None means HCCL_BUFFSIZE.
         mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
-        watchdog_s: time limit of every eager collective; None means the ``timeout_s`` of joining.
+        watchdog_s: time limit of every eager collective; None means the ``timeout_s`` with which
+            the world was joined.
         marks: marks the collectives of the groups.
     """
     if mc2_buffer_mb is not None:
-        # The environment variable sets the buffer size, because some releases of MC2's operators do
-        # not read the domain's option.
+        # The buffer size is set by the environment variable, because some releases of MC2's
+        # operators do not read the option of the domain.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)

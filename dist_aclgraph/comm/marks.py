@@ -27,8 +27,8 @@ class CollectiveMarks:
         """Queue a mark: after all work that is already queued, the device begins this step."""
 
     def begin_pass(self, first_layer: int) -> None:
-        """Mark that the next collectives belong to a pass through the decoder's layers if
-        ``first_layer`` is 0, otherwise to a pass through the next-token module.
+        """Mark to which pass the next collectives belong: to a pass through the decoder's layers if
+        ``first_layer`` is 0, otherwise through the next-token module.
         """
 
     def enter(self, layer: int, part: int) -> None:

@@ -1,6 +1,6 @@
 """The chips that plans support, by CANN's names, and the order of CANN's versions.
 
-The memory of a chip is the total that torch reports. Driver and firmware use the rest of the chip's
+The sizes of memory are the totals that torch reports; driver and firmware use the rest of a chip's
 memory.
 Source: logs in public issues of vllm-ascend. In the logs, a die of 64 GB has at least
 65,452,113,920 bytes (some dies have a few MiB more), and an Ascend910B4 has 29.50 GiB.

@@ -300,7 +300,7 @@ class DeviceConfig(Section):
 
     @property
     def assumed(self) -> str:
-        """What plans assume about each NPU, as a text."""
+        """A text that describes what plans assume about each NPU."""
         gib = f"{self.npu_bytes / (1 << 30):.4g} GiB"
         return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann or UNKNOWN_CANN}"
 

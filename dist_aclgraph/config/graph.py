@@ -18,7 +18,7 @@ BudgetModelName = Literal[
     "cann-software-sq",
     "calibrated",
 ]
-# modes with separate graphs for decode steps
+# modes in which decode steps have separate graphs
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
 # Largest weight in the traffic. With larger weights, a sum would lose small weights, or become

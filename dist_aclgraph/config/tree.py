@@ -31,7 +31,7 @@ class SpeculativeConfig(Section):
 
 
 class TimeoutConfig(Section):
-    """Time limits of the phases, in seconds. An error for an exceeded limit names rank and
+    """Time limits of the phases, in seconds. If a limit is exceeded, the error names rank and
     phase.
     """
 
@@ -185,8 +185,8 @@ class Config(Section):
 
     @property
     def has_decode_graphs(self) -> bool:
-        """Whether decode batches have separate graphs. With drafts, only these graphs propose
-        drafts, not the graphs of mixed batches.
+        """Whether decode batches have separate graphs. If drafts are configured, only these graphs
+        propose drafts; graphs of mixed batches do not.
         """
         mode = self.graph.mode
         return mode in DECODE_MODES or (mode == "FULL" and self.speculative.num_tokens > 0)

@@ -2,10 +2,10 @@
 
 The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
 are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
-at the same positions. A query attends causally in the chunk that contains its position, and to all
-keys of each earlier chunk. So in a launch, either attention is causal, or each query attends to all
-keys. The results of a query from several chunks are merged. Several short requests share a chunk if
-they fit in it.
+at the same positions. In the chunk that contains a query's position, the query attends causally; in
+each earlier chunk, it attends to all keys. So in a launch, either attention is causal, or each
+query attends to all keys. The results of a query from several chunks are merged. Several short
+requests share a chunk if they fit in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import IntArray
 
-MAX_CHUNK_TOKENS = 8192  # limits the number of keys and values that exist at the same time
+# this maximum limits the number of keys and values that exist at the same time
+MAX_CHUNK_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Launch:
 
     Attributes:
         start, stop: range of the launch's queries among the rank's tokens.
-        query_ends, kv_ends: cumulative numbers of queries and of keys, by piece of a request.
+        query_ends, kv_ends: for each piece of a request, cumulative numbers of queries and of keys.
         kv: indices of the launch's KV tokens in the chunk, in order.
         is_causal: whether the last keys belong to the queries' own tokens, so that attention is
             causal. If false, every query sees all keys.
@@ -44,11 +45,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Chunk:
-    """KV tokens that are read together.
+    """A chunk: KV tokens whose keys are read together.
 
     Attributes:
         requests, positions: [num_kv], request and position of each KV token.
-        launches: this rank's launches; empty if its queries see no key of the chunk.
+        launches: this rank's launches; empty if no query of the rank attends to the chunk.
     """
 
     requests: IntArray
@@ -137,7 +138,9 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield neighbouring requests that share one chunk, or one request longer than a chunk."""
+    """Yield groups: neighbouring requests that share one chunk, or one request that is longer than
+    a chunk.
+    """
     start, total = requests.start, 0
     for request in requests:
         length = int(kv_lens[request])
@@ -184,7 +187,7 @@ def _chunks_of_one(
 
 
 def _within(q: _Queries, start: int, stop: int) -> _Queries | None:
-    """Return the queries at positions from ``start`` to ``stop``, or None."""
+    """Return the queries at positions from ``start`` to ``stop``; None if there are none."""
     first, last = max(q.position, start), min(q.end_position, stop)
     if first >= last:
         return None

@@ -65,14 +65,14 @@ class Shards:
             return lens
         turns = lens // (self.interleave * self.count)
         rest = lens - turns * (self.interleave * self.count) - shard * self.interleave
-        last = np.minimum(np.maximum(rest, 0), self.interleave)  # np.clip takes three times as long
+        last = np.minimum(np.maximum(rest, 0), self.interleave)  # three times as fast as np.clip
         local: IntArray = turns * self.interleave + last
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position that a shard keeps.
+        """Return the first position of a request whose token a shard keeps.
 
-        The shard keeps no token of a request that ends before this position.
+        If a request ends before this position, the shard keeps no token of the request.
         """
         return shard * self.interleave
 

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 from dist_aclgraph.shipped import shipped
 
-# The copy that belongs to this package, even if another version of npu_emulator is installed.
+# This package's own copy of npu_emulator, even if another version is installed.
 sys.path.insert(0, str(shipped("emulator")))
 import npu_emulator
 from npu_emulator import cli, files, torch_build

@@ -31,7 +31,7 @@ _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
 # Causes of a stopped device: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
-# lists both). In torch_npu's messages, the code follows "error code is" directly.
+# lists both). In torch_npu's messages, the code comes directly after the words "error code is".
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -56,7 +56,7 @@ _FAULT_OF_REASON: dict[str, DeviceFault] = {
     "suspect remote error": "remote",
     "hccl op retry failed": "retry",
 }
-_STOPPED = "FORCE STOP"  # text of errors of torch_npu's task queue, which have no code
+_STOPPED = "FORCE STOP"  # text in errors of torch_npu's task queue, which contain no code
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
@@ -77,13 +77,13 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def fault_of_code(code: int) -> DeviceFault | None:
-    """Return the cause of a stopped device that a code of CANN's runtime means."""
+    """Return the cause of a stopped device that belongs to a code of CANN's runtime."""
     return _FAULT_OF_CODE.get(code)
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error: from the type of our errors, or from CANN's codes and words in
-    torch_npu's errors.
+    """Return the cause of an error. For our own errors, it follows from the type; for torch_npu's
+    errors, from CANN's codes and words in the message.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"

@@ -4,8 +4,8 @@ Every rank reads the same files of the kernel, and divides all cores of its host
 the host. So the ranks get disjoint cores without any communication. Ranks in different containers
 also get disjoint cores, because in a container the kernel's files show the NPUs of the whole host.
 A rank is bound only if it may use all cores of the host. Otherwise ranks in different containers
-could begin with different sets of cores, and choose the same core twice. The cores of an NPU stay
-reserved while its deployment is idle. This module was not tested on a host with NPUs.
+could divide different sets of cores, and two ranks could choose the same core. The cores of an NPU
+stay reserved while its deployment is idle. This module was not tested on a host with NPUs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def share_cores(
     """Return disjoint sets of cores, one for the rank of each NPU. If a NUMA node has too few
     cores, the sets of its NPUs are empty.
 
-    The NPUs of a NUMA node share the node's cores. One more share of the same size is reserved on
-    each node for the processes without an NPU (engine, controller, ingress). If the node of an NPU
-    is unknown, all cores are treated as the cores of one node.
+    The NPUs of a NUMA node share the node's cores. On each node, one further share of the same size
+    is reserved for the processes without an NPU (engine, controller, ingress). If the node of an
+    NPU is unknown, all cores are treated as the cores of one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.

@@ -3,7 +3,7 @@
 A stop removes the queued work of a device, but the device still runs work that is launched after
 the stop. Such work would use inputs whose copies were aborted; for example, it would write to the
 KV cache slots of an earlier step. So a thread that stops the device first waits until no thread
-launches work. No work is launched before the device works again.
+launches work. Then no thread launches work until the device works again.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Npu:
         """
         before = self.available_streams()
         if before == 0:
-            return True  # no stream is available for the test
+            return True  # assumed, because no stream is free for the test
         return self.try_capture(stream) < before == self.available_streams()
 
     def memory(self) -> Memory:
@@ -197,10 +197,10 @@ class Npu:
         """Abort all running and queued work of the device; threads that wait for this work get an
         error.
 
-        Call this from another thread than the thread that works with the device. The latter can
-        launch no work until ``restart``. torch_npu's call waits without a time limit, and holds
-        Python's global lock. So a C thread (of ``faulthandler``) ends the process if the stop takes
-        longer than ``timeout_s``.
+        Do not call this in the thread that works with the device. That thread can launch no work
+        until ``restart``. torch_npu's call waits without a time limit, and holds Python's global
+        lock. So a C thread (of ``faulthandler``) ends the process if the stop takes longer than
+        ``timeout_s``.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -227,9 +227,9 @@ class Npu:
         was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether communicators are resumed. Before that, all ranks of the
-                communicators must have been stopped. Communicators that are not resumed can only
-                be destroyed.
+            resumes_groups: whether communicators are resumed. Before this, all ranks of the
+                communicators must be stopped. Communicators that are not resumed can only be
+                destroyed.
 
         Raises:
             DeviceError: the device or a communicator does not work again.
@@ -300,7 +300,7 @@ def _import_torch_npu() -> None:
         import torch_npu  # noqa: F401
     except ModuleNotFoundError as e:
         raise DeviceError(f"torch_npu cannot be imported ({e}): run `dist-aclgraph doctor`") from e
-    except Exception as e:  # a library is missing, or a check of torch_npu has failed
+    except Exception as e:  # raised if a library is missing, or if a check of torch_npu fails
         raise cannot_load(first_lines(e)) from e
 
 
@@ -418,8 +418,8 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
             # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
-    # Each line is one task. If the last stream has no task, the file ends with a comma and is not
-    # valid JSON.
+    # Each line is one task, so lines are parsed one by one: if the last stream has no task, the
+    # file ends with a comma and is not valid JSON.
     tasks = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     names = [task["name"] for task in tasks if task["args"]["Task Type"] == "KERNEL_AICPU"]
     return dict(Counter(name for name in names if not name.startswith(HCCL_KERNELS)))

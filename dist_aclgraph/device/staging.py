@@ -35,7 +35,8 @@ class _Part:
 class Staging:
     """Owns the memory.
 
-    Uses the parts of the memory in turn; adds a part if the device has not read the next part yet.
+    Uses the parts of the memory in turn. If the device has not read the next part yet, a new part
+    is added.
 
     Args:
         waiting: context in which the host waits; see ``Npu.waiting``.
@@ -77,7 +78,9 @@ class Staging:
         return room.view(source.dtype).view(source.shape).copy_(source)
 
     def _go_on(self) -> None:
-        """Return the next part if the device has read its contents, otherwise a new part."""
+        """Return the next part of the memory if the device has read its contents, otherwise a new
+        part.
+        """
         left = self._parts[self._index]
         left.sent.record(self._stream)
         left.is_left = True

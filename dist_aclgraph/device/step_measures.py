@@ -140,8 +140,8 @@ class UpdateWait:
 
 class DeviceCounts:
     """The emulator's counts of a step; hardware reports no counts. The emulator counts collectives,
-    and the bytes that collectives receive from other ranks. With modelled time the emulator also
-    counts the device's busy time, and the device's idle time by cause.
+    and the bytes that collectives receive from other ranks. With modelled time, the emulator also
+    measures how long the device is busy, and how long it is idle, by cause.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -149,7 +149,7 @@ class DeviceCounts:
         self._before = self._read() if is_counted else {}
 
     def skip(self) -> None:
-        """Set the counters to zero, and drop their values."""
+        """Set the counters to zero, without returning their values."""
         self.read_and_reset()
 
     def read_and_reset(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ NZ_ROWS = 16  # rows of a block
 def to_fractal_nz(weight: Tensor) -> Tensor:
     """Return matrices in FRACTAL_NZ; a copy is padded with zeros to full blocks.
 
-    Do not call this in a capture: before CANN 9.1, the graph engine makes the copy.
+    Do not call this in a capture, because before CANN 9.1, the graph engine makes the copy.
 
     Args:
         weight: [..., rows, columns], contiguous.

@@ -22,7 +22,8 @@ class Line:
         forgets_failed_captures: whether torch_npu's allocator forgets a capture that CANN has
             refused to begin or to end. If the allocator does not forget such a capture, all later
             calls of ``torch.npu.graph`` and ``torch.npu.empty_cache`` fail.
-        all_gather, reduce_scatter: torch.distributed's names for collectives of single tensors.
+        all_gather, reduce_scatter: torch.distributed's names of these collectives, in the variants
+            for single tensors.
     """
 
     torch: str

@@ -83,7 +83,8 @@ class AttentionSteps:
             lens: lengths for which the operators are captured or run.
             tasks: records the operators of the captured graph; if None, the operators run eagerly.
             iteration: iteration of drafting; each iteration makes all requests one token longer.
-            written: [num_tokens] int32, slots of the cache write; None means the inputs' slots.
+            written: [num_tokens] int32, slots of the cache write; None means the slots of
+                ``inputs``.
             kv_len: number of keys, in whole blocks, that each request reads in a graph whose
                 lengths are never updated; 0 in other graphs.
         """
@@ -123,7 +124,8 @@ class AttentionSteps:
         return AttentionMetadata(
             num_tokens=n,
             written=self._slots(inputs.slots),
-            # The mask must be as wide as all blocks of the table.
+            # The table is cut to the blocks that the mask covers, because both must have the same
+            # width.
             block_table=inputs.block_table[:, :num_blocks].contiguous(),
             query_ends=list(range(1, n + 1)),
             kv_lens=[kv_len] * n,
@@ -133,7 +135,7 @@ class AttentionSteps:
         )
 
     def of_step(self, inputs: HostStep, step: DeviceStep) -> AttentionMetadata:
-        """Return the metadata of any mixture of live requests.
+        """Return the metadata of a step without a full graph, for any mixture of live requests.
 
         Args:
             inputs: the step's arrays on the host.

@@ -2,10 +2,10 @@
 recurrent states; each of its blocks is one entry of the state cache.
 
 Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. The
-parts of a block in all layers are gathered in a slot, so that one transfer moves all parts. The
-main stream gathers and scatters blocks in the order of the engine's messages, so a block has the
-contents that the scheduler expects. The transfers run on another stream, while steps run. A thread
-reads and writes the files; it never uses the device.
+parts of a block in all layers are gathered in a slot, so that one transfer moves all parts. Blocks
+are gathered and scattered on the main stream, in the order of the engine's messages. So a block has
+the contents that the scheduler expects. The transfers run on another stream, while steps run. A
+thread reads and writes the files; it never uses the device.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Job:
 
     @property
     def num_whole(self) -> int:
-        """Number of written blocks; or, if the job reads, of leading blocks that were read."""
+        """Number of written blocks; in a job that reads, of leading blocks that were read."""
         if not self.is_load:
             return sum(self.whole.values())
         count = 0
@@ -162,8 +162,8 @@ class BlockCopier:
         )
 
     def begin_upkeep(self, number: int, kind: JobKind, files: Sequence[FileName]) -> None:
-        """Begin a job that deletes or touches files. It may run before blocks of earlier jobs are
-        written.
+        """Begin a job that deletes or touches files. The job may run before the blocks of earlier
+        jobs are written.
         """
         self._upkeep.add(number)
         self._for_files.put(_Upkeep(number, kind, deque(files)))
@@ -246,7 +246,7 @@ class BlockCopier:
         slot.state = "on device"
 
     def _scatter(self, slot: _Slot, piece: _Piece) -> None:
-        """Launch the copy of blocks that were read from files: from pinned memory to the cache."""
+        """Launch the copy from pinned memory to the cache, for blocks that were read from files."""
         count = piece.num_whole
         index = self._npu.upload(piece.block_ids[:count])
         with runtime().stream(self._stream):
@@ -288,7 +288,7 @@ class BlockCopier:
         try:
             while self._for_files.empty() and self._tiers.write_late():
                 pass
-        except Exception:  # the block is in the first tier only
+        except Exception:  # then the block is only in the first tier
             logger.exception("copying a KV block to the second tier failed")
         return self._for_files.get()
 

@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states after the last tokens of prompts, for requests for embeddings."""
+"""Embeddings: hidden states after the last tokens of prompts, which a request can ask for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class ComingEmbeddings:
     states: Tensor
 
     def read(self) -> dict[int, bytes]:
-        """Return the embeddings by index among the sampled requests; the copy must have ended."""
+        """Return the embeddings by index among the sampled requests.
+
+        Call this after the end of the copy.
+        """
         states = np.ascontiguousarray(self.states.numpy(), "<f4")
         return {i: row.tobytes() for i, row in zip(self.samples.tolist(), states, strict=True)}
 

@@ -45,7 +45,8 @@ class GraphStore:
         return not self._graphs and not self._uncommitted
 
     def find(self, graph: BatchDescriptor, kv_len: int) -> Captured:
-        """Return the captured graphs of a descriptor for requests of at most ``kv_len`` tokens.
+        """Return the captured graphs of a descriptor that are large enough for requests of
+        ``kv_len`` tokens.
 
         Raises:
             ReplayMismatchError: there is no graph that steps may replay.
@@ -141,7 +142,7 @@ class GraphStore:
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """Memory that all captures use together."""
+        """Memory that all captured graphs use together."""
         return self._pool.memory()
 
     def _capture(self, graph: BatchDescriptor, record: Callable[[], Bucket]) -> CaptureCost:

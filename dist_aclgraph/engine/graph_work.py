@@ -31,7 +31,7 @@ from dist_aclgraph.topology import ChooseExchange
 
 @dataclass(frozen=True, kw_only=True)
 class GraphWork:
-    """The work of full graphs and of pieces, over static inputs. Owns nothing.
+    """The work that full graphs and pieces do on the static inputs. Owns nothing.
 
     Attributes:
         drafts: None if the model does not draft.

@@ -66,7 +66,8 @@ from dist_aclgraph.steps.step import RankPlan, StepResult
 from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
-PROMPT_PLACES = 64  # For log-probabilities of prompts, the logits of 64 tokens exist at once.
+# For log-probabilities of prompts, the logits of at most 64 tokens exist at the same time.
+PROMPT_PLACES = 64
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -198,8 +199,8 @@ class ModelRunner:
             self._buffers.addresses,
             max_len,
             graph_lens,
-            # With several steps in flight, lengths are not guessed: they are sent when a step is
-            # queued.
+            # With several steps in flight, lengths are not guessed, because they are sent when a
+            # step is queued.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -250,7 +251,7 @@ class ModelRunner:
         self._watch.on_lap = note
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens that references name, [n] int32."""
+        """Return the tokens to which references refer, [n] int32."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
@@ -328,7 +329,7 @@ class ModelRunner:
         records = unpack_ints(batch.scheduled, 4)
 
         land = partial(self._flights.land, records)
-        # If the previous step ends meanwhile, it is reported before this step ends.
+        # If the previous step ends meanwhile, it is reported during this call.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):
@@ -497,7 +498,8 @@ class ModelRunner:
         land: Callable[[], IntArray],
         answer: Callable[[], None],
     ) -> Flight:
-        """Run any mixture of requests: the decoder as ``MixedWork`` does, everything else eagerly.
+        """Run any mixture of requests: ``MixedWork`` runs the decoder, and everything else runs
+        eagerly.
 
         Args:
             answer: called between segments; reports the previous step if that step has ended.
@@ -545,8 +547,8 @@ class ModelRunner:
     def _know_tokens(
         self, inputs: HostStep, land: Callable[[], IntArray], answer: Callable[[], None]
     ) -> None:
-        """Read and report the step in flight if this step's masks depend on its tokens. Meanwhile
-        the device runs this step's decoder.
+        """If the masks of this step depend on tokens of the step in flight, read and report that
+        step. Meanwhile the device runs this step's decoder.
         """
         if self._samples and self._flights and self._matchers.concern(inputs):
             land()

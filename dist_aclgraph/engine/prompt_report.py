@@ -22,7 +22,7 @@ class ComingPrompt:
     """The report of some tokens of a prompt, whose copy to the host is queued.
 
     Attributes:
-        place: index of the request in the step; first: position of the first token.
+        place: index of the request in the step. first: position of the first of these tokens.
         packed: [m, 2 * (1 + n) + 1] float32, pinned; columns as in ``ComingLogprobs.packed``.
         num_best: n, number of most probable tokens that are reported.
     """
@@ -33,7 +33,7 @@ class ComingPrompt:
     num_best: int
 
     def read(self) -> PromptLogprobs:
-        """Return the report; the copy must have ended."""
+        """Return the report. Call this after the end of the copy."""
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1  # number of columns with the ids and the rank
         ids = values[:, :width].view(np.int32)
@@ -75,7 +75,7 @@ def queue_prompts(
         begin = kv_len - query_end + (int(inputs.query_ends[place - 1]) if place else 0)
         end = min(kv_len, int(settings["num_prompt_tokens"][place]) - 1)
         num_best = int(settings["prompt_logprobs"][place])
-        if begin >= end:  # no token of the prompt follows
+        if begin >= end:  # no token of the prompt follows these tokens
             continue
         # The index in the step at which position 0 of the request is, or would be if the step ran
         # it.

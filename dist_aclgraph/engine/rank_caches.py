@@ -18,7 +18,7 @@ from dist_aclgraph.models.decoder import Decoder
 @dataclass(eq=False)
 class RankCaches:
     """Owns the caches of the decoder's layers, in ``decoder``. The next-token module's cache, which
-    ``DraftSteps`` owns, is made and set to zero together with them.
+    ``DraftSteps`` owns, is made, and set to zero, together with these caches.
 
     Attributes:
         drafts: None if the model does not draft.

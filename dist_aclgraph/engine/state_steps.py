@@ -87,7 +87,7 @@ class StateSteps:
         )
 
     def begin(self, rows: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Give rows to requests, before ``restore``.
+        """Prepare the states of rows that new requests get. Call this before ``restore``.
 
         Args:
             states: all tensors with slots.

@@ -185,7 +185,7 @@ class StepOutput:
             self._counted[coming.rows] += 1
 
     def _find_last(self, step: HostStep, token_ids: TokensAt) -> None:
-        """Keep the last tokens of rows with bad words, before this step overwrites these tokens."""
+        """Copy the last tokens of rows with bad words, before this step overwrites these tokens."""
         self._coming_rows, self._coming = NO_INTS, None
         words = self._batch.sampling.bad_words
         if words:
@@ -197,7 +197,7 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return the logits of special places; last tokens of bad words are forbidden."""
+        """Return the logits of special places, in which the last tokens of bad words are forbidden."""
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits

@@ -66,7 +66,7 @@ class Flight:
 @dataclass(kw_only=True, eq=False)
 class StepsInFlight:
     """Owns the queued steps, oldest first. Queues the copy of a step's output to the host, waits
-    for it, and makes the result of the step. Does not know how a step is computed.
+    for it, and makes the result of the step. Does not depend on how a step is computed.
 
     Attributes:
         tally: int64, of shape ``TALLY_SHAPE``, the counters of experts.
@@ -156,7 +156,7 @@ class StepsInFlight:
 
         Args:
             report: called with each result.
-            stage: the stage of the next step that the host works on.
+            stage: the stage of the next step on which the host works at present.
             is_queued: whether enough work of the next step is queued, so that the device runs while
                 the host queues the rest.
         """

@@ -29,7 +29,7 @@ ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
-SPACE = r"[\s\x1c-\x1f]"  # the same characters as Python's ``\s``
+SPACE = r"[\s\x1c-\x1f]"  # matches the same characters as Python's ``\s``
 # Keywords of a schema that restrict an object as a whole, and not one of its properties.
 _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),

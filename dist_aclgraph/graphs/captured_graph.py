@@ -1,4 +1,6 @@
-"""One captured full graph, from capture to release: its accepted inputs and its attention tasks."""
+"""One captured full graph, from capture to release: the inputs that it accepts, and its attention
+tasks.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class CapturedPieces:
         return made[0]
 
     def begin(self) -> None:
-        """Begin again with the first piece."""
+        """Let the next call replay the first piece again."""
         self._next = 0
 
     def replay(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:

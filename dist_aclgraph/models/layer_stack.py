@@ -144,8 +144,8 @@ class DecoderLayer:
 def load_layer(
     slices: WeightSlices, spec: ModelSpec, kind: AttentionKind, index: int
 ) -> DecoderLayer:
-    """Return this rank's part of layer ``index``; an index after the decoder's last layer is
-    allowed.
+    """Return this rank's part of layer ``index``, which may be the layer of a next-token module,
+    after the decoder's last layer.
     """
     prefix = f"model.layers.{index}"
     input_norm = _load_input_norm(slices, spec, f"{prefix}.input_layernorm.weight")

@@ -82,7 +82,7 @@ class LazyGraphs:
     def note(
         self, num_tokens: int, query_len: int, replayed: BatchDescriptor | None, step: int
     ) -> None:
-        """Count a step: the use of its graph, and the tokens that a better graph would have saved."""
+        """Count a step: the use of its graph, and the tokens that a better graph would save."""
         if replayed is not None and replayed in self._used:
             self._used[replayed] = self._used.pop(replayed)
         shape = self._shape_of(num_tokens, query_len)

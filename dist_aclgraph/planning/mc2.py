@@ -73,7 +73,8 @@ class Mc2Operators:
         takes_scales: whether the weights of experts are sent with the tokens in both directions.
         takes_mask: whether the operators accept a mask of rows that are not sent.
         ranks_of_node: necessary number of ranks on each node; None if any number is possible. A
-            group fills its nodes, so this is also the necessary number of NPUs of a node.
+            group uses all NPUs of its nodes, so this is also the necessary number of NPUs of a
+            node.
     """
 
     name: str

@@ -20,7 +20,7 @@ class WaitingRequests:
         self.queue: deque[Request] = deque()
         # Requests that wait until their blocks are looked up in files, or read from files.
         self._fetching: set[Request] = set()
-        # Requests whose grammars are compiled, with their last rank and row.
+        # Requests that wait for the compilation of their grammars, with their last rank and row.
         self._compiling: dict[Request, tuple[int, int]] = {}
 
     def __len__(self) -> int:

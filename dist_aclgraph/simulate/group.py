@@ -218,8 +218,8 @@ class SimulatedGroup:
         return ready
 
     def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
-        """Advance the clock to ``until_s``, and yield the results of each step. If copies
-        change while no step runs, yield empty results.
+        """Advance the clock to ``until_s``, and yield the results of each step. If copy jobs begin
+        or end while no step runs, yield empty results.
 
         If ``until_s`` is infinite, stop when all work is done.
         """

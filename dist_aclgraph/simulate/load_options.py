@@ -114,7 +114,7 @@ def draw_load(
 
 
 def until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]:
-    """Yield the requests that arrive up to a time."""
+    """Yield the requests that arrive until a given time."""
     for arrival in arrivals:
         if arrival.arrival_s > max_seconds:
             return

@@ -84,7 +84,8 @@ class DraftSteps:
         return self._drafter.drafts
 
     def move(self, inputs: DeviceStep) -> None:
-        """Add the number of accepted drafts to the positions, and select the matching slots.
+        """Add the numbers of accepted drafts to the positions, and select the slots of the new
+        positions.
 
         Changes positions, slots and draft slots of a graph's static inputs in place.
         """

@@ -49,14 +49,14 @@ class Row:
         self._matcher: llguidance.LLMatcher | None = None
         self.permitted = permitted
         self.is_shared = is_shared
-        self._end_words = end_words  # the bits of tokens that end an output
+        self._end_words = end_words  # mask with the bits of the tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
         self._seen: list[int] = []  # the first ``num_seen`` tokens of the output; empty if shared
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
-        self._answer: int | None = None  # number of tokens before the answer
+        self._answer: int | None = None  # number of tokens of the output before the answer
         self.complaint = ""
         self._spent_s = 0.0
         self._num_charged = 0  # number of tokens for whose masks ``_spent_s`` was spent
@@ -95,7 +95,7 @@ class Row:
             self._answer = 0
         elif self._answer is not None and self.num_seen < self._answer:
             self._answer = None
-        if self.num_seen == 0:  # The first token decides whether the output begins with reasoning.
+        if self.num_seen == 0:  # Only the first token can begin reasoning.
             self._opens = False
             self._answer = None if structure.think_end >= 0 else 0
 

@@ -25,7 +25,7 @@ MAX_KEPT_BYTES = 1 << 28  # maximum memory of all grammars that are kept for fur
 # its lexer gets more states; we measured up to 100 MB with the maximum number of states.
 MAX_KEPT = 64
 # We measured that a compiled grammar usually needs up to 500 bytes for each of its characters. Some
-# grammars need much more, for example a grammar of the multiples of a large number.
+# grammars need much more, for example a grammar that accepts the multiples of a large number.
 BYTES_OF_CHAR = 500
 
 
@@ -54,7 +54,7 @@ class Grammars:
         return kept is None or not kept.cancelled()
 
     def stop_sharing(self, structure: Structure) -> None:
-        """From now on, compile a structure's grammar for each request.
+        """From now on, compile a structure's grammar separately for each request.
 
         All copies of a matcher share the states of its lexer, and the library limits the number of
         these states. When several requests together have reached the limit, no copy can be used any
@@ -67,7 +67,8 @@ class Grammars:
             self._kept[key] = nothing
 
     def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
-        """Return the matcher of a structure's grammar as a future; begin to compile a new grammar.
+        """Return the matcher of a structure's grammar as a future. If the grammar is new, begin to
+        compile it.
 
         The caller copies the matcher, because requests with the same grammar and salt share it
         while ``shares`` returns true.

@@ -2,8 +2,8 @@
 
 A row's mask is a function of its grammar and its output. So every rank that samples computes the
 mask itself, and nothing is sent between ranks. Before each step, a row's matcher is moved to the
-end of the row's output: forward by new tokens, or back if tokens were discarded (a void step, a
-rewind, drafts that were not accepted).
+end of the row's output: new tokens move it forward, and discarded tokens (of a void step, of a
+rewind, rejected drafts) move it back.
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only tokens that end the output are forbidden. After a maximum number of tokens, the
@@ -36,7 +36,7 @@ from dist_aclgraph.text.grammars import Vocabulary
 
 
 class Masks(NamedTuple):
-    """The allowed tokens of some places.
+    """The masks of some places: their allowed tokens.
 
     Attributes:
         places: [m], indices among the special places of a step.
@@ -212,7 +212,8 @@ class Matchers:
                 continue
             if complaint := self._rows[row].complaint:
                 self._failed[sample] = complaint
-            own[num_logits:] = own[num_logits - 1]  # places without a logit repeat the last mask
+            # places without logits get a copy of the last mask
+            own[num_logits:] = own[num_logits - 1]
         if not wanted:
             return None
         first = np.array([index for index, _ in wanted], np.int32) * size
@@ -237,7 +238,8 @@ class Matchers:
         Args:
             first: position of the token that is sampled at the first place.
             words: [>= 1 + len(drafts), num_words].
-            until_s: how long to wait for masks that a thread computes (``time.monotonic``).
+            until_s: until this time (of ``time.monotonic``), wait for masks that a separate thread
+                computes.
         """
         row = self._rows[row_id]
         target = first - row.begin
@@ -269,7 +271,7 @@ class Matchers:
             row.fill(words[place])
         if drafts:
             row.go_back(target)
-        if begin_s is not None:  # for a slow row, the thread measures the time
+        if begin_s is not None:  # for a slow row, the separate thread measures the time
             row.charge(time.thread_time() - begin_s, num_new)
         return row.error
 

@@ -69,7 +69,7 @@ class SlowRow(Row):
         return is_same and is_good and self.free_from == sampling.min_tokens
 
     def drop(self) -> None:
-        """Compute no further masks; no request uses this row any more."""
+        """End the computation of masks, because no request uses this row any more."""
         self._is_dropped = True
         if self._mask is not None:
             self._mask.cancel()
@@ -80,7 +80,7 @@ class SlowRow(Row):
 
         Args:
             words: [num_words].
-            patience_s: how long to wait for the mask.
+            patience_s: maximum wait for the mask.
 
         Raises:
             NotReadyError: the mask is not computed yet.
@@ -131,6 +131,6 @@ class SlowRow(Row):
         return self._words
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        if matcher.is_stopped():  # a valid token is now a stop token
+        if matcher.is_stopped():  # after this token, the only valid token is a stop token
             return super()._consume(matcher, token)
         return self._grammars.consume(matcher, token)

@@ -27,7 +27,7 @@ _LESS_THAN_ONE = 1 - 2.0**-23
 def mix_seeds(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Return the seeds of rows as ``make_keys`` needs them, [n].
 
-    Applies SplitMix64's finaliser (Steele, Lea and Flood, 2014).
+    The function is SplitMix64's finaliser (Steele, Lea and Flood, 2014).
     """
     return _finalise(seeds.astype(np.uint64) + _GOLDEN)
 
@@ -37,7 +37,7 @@ def make_keys(
 ) -> npt.NDArray[np.int32]:
     """Return one key for each pair of seed and position, uniform over 32 bits.
 
-    Applies the finaliser again, to the result of ``mix_seeds`` and the position.
+    The key is the finaliser's value for the sum of the mixed seed and the position.
     """
     mixed = _finalise(seeds ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
     return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)

@@ -69,7 +69,7 @@ def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
     if biases is None:
         return logits.float()
     if biases.where is None:
-        return torch.add(biases.values, logits)  # one operator, which also converts the logits
+        return torch.add(biases.values, logits)  # this single operator also converts the logits
     return logits.float().index_add(0, biases.where, biases.values)
 
 
@@ -122,7 +122,7 @@ class ComingLogprobs:
 
     Attributes:
         asking: [m], indices of the places.
-        wanted: [m], number of most probable tokens that each place wants.
+        wanted: [m], for each place, the requested number of most probable tokens.
         packed: [m, 2 * (count + 1) + 1] float32, pinned. Columns: the ids of the chosen token and
             of the ``count`` most probable tokens, and the rank of the chosen token, all as bits of
             int32; then the log-probabilities of these tokens.

@@ -33,7 +33,7 @@ class WideTopK:
     """Places whose k is too large for the operator.
 
     Attributes:
-        where: [m] int64, indices of the places; most: the largest k.
+        where: [m] int64, indices of the places. most: the largest k.
         last: [m, 1] int64, k - 1 of each place.
     """
 
@@ -230,7 +230,8 @@ def _send_least(
     has_min_p = is_random & (settings["min_p"] > 0)
     if not has_min_p.any():
         return None
-    less = np.full(len(settings), np.inf, np.float32)  # Infinity: the place does not use min-p.
+    # Infinity means that the place does not use min-p.
+    less = np.full(len(settings), np.inf, np.float32)
     chosen = settings[has_min_p]
     less[has_min_p] = -chosen["temperature"] * np.log(chosen["min_p"])
     return _column(less, to_device)
@@ -295,7 +296,7 @@ class KnownPlaces:
         if self._table.is_all_plain or not len(sampled_rows):
             return None
         if not self._is_known(sampled_rows):
-            self._rows = None  # Nothing is valid until all parameters are sent.
+            self._rows = None  # Until all parameters are sent, the device has no valid parameters.
             self._places = self._send(sampled_rows)
             self._version = self._table.version
         # The caller passes the same array object as long as the rows do not change.
