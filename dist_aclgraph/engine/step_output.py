@@ -197,7 +197,7 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return the logits of special places, in which the last tokens of bad words are forbidden."""
+        """Return the logits of special places, with the last tokens of bad words forbidden."""
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits

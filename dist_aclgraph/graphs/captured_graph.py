@@ -1,6 +1,4 @@
-"""One captured full graph, from capture to release: the inputs that it accepts, and its attention
-tasks.
-"""
+"""One captured full graph, from capture to release, with its attention tasks."""
 
 from __future__ import annotations
 

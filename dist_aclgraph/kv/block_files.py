@@ -2,12 +2,12 @@
 
 A file holds one block of one rank: all layers, one tensor after the other. Its name is the hash of
 the block's tokens and of all tokens before them, so every request with these tokens can use the
-file. A file gets its name when it is complete, and does not change afterwards. Any number of
-processes read and write the same folder; the file system is their only index. If one process
-deletes a file while another process reads it, the reader can still read the whole file.
+file. A file is renamed to its final name when it is complete, and does not change afterwards. Any
+number of processes read and write the same folder; the file system is their only index. If one
+process deletes a file while another process reads it, the reader can still read the whole file.
 
-One file, protected by a lock, counts the folder's bytes. If a new file does not fit, the least
-recently used files are deleted.
+One file, protected by a lock, contains the number of the folder's bytes. If a new file does not
+fit, the least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return os.path.exists(self.path_of(block_hash))  # if the disk fails, the result is False
+        return os.path.exists(self.path_of(block_hash))  # also False if the disk fails
 
     def num_bytes(self) -> int:
         """Return the size of all block files below the root, from the file with the count; 0
@@ -177,7 +177,7 @@ class BlockFiles:
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
         """Store a block's file that another node has sent; return whether the file exists now.
 
-        Returns False also if the header does not match the name or the contents.
+        Also returns False if the header does not match the name or the contents.
 
         Args:
             file: the result of ``file_bytes`` on the other node.
@@ -273,8 +273,8 @@ class BlockFiles:
                 count[0] = max(0, count[0] + num_bytes)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Reserve bytes for a new file, after deleting old files if necessary; return whether that
-        succeeded.
+        """Reserve bytes for a new file, and delete old files if necessary; return whether there is
+        enough room.
         """
         if num_bytes > self.max_bytes:
             return False

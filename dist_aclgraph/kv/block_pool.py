@@ -78,7 +78,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that requests can still get.
+        """Number of blocks that can be allocated now.
 
         With ``counts_shared``, this can be smaller than the number of blocks without a reference.
         """
@@ -101,7 +101,7 @@ class BlockPool:
         """
         self._ref_counts = [0] * self.num_blocks
         self._num_references = 0
-        # The smallest ids are allocated first, which makes traces easy to read.
+        # The smallest ids are allocated first, so that traces are easy to read.
         self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
         # Blocks that are free and cached; the block that was freed first is the first.
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -117,8 +117,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, and add one reference to each block.
 
-        Free blocks without cached contents are allocated first; then cached blocks, the block that
-        was freed first at the beginning.
+        Free blocks without cached contents are allocated first; then cached blocks, in the order in
+        which they were freed.
 
         Raises:
             OutOfBlocksError: fewer than ``count`` blocks are free; no block was allocated.
@@ -148,7 +148,7 @@ class BlockPool:
         return block_ids
 
     def num_free_without(self, block_ids: Sequence[int]) -> int:
-        """Return how many blocks would be free after ``share(block_ids)``."""
+        """Return the number of free blocks that would remain after ``share(block_ids)``."""
         if self.counts_shared:
             return self.num_free - len(block_ids)
         return self.num_free - sum(self._ref_counts[block_id] == 0 for block_id in block_ids)

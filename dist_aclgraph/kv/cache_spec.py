@@ -88,7 +88,8 @@ class KVCacheSpec:
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
-        """Return the cache of one rank. With drafts, it includes the next-token module's layer.
+        """Return the cache of one rank. If the model drafts, the cache includes the layer of the
+        next-token module.
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks.
@@ -155,11 +156,11 @@ class KVCacheSpec:
         blocks = num_blocks - 1  # number of blocks without the dummy block
         return min(
             max_model_len, blocks * self.tokens_per_block + 1
-        )  # the KV of a request's last token is never written
+        )  # one more, because the KV of a request's last token is never written
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return every rank's number of blocks: the configured number, or all useful blocks that
-        fit.
+        """Return every rank's number of blocks: the configured number, or the number of useful
+        blocks that fit in memory.
 
         Args:
             free_bytes: number of free bytes of the rank with the least free memory.
@@ -197,8 +198,8 @@ class KVCacheSpec:
         return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
-        """Return how many blocks, the dummy block included, fit in a rank's memory together with
-        the slots of states.
+        """Return the number of blocks, including the dummy block, that fit in a rank's memory in
+        addition to the slots of states.
 
         Every rank of a group must use the smallest result of all ranks.
 

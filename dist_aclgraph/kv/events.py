@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 Encoding = Literal["array", "map"]
-# Name of the device's memory in events; all routers understand only this name.
+# Name of the device's memory in events, the only name that all routers understand.
 DEVICE = "GPU"
 NAME_BYTES = 8  # in events, the name of a block is an unsigned integer of 64 bits
 
@@ -100,7 +100,7 @@ class CacheEvents:
         # blocks that were reported as stored, and not as evicted since
         self._known: set[BlockHash] = set()
         self._events: list[_Stored | _Removed | _Cleared] = []
-        self._last_stored = b""  # hash of the last block, if the last event is a _Stored
+        self._last_stored = b""  # if the last event is a _Stored, hash of its last block
 
     def stored(self, block_hash: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> None:
         """Report a stored block. Consecutive blocks of a prefix share an event.

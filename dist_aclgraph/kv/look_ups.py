@@ -63,7 +63,10 @@ LookUp = Callable[[Files], T]
 
 
 class LookUps:
-    """Looks up files in the caller's thread; only for files in memory, because no call may hang."""
+    """Looks up files in the caller's thread.
+
+    Use it only for files in memory, because no call may hang.
+    """
 
     num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
 
@@ -77,7 +80,7 @@ class LookUps:
         return self._files.has_state is not None
 
     def ask(self, look_up: LookUp[T]) -> Answer[T]:
-        """Begin a look-up; return its answer. The look-up itself must not return None."""
+        """Begin a look-up; return its ``Answer``. The function ``look_up`` must not return None."""
         result = look_up(self._files)
         return lambda: result
 
@@ -105,7 +108,7 @@ class _Call:
 
 
 class DiskLookUps(LookUps):
-    """Looks up files on a thread. Any thread may call the methods.
+    """Looks up files in a separate thread. Any thread may call the methods.
 
     Args:
         files: the files in memory.
@@ -199,7 +202,9 @@ def find_or_fetch(
 
 
 def look_ups_of(tiers: KVTiers, states: KVTiers | None) -> LookUps:
-    """Return the look-ups of files of blocks and, with recurrent state, of checkpoints."""
+    """Return an object that looks up files of blocks, and, with recurrent state, files of
+    checkpoints.
+    """
     has_state = None if states is None else states.has
     everywhere = Files(tiers.has, has_state, tiers.num_bytes)
     if DISK not in tiers.names:

@@ -37,7 +37,8 @@ class HeadPart:
 
 
 class OtherLayouts:
-    """The files of one tier whose parts of the heads are larger or smaller than ``part``.
+    """The files of one tier that were written by groups with larger or smaller parts of the heads
+    than ``part``.
 
     In a block, each tensor is [token slots, heads of the part, bytes of a head].
 

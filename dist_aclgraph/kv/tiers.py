@@ -126,8 +126,8 @@ class CachePlace:
 
 
 class KVTiers:
-    """The files of one worker's blocks, in memory and on disk. One thread reads and writes; any
-    thread may call ``has`` and ``num_bytes``.
+    """The files of one worker's blocks, in memory and on disk. Only one thread may read and write;
+    any thread may call ``has`` and ``num_bytes``.
 
     Args:
         tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
@@ -402,7 +402,7 @@ def _files_of(
 def foreign_problem(root: Path) -> tuple[str, str] | None:
     """Return why other users could change a folder, and a remedy; None if they cannot."""
     status = root.stat()
-    # In /dev/shm, another user can make a link to a folder of this user.
+    # In /dev/shm, another user can make a link that leads to a folder of this user.
     is_foreign = root.lstat().st_uid not in (0, os.getuid())
     if is_foreign or status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
         return (

@@ -1,5 +1,5 @@
 """Grouped-query attention over the paged KV cache. Attention runs eagerly, or is captured as a task
-of a graph; the lengths of a task can be updated.
+of a graph; then the lengths of the task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
 ``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists. In graphs
@@ -105,8 +105,8 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The tokens of a step that attend to chosen keys of each shard, on the shard's rank. They are
-    the first tokens of the step.
+    """The first tokens of a step, which attend to their chosen keys on all shards; each shard's
+    rank computes the attention to the keys of its shard.
 
     Attributes:
         place: place of this rank, with its shard.
@@ -133,7 +133,8 @@ class AttentionMetadata:
         num_tokens: number of live tokens of this rank; activations can have more rows.
         written: [num_written], slots of new KV; for slot -1 nothing is written. The slots are in
             the order of this rank's live tokens; if a prompt is split, of the tokens of all ranks.
-        num_exchanged: if a prompt is split, number of tokens of each rank in ``written``; else 0.
+        num_exchanged: if a prompt is split, number of elements of ``written`` for each rank; else
+            0.
         written_rope: rotary rows of the tokens in ``written``; None if the cache write needs no
             rotary rows.
         block_table: [num_reqs, max_blocks] int32, of requests that attend directly.
@@ -392,7 +393,7 @@ def launch(
 def run_now(
     operator: AttentionOperator, arguments: Arguments, out: Tensor, sums: Tensor | None
 ) -> None:
-    """Run an attention operator whose arguments include the lengths."""
+    """Run an attention operator; the arguments must include the lengths."""
     operator.overload(out=_outputs(operator, arguments, out, sums), **arguments)
 
 

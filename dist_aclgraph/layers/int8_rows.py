@@ -50,8 +50,8 @@ def in_floats(rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Int8Norm:
-    """A norm of a sum, with results in int8, which only int8 products use. torch_npu has no such
-    operator without the sum.
+    """A norm of a sum, with results in int8, which only int8 products use. torch_npu has no
+    operator that only normalises and quantises.
     """
 
     norm: RmsNorm

@@ -29,7 +29,8 @@ from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
 from dist_aclgraph.shapes.heads import padded_latent_heads
 
-NORM_EPS = 1e-6  # epsilon of the norms inside attention; other norms may have another epsilon
+# epsilon of the norms inside attention, which may differ from the epsilon of other norms
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Row:
             self._answer = 0
         elif self._answer is not None and self.num_seen < self._answer:
             self._answer = None
-        if self.num_seen == 0:  # Only the first token can begin reasoning.
+        if self.num_seen == 0:  # no token has begun reasoning yet
             self._opens = False
             self._answer = None if structure.think_end >= 0 else 0
 

@@ -37,7 +37,7 @@ def make_keys(
 ) -> npt.NDArray[np.int32]:
     """Return one key for each pair of seed and position, uniform over 32 bits.
 
-    The key is the finaliser's value for the sum of the mixed seed and the position.
+    The key comes from the finaliser, applied to the mixed seed and the position together.
     """
     mixed = _finalise(seeds ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
     return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
