@@ -31,8 +31,8 @@ def with_log_folder(config: Config, folder: str | None = None) -> Config:
     """Return the configuration with a name for the log folder.
 
     Args:
-        folder: the name of the folder, used if the configuration names none; None makes a name from
-            the time and the model.
+        folder: the name of the folder, used if the configuration names none; if None, the name is
+            made from the time and the model.
     """
     logging = config.logging
     if logging.folder is not None:
@@ -79,7 +79,7 @@ def _sweep(new: Path, num_kept: int) -> None:
     others = [path for path in new.parent.iterdir() if path != new and (path / LOCK).is_file()]
     by_age = sorted(others, key=last_change_s, reverse=True)
     for path in by_age[num_kept - 1 :]:
-        with suppress(OSError):  # locked by a process, or removed by another process
+        with suppress(OSError):  # raised if a process has locked or removed the folder
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -121,7 +121,7 @@ class ProcessLog:
         return main, access
 
     def fields(self) -> dict[str, Any]:
-        """Return the values that every line has."""
+        """Return the values that are part of every line."""
         found = {
             "host": self._host,
             "role": self.role,
@@ -242,7 +242,7 @@ def _text_of(value: Any) -> str:
     text = str(value)
     if _BARE.fullmatch(text):
         return text
-    # With quotes and escapes, a client's text cannot look like another value or another line.
+    # Quotes and escapes prevent that a client's text looks like another value or another line.
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 

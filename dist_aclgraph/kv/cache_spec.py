@@ -154,9 +154,8 @@ class KVCacheSpec:
         the cache.
         """
         blocks = num_blocks - 1  # number of blocks without the dummy block
-        return min(
-            max_model_len, blocks * self.tokens_per_block + 1
-        )  # one more, because the KV of a request's last token is never written
+        # One token more than the blocks, because the KV of a request's last token is never written.
+        return min(max_model_len, blocks * self.tokens_per_block + 1)
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
         """Return every rank's number of blocks: the configured number, or the number of useful

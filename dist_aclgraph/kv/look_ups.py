@@ -169,8 +169,7 @@ class DiskLookUps(LookUps):
             if not call.is_late:
                 try:
                     call.result = call.run()
-                # the thread continues, and the caller looks up only files in memory
-                except Exception:
+                except Exception:  # the thread continues; the caller uses the files in memory
                     logger.exception("looking up KV files failed")
             call.done.set()
 

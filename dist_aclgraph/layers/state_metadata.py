@@ -1,8 +1,8 @@
 """The states of linear attention, and the slots that the tokens of a step read and write.
 
 The state of a request in one layer has two parts: the last inputs of the convolution, and a matrix
-for each value head. A state has constant size; it lies in a slot, whose number is equal in all
-layers. Slot 0 belongs to no request: padding reads and writes it.
+for each value head. All states have the same size. A state is in a slot, which has the same number
+in all layers. Slot 0 belongs to no request; padding reads and writes slot 0.
 
 The tokens of a step are in this order: tokens of direct requests, prompt tokens, padding. Names of
 shapes: n requests, t tokens, w width of the convolution.
@@ -105,8 +105,8 @@ class DirectStates:
     with ``accepted`` 1. If the next step has a single token, it must name 5 with ``accepted`` 1.
 
     Attributes:
-        slots: [t] int32. Except for slot 0, no two requests name the same slot. A padding request
-            names slot 0 for all of its tokens.
+        slots: [t] int32, the slot that each token names. Except for slot 0, no two requests name
+            the same slot. A padding request names slot 0 for all of its tokens.
         accepted: [n] int32, 1 to the request's length; 1 for padding.
         sources: [n] int32, the slot in which each request begins.
     """

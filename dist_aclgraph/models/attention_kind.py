@@ -20,7 +20,7 @@ Cache = Any
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The capacity of a layer's cache.
+    """The capacity of a layer's cache, and the types of its elements.
 
     Attributes:
         num_blocks: number of KV blocks, the dummy block included.
@@ -83,7 +83,7 @@ class AttentionKind(Protocol):
     """The attention state that all layers of one kind share."""
 
     def load(self, slices: WeightSlices, index: int) -> LayerAttention:
-        """Return this rank's attention of layer ``index``."""
+        """Return the attention of layer ``index`` on this rank."""
 
     def make_cache(self, room: CacheRoom) -> Cache:
         """Return one layer's cache. Block 0 and slot 0 must not contain NaN, because padding reads
@@ -99,9 +99,9 @@ class PagedKind(AttentionKind, Protocol):
         takes_long_queries: whether a request may attend directly with any number of queries, if the
             cache is not sharded.
         ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
-        reads_device_rows: whether attention reads the lengths of requests on the device. Such
-            attention attends to chosen keys. If the cache is sharded, the lengths count the index
-            keys, which every rank keeps whole.
+        reads_device_rows: whether attention reads the lengths of requests on the device. This is
+            true for attention to chosen keys. If the cache is sharded, the lengths are numbers of
+            index keys, of which every rank has all.
     """
 
     slot_dtype: torch.dtype

@@ -213,7 +213,7 @@ class Checkpoint:
             out.narrow(dim, there.shape[dim], missing).zero_()
 
     def _gathered(self, piece: Tensor) -> Tensor:
-        """Return a piece with contiguous elements, which is valid until the next call."""
+        """Return a piece with contiguous elements, in a buffer that the next call overwrites."""
         if piece.is_contiguous():
             return piece
         if self._room.numel() < piece.nbytes:
@@ -222,7 +222,7 @@ class Checkpoint:
         return gathered.copy_(piece)
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return the form in which a product gets a matrix: ``dtype``, int8, or four bits.
+        """Return the form of a matrix in a product: ``dtype``, int8, or four bits.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -384,11 +384,12 @@ class Checkpoint:
         return name if self.has_head else name.removeprefix("model.")
 
     def count_ignored(self) -> int:
-        """Return the number of tensors that belong to other parts of the model."""
+        """Return the number of tensors of other parts of the model, such as an image encoder."""
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def refuse_unread_biases(self) -> None:
-        """After all weights are read, refuse stored biases of these weights that were not read.
+        """Call this after all weights were read. Refuse stored biases that belong to these weights
+        and were not read.
 
         Tools can add biases that the model does not have. Other weights, such as the weights of
         other ranks' experts, are not checked.
@@ -444,7 +445,9 @@ class _Rows:
         return str(self._source.get_dtype())
 
     def get_shape(self) -> list[int]:
-        """Return the shape of these rows; or the stored shape, if its number of rows is wrong."""
+        """Return the shape of these rows; if the stored tensor has a wrong number of rows, return
+        its shape.
+        """
         stored = list(self._source.get_shape())
         return [self._rows.count, *stored[1:]] if stored[:1] == [self._rows.total] else stored
 

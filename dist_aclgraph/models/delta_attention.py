@@ -24,7 +24,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class DeltaAttention:
-    """The linear attention of one layer on this rank. Subclasses have the other two methods of
+    """The linear attention of one layer on this rank. Subclasses implement the other two methods of
     ``LayerAttention``.
 
     Attributes:
@@ -75,7 +75,7 @@ class DeltaHeads:
 
 
 class DeltaKind:
-    """State that all layers of such a kind share: the rank's heads and the rule.
+    """State that all layers of one kind of linear attention share: the rank's heads and the rule.
 
     Also loads the weights that all forms have.
     """

@@ -76,7 +76,7 @@ class DummyCheckpoint:
         out.zero_()
 
     def refuse_unread_biases(self) -> None:
-        """Do nothing: no bias is stored."""
+        """Does nothing, because no bias is stored."""
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
         stored = self._int4_formats.of(self._names.stored(name))

@@ -1,9 +1,10 @@
 """The fused operators for layers with int8 products, and the storage format of int8 weights. Each
-can be used only with some chips, versions and types.
+of them can be used only with some chips, versions and types.
 
 The limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
-(op-plugin); none was tested on an NPU. Roundings differ: a fused operator quantises float32, while
-separate operators round to the type of activations before they quantise.
+(op-plugin); none was tested on an NPU. The results of fused and of separate operators are rounded
+differently: a fused operator quantises float32 values, but separate operators first round values to
+the type of activations.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def _load_xielu(slices: WeightSlices, prefix: str) -> Xielu:
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Layers one after another, and a norm after the last layer.
+    """A sequence of layers, and a norm after the last layer.
 
     Attributes:
         rope: returns the rotary rows of positions; all layers use the same rows.
@@ -265,7 +265,7 @@ class LayerStack:
     def _segments(
         self, embed: Embed, step: ExpertStep, metadata: AttentionMetadata | None
     ) -> list[Segment]:
-        """Return the segments of the forward pass: one more than there are layers."""
+        """Return the segments of the forward pass. There is one segment more than layers."""
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -110,7 +110,9 @@ class MultiHeadLatentAttention:
 
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether the inputs of attention are inputs of the prologue."""
+    """Return whether these inputs of attention are the inputs of the prologue, not of separate
+    operators.
+    """
     return inputs[0].dtype == torch.int8
 
 
@@ -213,7 +215,8 @@ class LatentKind:
 class MultiHeadLatent(LatentKind):
     """State of the layers in which a query attends to all keys that it sees."""
 
-    takes_long_queries = False  # For direct attention, the operator accepts only few queries.
+    # In direct attention, the operator accepts only a small number of queries.
+    takes_long_queries = False
     reads_device_rows = False
 
     def load(self, slices: WeightSlices, index: int) -> MultiHeadLatentAttention:

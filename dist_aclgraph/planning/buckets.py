@@ -21,7 +21,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run_mode: FULL graphs contain attention; with PIECEWISE graphs, attention runs between the
             pieces.
-        query_len: number of tokens of each request; 0 accepts any mixture of prefill and decode.
+        query_len: number of tokens of each request; 0 if the graphs accept any mixture of prefill
+            and decode.
         buckets: sizes in tokens, ascending.
         refused: sizes that some rank could not capture; no rank tries these sizes again.
         max_buckets: the largest number of captured buckets that every rank could have at the same
@@ -62,7 +63,7 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         """Return the family without one graph, and with at most ``limit`` of the other graphs.
 
         Both changes are permanent: the size of the graph is not tried again, and the family never
-        gets more than ``limit`` sizes.
+        has more than ``limit`` sizes.
         """
         left = [b for b in self.buckets if without is None or b != without.num_tokens]
         if limit is not None:
@@ -154,10 +155,10 @@ def _mixed_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
 
 
 class BufferSizes(NamedTuple):
-    """The largest sizes of inputs and outputs of all graphs."""
+    """The largest sizes that the inputs and the outputs of any graph have."""
 
     num_tokens: int
-    num_reqs: int  # number of rows of block tables
+    num_reqs: int  # number of rows of the block tables
     num_samples: int  # number of rows of logits
 
 

@@ -43,7 +43,7 @@ class Chip:
         """Refuse a type, a head size or a block size that attention does not support on this chip.
 
         Args:
-            whose: the device in plain words.
+            whose: a text that names the device, for messages.
 
         Raises:
             ConfigError: the message names key, value, limit and remedy.
@@ -73,7 +73,7 @@ class Chip:
         lengths of padding.
         """
         parallel = config.parallel
-        # Each rank attends to its cache with the queries of all ranks that share the cache.
+        # A rank computes attention to its cache for the queries of all ranks that share the cache.
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)
@@ -87,10 +87,11 @@ class Chip:
         return facts.indexer is not None or self._has_split_fuse(config, facts)
 
     def _has_split_fuse(self, config: Config, facts: ModelFacts, head_ranks: int = 1) -> bool:
-        """Whether attention uses the tiling of CANN 9; unsupported calls use the tiling of CANN 8.
+        """Whether attention uses the tiling of CANN 9. For calls that this tiling does not support,
+        CANN 9 uses the tiling of CANN 8.
 
         Args:
-            head_ranks: number of ranks whose heads attend together.
+            head_ranks: number of ranks whose heads are in one call of attention.
         """
         tp = config.parallel.tp
         heads = heads_per_rank(facts.num_heads, tp, is_latent=facts.mla)

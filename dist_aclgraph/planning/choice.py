@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-NO_GAIN = 1 - 1e-9  # relative difference that rounding can cause between equal costs
+NO_GAIN = 1 - 1e-9  # largest relative difference between equal costs that rounding can cause
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -54,7 +54,7 @@ def choices(
     Args:
         sizes: candidates, ascending.
         weights: frequency of each number of live tokens.
-        costs: cost of one step at each size, all in the same unit.
+        costs: cost of one step at each size; all costs have the same unit.
     """
     up_to = _weight_up_to(sizes, weights)
     # pays[j, i]: cost of the batches that are larger than size i - 1 and at most size j, if they

@@ -19,7 +19,8 @@ def blocks_per_slot(block_bytes: int) -> int:
 
 
 def slot_bytes(block_bytes: int, state_bytes: int = 0) -> int:
-    """Return the bytes of all slots of a rank, on the device; as many bytes are in pinned memory.
+    """Return the bytes of all slots of a rank on the device. The slots use the same number of bytes
+    of pinned memory.
 
     Args:
         state_bytes: bytes of the state of a request in all layers, on one rank.

@@ -19,15 +19,16 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 
 # Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
-# all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
-# times were not measured on an NPU.
+# all_gather. To send this many bytes, a link of 20 GB/s needs as much time as two dozen small
+# operators; this was not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
 # Minimum capacity in rows per rank. With few tokens, ranks get very different numbers of rows.
 MIN_CAPACITY = 16
 
 
 def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
-    """Return how many rows a rank may send to each rank in an all-to-all of ``num_rows`` tokens.
+    """Return the maximum number of rows that a rank may send to each rank in an all-to-all of
+    ``num_rows`` tokens.
 
     Args:
         factor: capacity as a multiple of the expected number of rows; all choices of experts are

@@ -59,7 +59,7 @@ class LazyGraphs:
         # Number of the step in which each shape failed last.
         self._failed: dict[BatchDescriptor, int] = {}
         self._evicted: Counter[BatchDescriptor] = Counter()
-        self.has_change = False  # whether ``next_change`` would return a change now
+        self.has_change = False  # whether ``next_change`` would return a change at present
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
@@ -95,8 +95,8 @@ class LazyGraphs:
         self.has_change |= self._pays(shape)
 
     def next_change(self) -> LazyChange | None:
-        """Return the capture of the shape with the largest savings, and reset its savings; None if
-        no shape could have saved enough.
+        """Return the decision to capture the shape with the largest savings, and reset these
+        savings; None if no shape could have saved enough.
         """
         if not self.has_change or not self._capacity:
             return None

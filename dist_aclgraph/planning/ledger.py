@@ -10,7 +10,7 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # a prediction with a smaller relative error causes no warning
+TOLERANCE = 0.10  # largest relative error of a prediction without a warning
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):
@@ -94,7 +94,8 @@ class Ledger(msgspec.Struct, kw_only=True):
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
         """Set the measured cost of ``term``; a term without a prediction gets the prediction 0.
 
-        Streams are ignored if captures do not change the device's count of free streams.
+        The measured streams are ignored if captures do not change the device's count of free
+        streams.
         """
         if unit == "streams" and not self.counts_streams:
             return

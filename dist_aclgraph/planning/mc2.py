@@ -21,7 +21,7 @@ MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 
 class Mc2Batch(NamedTuple):
-    """The sizes of one dispatch and combine.
+    """The sizes of one dispatch and of its combine.
 
     Attributes:
         num_rows: number of tokens of the rank with the most tokens.
@@ -91,7 +91,7 @@ class Mc2Operators:
     ranks_of_node: int | None = None
 
 
-# Among the possible algorithms, the first one is preferred.
+# The first possible algorithm in this list is preferred.
 MC2_OPERATORS = (
     Mc2Operators(
         "A2",

@@ -200,7 +200,7 @@ def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
-    """Return the end of an error message: how to make a part of the memory smaller."""
+    """Return the end of an error message, which says how to make a part of the memory smaller."""
     limits = config.scheduler
     # the size of MC2's only buffer, because MC2 has only one domain
     own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)
@@ -280,7 +280,8 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
     max_len = spec.max_model_len(config)
-    # Logits, the greatest logit of each row, and the hidden states from which drafting begins.
+    # Sizes of: logits, the greatest logit of each row, and the hidden states from which drafting
+    # begins.
     outputs = num_samples * (vocab_size + 1) + (num_tokens * spec.hidden_size if k else 0)
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * spec.num_rope_tables * (max_len + SPARE_POSITIONS) * rope_dim

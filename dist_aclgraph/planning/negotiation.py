@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 LATER_SHARE = 4  # At most a quarter of a rank's streams is reserved for later graphs.
-NAMED_RANKS = 8  # An error message names at most 8 ranks, and counts the others.
+# An error message names at most 8 ranks, and contains only the number of the other ranks.
+NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return the affordable number of buckets of each family, with the lowest expected cost.
+    """Return, for each family, the number of buckets: the affordable numbers with the lowest
+    expected cost.
 
     The batches of a family without a bucket run eagerly, which costs more than other families can
     save. So choices are compared in this order: number of families without a bucket, weight of
@@ -250,7 +252,7 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Return the families without the sizes that need more memory than a rank offers, and the
+    """Remove the sizes that need more memory than a rank offers; return the families, and the
     reasons.
     """
     fitting, reasons, lacking = [], [], []

@@ -64,7 +64,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
-        """Return the next version of the plan, with the number of graphs that ranks could capture.
+        """Return the next version of the plan, with as many graphs as the ranks could capture.
 
         If an operator failed, only the failed graph is removed. If streams or memory ran out, the
         family of the failed graph gets as many buckets as it had captured, if possible with the

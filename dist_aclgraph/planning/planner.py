@@ -50,7 +50,8 @@ class Planner:
         mode_reasons: reasons for changes of the graph mode.
         cache_spec: the KV cache of one rank.
         max_model_len: maximum length of a request.
-        families: graphs that are captured if every rank has enough streams and memory.
+        families: graphs that are captured before serving if every rank has enough streams and
+            memory.
         lazy_families: graphs that may be captured while serving.
     """
 
@@ -134,7 +135,7 @@ class Planner:
         )
 
     def reserved_bytes(self, plan: GraphPlan, offers: Sequence[StreamOffer]) -> dict[int, int]:
-        """Return, by rank, the bytes that a plan's graphs and lazy graphs need.
+        """Return, by rank, the bytes that the plan's graphs and the lazy graphs need together.
 
         Args:
             offers: all offers from which the plan was chosen.

@@ -102,8 +102,8 @@ def propose(
 ) -> GraphPlan | None:
     """Return the next version of a plan, or None if no other plan is much better for the traffic.
 
-    The new plan has the same families with the same largest buckets. So every batch that replays a
-    graph with the old plan will also replay a graph with the new plan.
+    The new plan has the same families with the same largest buckets. So if a batch replays a graph
+    of the old plan, it will also replay a graph of the new plan.
 
     Args:
         traffic: traffic since the first use of the plan, with decay.
@@ -173,8 +173,8 @@ def transition(
 
     All captures are before the releases, and the largest graph is captured first. If too few
     streams or bytes are free for the next capture, a graph that is not in the new plan is released
-    first. After each action, every limit that both plans obey is still obeyed, and the largest
-    bucket of each family exists.
+    first. Limits that both plans obey are also obeyed after each action, and the largest bucket of
+    each family always exists.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.

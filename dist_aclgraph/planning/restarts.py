@@ -82,11 +82,13 @@ class RestartBudget(Backoff):
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
 
     def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
-        """Replace this budget's restarts by restarts of these ages, in seconds; see ``ages_s``."""
+        """Replace the restarts that this budget has counted by restarts of these ages, in seconds;
+        see ``ages_s``.
+        """
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:
-        """If a restart is allowed, count it; return whether it is allowed."""
+        """Return whether a restart is allowed; if so, count the restart."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):

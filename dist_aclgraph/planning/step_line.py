@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
-# smallest relative difference of sizes; below it, rounding errors determine the slope
+# relative differences of sizes below this value are too small to compute a slope
 ONE_SIZE = 1e-9
 
 
@@ -42,7 +42,7 @@ class LineFit:
     def line(self) -> Line:
         """Return the fitted line, with values of at least 0.
 
-        At least one step must have been added.
+        Call this only after at least one step was added.
         """
         weight, tokens, seconds, squares, products = self._sums.tolist()
         spread = weight * squares - tokens**2

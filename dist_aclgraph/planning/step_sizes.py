@@ -11,9 +11,9 @@ SPARE_POSITIONS = 16
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
     """Return the width of the block table: blocks for the tokens and for 3 k positions of drafts.
 
-    A step verifies k drafts after the last token, and drafting adds k positions. If the host has
-    not read the number of accepted drafts yet, the step can begin up to k positions after the
-    position that the host assumes.
+    A step verifies k drafts after the last token, and drafting adds another k positions. If the
+    host has not read the number of accepted drafts yet, the step can begin up to k positions after
+    the position that the host assumes.
     """
     return -(-(num_tokens + 3 * num_drafts) // block_size)
 

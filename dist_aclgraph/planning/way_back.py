@@ -60,7 +60,8 @@ class Failure:
     """The known facts about a failed group.
 
     Attributes:
-        faults: the fault of each rank that reported one; None means an unknown error.
+        faults: the reported fault of each rank that has reported a fault; None means an unknown
+            error.
         lost: ranks whose process has exited or does not answer.
         in_a_row: number of resumptions since the last ``SOUND_STEPS`` steps without a failure.
         may_resume: whether the configuration allows stopping and restarting devices.

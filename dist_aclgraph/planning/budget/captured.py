@@ -29,8 +29,8 @@ SUMMED_NORMS = 10
 # Sparse attention itself has no more entries than attention whose parameters are updated.
 INDEXER = 7
 # Operators of a layer of experts: router, routing, products and shared experts. These operators
-# replace the two products and the activation of a dense layer (DENSE). Gathering tokens adds ten
-# operators; an all-to-all with its indices adds thirty-nine.
+# replace the two products and the activation of a dense layer (DENSE). If tokens are gathered, ten
+# operators are added; with an all-to-all and its indices, thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # entries on the lane of shared experts: wait, two products, activation, record
 # The cache write and attention need one entry each; the wait for attention's parameters and the
@@ -39,15 +39,16 @@ ATTENTION = 10
 # If lengths are never updated, a layer has the cache write and attention. The mask needs indices, a
 # comparison, and a copy of the block table; each graph computes the mask once.
 PADDED_ATTENTION, MASK = 2, 3
-# Upper limit of the additional operators if the cache is sharded: queries are joined; results are
-# converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
-# sixteen additional operators.
+# Upper limit of the additional operators if the cache is sharded. They join queries; and they
+# convert results to float32, mask, send and merge them. Latent attention with copies of heads needs
+# all sixteen additional operators.
 SHARDED = 16
-# Upper limit of the further operators if sparse attention has a sharded cache: the choice is mapped
-# to slots of the shard, and the log-sum-exps are computed from their parts.
+# Upper limit of the further operators if sparse attention has a sharded cache: they map the chosen
+# keys to slots of the shard, and compute the log-sum-exps from their parts.
 REMAPPED = 26
-# Additional operators if latents are stored in int8. The write has six more: two copies, a
-# rotation, the quantisation, a join and the scatter. Attention joins the parts of its queries.
+# Additional operators if latents are stored in int8. The write of the cache has six more: two
+# copies, a rotation, the quantisation, a join and the scatter. One more operator joins the parts of
+# queries.
 INT8_LATENTS = 7
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
@@ -168,7 +169,9 @@ def _experts(workload: Workload) -> int:
 
 
 def _is_spread(domain: Domain) -> bool:
-    """Whether experts are spread over this domain, so that tokens must be sent to experts."""
+    """Whether the experts are divided among the ranks of this domain, so that tokens must be sent
+    to experts.
+    """
     return "ep" in domain.kinds and "tp" not in domain.kinds
 
 

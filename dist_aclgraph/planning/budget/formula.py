@@ -19,7 +19,8 @@ DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
 CONTEXT_PARALLEL_STREAMS = 100  # number of streams that are subtracted for PCP, and again for DCP
-GROUP_STREAMS = 40  # number of streams subtracted for each of TP and DP without AIV
+# number of streams that are subtracted for TP, and again for DP, if HCCL does not use AIV
+GROUP_STREAMS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,9 @@ class LegacyInputs:
 
     @property
     def num_graphs(self) -> int:
-        """Number of piecewise graphs of one bucket: layers + 1, for the model and for drafts."""
+        """Number of piecewise graphs of one bucket: number of layers + 1, for the model, and again
+        for the draft model.
+        """
         graphs = self.num_hidden_layers + 1
         return graphs + self.draft_layers + 1 if self.draft_layers else graphs
 
@@ -86,7 +89,8 @@ def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
     if inputs.aiv:
         if not inputs.moe:
             left -= inputs.streams_per_graph * inputs.num_graphs
-        # vllm-ascend also divides twice; one division by the product could round differently.
+        # Two divisions, as in vllm-ascend, because one division by the product could round
+        # differently.
         return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
     if variant != "v0.11":
         left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))

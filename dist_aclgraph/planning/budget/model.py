@@ -56,7 +56,7 @@ class Limit:
     def admits(self, counts: Sequence[int]) -> bool:
         """Whether the amount is enough for ``counts`` buckets of each family.
 
-        Fewer buckets never need a larger amount.
+        If the amount is enough, it is also enough for fewer buckets.
         """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
@@ -103,7 +103,7 @@ def total(price: Price) -> int:
 
 
 def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
-    """Return the limit by the rank's streams."""
+    """Return the limit that follows from the rank's streams."""
     return Limit("streams for graphs", offer.usable, tuple(prices))
 
 

@@ -24,7 +24,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources that one rank can give to graphs; sent from worker to controller."""
+    """The resources that one rank can give to graphs.
+
+    A worker sends its offer to the controller.
+    """
 
     rank: int  # world rank
     available: int  # number of free streams of the device

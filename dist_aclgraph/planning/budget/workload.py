@@ -85,7 +85,10 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The different sets of ranks in rank 0's collectives; all ranks have equally many sets."""
+        """The different sets of ranks with which rank 0 runs collectives.
+
+        All ranks have equally many sets.
+        """
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(
