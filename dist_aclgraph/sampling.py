@@ -41,13 +41,13 @@ def check_structure_length(num_chars: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The output format that a request demands. Exactly one of the first six fields is set.
+    """The output format that a request requires. Exactly one of the first six fields is set.
 
     The fields have the names of vLLM's ``StructuredOutputsParams``.
 
     Attributes:
         json: a JSON schema, as text or as an object; the order of an object's keys is preserved.
-        regex: a regular expression that the whole answer matches.
+        regex: a regular expression that must match the whole answer.
         choice: texts, one of which is the answer.
         grammar: a grammar in the language of Lark or of GBNF ("::=").
         json_object: whether the answer is any JSON object.
@@ -116,14 +116,15 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """The output format of a request, in tokens of the model's vocabulary.
+    """The output format of a request, compiled for the tokens of the model's vocabulary.
 
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
         is_slow: whether the computation of the allowed tokens can take longer than a step.
         num_bytes: memory that the compiled grammar takes.
         salt: compiled grammars are shared only between requests with the same salt.
-        end_ids: tokens that end the output. They are forbidden in reasoning before a grammar.
+        end_ids: tokens that end the output. In reasoning before an answer with a grammar, these
+            tokens are forbidden.
         think_begin, think_end: tokens around the reasoning; -1 without reasoning. The grammar does
             not apply to the reasoning.
         is_thinking: whether the output begins within the reasoning. If not, the output's first
@@ -154,18 +155,18 @@ class SamplingParams:
         temperature: [0, 2]; below 1e-5, the most probable token is chosen; values from 1e-5 to 0.01
             are raised to 0.01.
         top_k: only the k most probable tokens may be drawn; with 0 or -1, all tokens.
-        top_p: (0, 1], keep the smallest set of most probable tokens whose total probability reaches
-            top_p.
-        min_p: [0, 1], drop tokens below min_p times the highest probability.
+        top_p: (0, 1], only the smallest set of most probable tokens with a total probability of at
+            least top_p may be drawn.
+        min_p: [0, 1], tokens with less than min_p times the highest probability are not drawn.
         presence_penalty, frequency_penalty: [-2, 2], subtracted from the logits of tokens that are
             in the output.
         repetition_penalty: > 0; for tokens that are in the prompt or the output, positive logits
             are divided by this number, and negative logits are multiplied by it.
         seed: random numbers depend only on seed and position; None, and -1 as in vLLM, draw a
             random seed.
-        logprobs: number of alternatives to report for each token; None reports nothing.
-        prompt_logprobs: number of alternatives to report for each prompt token except the first
-            one.
+        logprobs: number of most probable tokens to report for each token; None reports nothing.
+        prompt_logprobs: number of most probable tokens to report for each prompt token except the
+            first one.
         stop: strings that end the text.
         include_stop_str_in_output: whether the text contains the stop string that ended it.
         stop_token_ids: ids that end the output, in addition to the model's stop tokens.
@@ -279,7 +280,7 @@ class SamplingParams:
 
 
 def check_truncation(value: object) -> None:
-    """Check a number of tokens to which prompts are truncated; see ``truncated``."""
+    """Check the number of tokens to which a prompt is truncated; see ``truncated``."""
     if value is not None and value != -1:
         _integer("truncate_prompt_tokens", value, 1, 2**31 - 1, or_else="-1")
 

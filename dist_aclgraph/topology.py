@@ -21,10 +21,10 @@ ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]
 MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
-# Messages for users contain world ranks. Group ranks count from 0 in each lockstep group.
+# Messages for users contain world ranks. Group ranks begin at 0 in each lockstep group.
 WorldRank = NewType("WorldRank", int)
 GroupRank = NewType("GroupRank", int)
-NO_RANK = WorldRank(-1)  # the worker has no rank yet, or its rank is not known
+NO_RANK = WorldRank(-1)  # placeholder for a worker that has no rank yet, or whose rank is not known
 Ranks = tuple[int, ...]
 # the argument is the padded number of tokens of each rank
 ChooseExchange = Callable[[int], ExchangeKind | None]

@@ -66,8 +66,7 @@ from dist_aclgraph.steps.step import RankPlan, StepResult
 from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
-# For log-probabilities of prompts, the logits of at most 64 tokens exist at the same time.
-PROMPT_PLACES = 64
+PROMPT_PLACES = 64  # For log-probabilities of prompts, at most 64 rows of logits exist at once.
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -346,8 +345,7 @@ class ModelRunner:
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            # In an eager step, the host may need more time to launch the kernels than the device
-            # needs to run them.
+            # The host may launch an eager step's kernels more slowly than the device runs them.
             answer_early = partial(answer, is_queued=plan.graph is not None)
             flight = self._run(plan, rank, inputs, land, answer_early)
             self._batch.note_samples(inputs)
@@ -426,9 +424,7 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send the probable attention lengths of the next step to the device, until all are sent or
-        ``is_wanted_elsewhere`` returns true.
-        """
+        """Send probable lengths of the next step until ``is_wanted_elsewhere`` returns true."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -498,8 +494,7 @@ class ModelRunner:
         land: Callable[[], IntArray],
         answer: Callable[[], None],
     ) -> Flight:
-        """Run any mixture of requests: ``MixedWork`` runs the decoder, and everything else runs
-        eagerly.
+        """Run any mixture of requests: ``MixedWork`` runs the decoder; all other work is eager.
 
         Args:
             answer: called between segments; reports the previous step if that step has ended.

@@ -98,5 +98,5 @@ def load_joined_products(
 
 
 def _bias(bias: Tensor) -> Tensor:
-    """Convert a bias to the type that the operator requires for weights of the bias's present type."""
+    """Convert a bias to the type that the operator requires with weights of the bias's type."""
     return bias.float() if bias.dtype == torch.bfloat16 else bias

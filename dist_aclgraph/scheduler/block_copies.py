@@ -133,7 +133,7 @@ class BlockCopies:
 
     @property
     def _num_free(self) -> int:
-        """Number of additional blocks that copy jobs may hold."""
+        """Number of further blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
         if self._pool.counts_shared:  # the pool may count each reference as a used block
@@ -158,8 +158,8 @@ class BlockCopies:
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Return True if none of these blocks waits to be written or is being written, or if copy
-        jobs are too late.
+        """Return False if one of these blocks waits to be written or is being written. If copy jobs
+        are too late, always return True.
         """
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
@@ -238,9 +238,9 @@ class BlockCopies:
     def find(
         self, hashes: Sequence[BlockHash], first: int = 0, fetch: FetchBlocks | None = None
     ) -> Answer[int]:
-        """Look up how many leading blocks a request can have without computing them: ``first``
-        blocks that are cached, and the following blocks that have files. If the model has recurrent
-        state, the last of these blocks must also have a checkpoint with a file.
+        """Look up the number of leading blocks that a request need not compute: ``first`` cached
+        blocks, and the following blocks that have files. If the model has recurrent state, the last
+        of these blocks must also have a checkpoint with a file.
 
         Args:
             fetch: fetches the blocks that have no files; then the files are looked up again.
@@ -254,13 +254,14 @@ class BlockCopies:
         return find_or_fetch(ask, fetch, hashes)
 
     def _count(self, hashes: Sequence[BlockHash], files: Files) -> int:
-        """Return how many leading blocks have files. May run on the thread for look-ups.
+        """Return the number of leading blocks that have files. This function may run in the thread
+        for look-ups.
 
         The binary search assumes that no file exists after the first missing file, because files of
         later blocks are deleted first (``block_files``). If the assumption is wrong, the result may
         be too large; then reading the missing file fails. The first file is always looked
-        up, because the files of a prefix can be deleted before the files of later blocks: while the
-        device's cache has the prefix, no request reads its files.
+        up, because the files of a prefix can be deleted before the files of later blocks: as long
+        as the prefix is in the device's cache, no request reads the files.
         """
 
         def is_missing(index: int) -> bool:
@@ -287,8 +288,8 @@ class BlockCopies:
         checkpoint after the last block.
 
         Returns False if copies are late, if no checkpoint is free, if a block's file must be
-        deleted (``condemn``), or if too many blocks are being read. The number of blocks is limited
-        because a disk may never answer, and the other requests need blocks, too.
+        deleted (``condemn``), or if too many blocks are being read. The number of blocks is
+        limited, because other requests also need blocks, and a disk may never answer.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
             return False
@@ -336,7 +337,8 @@ class BlockCopies:
         Args:
             is_idle: whether no step runs; then small batches are written without delay, because the
                 launches delay no step.
-            may_touch: whether files of cached blocks may be touched now, which must be rare.
+            may_touch: whether the jobs may touch files of cached blocks. This must be true only
+                rarely.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)
@@ -423,8 +425,8 @@ class BlockCopies:
         return copy.request
 
     def _leave_condemned(self, copy: _Copy, count: int) -> int:
-        """Return how many of the ``count`` leading blocks that were read may be used. Blocks that
-        were condemned meanwhile are cleaned.
+        """``count`` leading blocks were read; return how many of them may be used. Blocks that were
+        condemned meanwhile are cleaned.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)

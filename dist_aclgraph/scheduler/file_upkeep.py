@@ -13,7 +13,7 @@ from itertools import islice
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-MAX_CONDEMNED = 4096  # maximum number of blocks that are known to be condemned
+MAX_CONDEMNED = 4096  # maximum number of condemned blocks that are recorded
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
 TOUCH_S = 10.0  # minimum number of seconds between the beginnings of two such jobs
 
@@ -42,7 +42,8 @@ class FileUpkeep:
         return block_hash in self._condemned
 
     def take_condemned(self, busy: Collection[BlockHash]) -> list[BlockHash]:
-        """Return the blocks whose files must be deleted now. ``end_deletion`` must follow.
+        """Return the blocks whose files must be deleted now. Call ``end_deletion`` after the
+        deletion.
 
         Args:
             busy: blocks that are being copied; their files are deleted later.
@@ -62,7 +63,7 @@ class FileUpkeep:
         """Record that a job has deleted files, or that the job was dropped."""
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
-                continue  # the block was condemned again meanwhile
+                continue  # skipped: the block was condemned again meanwhile
             if is_done:
                 del self._condemned[block_hash]
             else:

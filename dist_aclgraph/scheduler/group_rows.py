@@ -73,7 +73,8 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return for each rank whether all requests stay below their limits with one more token.
+        """Return for each rank whether all requests stay below their limits if each gets one more
+        token.
 
         Args:
             ranks: [n], different ranks.
@@ -108,6 +109,6 @@ class GroupRows(Columns):
         return found
 
     def _is_used(self, lens: Places) -> npt.NDArray[np.bool_]:
-        """Return [n, capacity]: whether a rank has a request at the index."""
+        """Return [n, capacity]: true at the indices at which a rank has a request."""
         is_used: npt.NDArray[np.bool_] = np.arange(self._capacity) < lens[:, None]
         return is_used

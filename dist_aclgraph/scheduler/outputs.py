@@ -1,4 +1,4 @@
-"""The results of a step, for all requests at once."""
+"""The results of a step, for all requests together."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ class StepOutputs(Struct, frozen=True):
 
     @property
     def each_logprobs(self) -> tuple[RowLogprobs | None, ...]:
-        """[num_new], a report or None for each token, even if ``logprobs`` is empty."""
+        """[num_new], for each token, its report or None; of this length even if ``logprobs`` is
+        empty.
+        """
         return self.logprobs or (None,) * self.num_tokens
 
     def __len__(self) -> int:

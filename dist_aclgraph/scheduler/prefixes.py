@@ -54,8 +54,8 @@ class Prefixes:
         are looked up once in each wait of a request.
         """
         copies, pool = self._copies, self._pool
-        # The next step cleans dirty blocks, and would overwrite the contents that a copy job has
-        # read into such a block.
+        # Dirty blocks are not used, because the next step cleans them, and would overwrite the
+        # contents that a copy job has read.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
@@ -102,7 +102,7 @@ class Prefixes:
     def begin_checkpoints(
         self, rows: RunningRows, chunks: Sequence[Chunk], flight: Flight
     ) -> bytes:
-        """Choose a checkpoint for each prompt whose chunk ends where the state must be copied.
+        """Choose a checkpoint for each prompt whose state must be copied at the end of its chunk.
 
         Stores the checkpoints in ``flight``.
 

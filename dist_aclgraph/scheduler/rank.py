@@ -84,8 +84,7 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._changes = RowChanges(index, rows)
         self._ends = RequestEnds()
-        # the last step, if the next step can be a repetition of this step
-        self._steady: RankStep | None = None
+        self._steady: RankStep | None = None  # the last step, if the next step may repeat it
         # The builder of quiet steps. A quiet step decodes the same requests as the previous step,
         # and runs nothing else. A step that is not quiet removes the builder.
         self._quiet_builder: StepBuilder | None = None
@@ -208,9 +207,8 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Whether the step may start the request.
 
-        False if the rank has no free row, or if the step has no free token. Also False if the last
-        attempt to start this request found too few free blocks, and the number of free blocks has
-        not grown since.
+        False without a free row or a free token of the step. Also False if the last attempt to
+        start this request found too few free blocks, and their number has not grown since.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -311,20 +309,16 @@ class RankScheduler:
         return [] if self.pool.checkpoints is None else self._preempt(self.running)
 
     def lose_kv(self) -> list[Request]:
-        """Free all blocks and clear the prefix cache; return the running requests, which must wait
-        again.
-        """
+        """Free all blocks, clear the prefix cache; return the running requests, which wait again."""
         victims = self._preempt(self.running)
         self.pool.clear()
         self._refused = None
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without the requests that were removed since its
-        decision.
+        """Return the only step in flight, without requests that were removed since its decision.
 
-        The step must not write blocks of these requests, because the blocks may be in the prefix
-        cache now.
+        The blocks of these requests must not be written: they may be in the prefix cache now.
         """
         (flight,) = self._flights
         is_there = flight.places >= 0

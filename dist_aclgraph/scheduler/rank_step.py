@@ -124,11 +124,11 @@ class StepBuilder:
             tokens.
         budget: number of tokens that may still be added to the step.
         max_chunk: maximum number of tokens of one prompt while other requests want to run.
-        is_open: whether waiting requests may be started.
+        is_open: whether the step may start waiting requests.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.
-        kind: the work that the step may contain. "mixed" allows any work; "decode" allows only
-            requests whose prompt is computed; "prompt" allows only a chunk of one prompt.
+        kind: the work that the step may contain. with "mixed", any work; with "decode", only
+            requests whose prompt is computed; with "prompt", only a chunk of one prompt.
         checkpoints: the checkpoints of a model with recurrent state; else None. A chunk ends where
             its state is copied to a checkpoint.
     """
@@ -169,7 +169,8 @@ class StepBuilder:
         """Add chunks of running requests that have not sampled a token, in order of service.
 
         Args:
-            before: add only requests that are served before this waiting request; None adds all.
+            before: only requests that are served before this waiting request are added; if None,
+                all are added.
         """
         while self.unserved and self.budget > 0:
             index = self.unserved[0]
@@ -307,7 +308,7 @@ class RankStep:
         )
 
     def _check_indices(self, result: StepResult) -> None:
-        """Check that the result names only requests of this step."""
+        """Check that the result contains only indices of requests of this step."""
         num_samples = len(self.num_logits)
         if not all(0 <= prompt.place < self.num_reqs for prompt in result.prompts):
             raise self._mismatch(result, "prompts of other requests")
@@ -317,7 +318,8 @@ class RankStep:
             raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
     def read_unmasked(self, result: StepResult) -> IntArray:
-        """Return [n], indices of the sampled requests for which one rank had no grammar mask.
+        """Return [n], indices among the sampled requests: the requests for which one rank had no
+        grammar mask.
 
         Raises:
             WorkerError: the result does not fit this step.
@@ -336,7 +338,7 @@ class RankStep:
         return counts
 
     def _samples(self, result: StepResult, packed: bytes, brought: str) -> IntArray:
-        """Return the indices among the sampled requests that a result names."""
+        """Return the indices, among the sampled requests, that a result contains."""
         if not packed:
             return NO_INTS
         indices = unpack_ints(packed)

@@ -28,10 +28,11 @@ class Request:
             request is scheduled.
         arrival: order of arrival; the scheduler sets ``arrival``, ``deadline`` and
             ``max_total_tokens``.
-        deadline: number of the step by which the prompt should have run. At arrival, the deadline
-            is the current step plus one step for each ``SchedulerConfig.prompt_share`` tokens. The
-            request with the earliest deadline is served first. So short prompts run before a long
-            prompt, until the long prompt has waited for as many steps as its computation needs.
+        deadline: number of the step by which the whole prompt should have run. At arrival, the
+            deadline is the current step plus one step for each ``SchedulerConfig.prompt_share``
+            tokens. The request with the earliest deadline is served first. So short prompts run
+            before a long prompt, until the long prompt has waited for as many steps as its
+            computation needs.
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
@@ -52,12 +53,12 @@ class Request:
         prefill_s: time from ``admitted_s`` to the first token; the owner measures this time.
         has_looked: whether the files of the request's blocks were looked up since the request began
             to wait.
-        look_up: returns how many leading blocks are cached or have files, or None while the files
-            are looked up; None if no look-up runs.
+        look_up: function that returns the number of leading blocks that are cached or have files;
+            it returns None while the files are looked up. None if no look-up runs.
         fetch: fetches blocks that another group has computed; used at most once, None if there is
             no such group.
-        is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
-            again without shared blocks.
+        is_suspect: whether the logits were NaN or infinite once. Such a request is computed again
+            without shared blocks.
     """
 
     __slots__ = (
@@ -149,7 +150,7 @@ class Request:
 
     @property
     def has_output(self) -> bool:
-        """Whether the request came with output, because another group has begun it."""
+        """Whether the request was submitted with output, because another group has begun it."""
         return self.prompt_end < self.num_prompt_tokens
 
     @property
@@ -170,7 +171,8 @@ class Request:
         self.look_up = None
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """Return how many new tokens the request gets if a stop token ends the request; else None.
+        """If a stop token ends the request, return how many of the new tokens the request gets;
+        else None.
 
         Args:
             num_known: number of the request's tokens before the new tokens.

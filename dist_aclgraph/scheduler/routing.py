@@ -19,8 +19,8 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 # The router adds this number of tokens for each open request to the uncomputed tokens of its
 # prompt, because the request runs in every step until its end.
 REQUEST_TOKENS = 64
-# A cached token counts twice, because it saves time for this request and for the requests that wait
-# behind it.
+# The factor of cached tokens is 2, because a cached token saves time for this request, and also for
+# the requests that wait behind it.
 WORTH_OF_CACHED = 2
 
 
@@ -46,7 +46,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
     """Return the hashes of the full blocks of a prompt that a prefix cache can supply.
 
-    As in the scheduler, the last token is never cached, because its logits are needed.
+    As in the scheduler, the last token never comes from the cache, because its logits are needed.
 
     Args:
         prompt: int32 [num_prompt_tokens].
@@ -81,7 +81,7 @@ class PrefixMemory:
         return len(hashes)
 
     def note(self, hashes: Sequence[BlockHash]) -> None:
-        """Record blocks that the group is about to compute or to reuse."""
+        """Record blocks that the group will compute or reuse."""
         # The last blocks are dropped first, because a block is useless if a block before it was
         # dropped.
         for block_hash in reversed(hashes):

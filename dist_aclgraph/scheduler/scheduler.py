@@ -78,8 +78,7 @@ class Scheduler:
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
         num_drafts: number of drafts that workers make for each sampled request.
-        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first worker owns the rank's
-            output.
+        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first worker owns its output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
         exact: whether other requests must not change the shape of the step that computes a token.
             Then a step contains either a chunk of one prompt on each rank, or requests whose prompt
@@ -137,8 +136,7 @@ class Scheduler:
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
-        # requests that the last decision has removed from the queue
-        self.admitted: list[Request] = []
+        self.admitted: list[Request] = []  # requests that the last decision started
         self.num_admitted_tokens = 0
         # Number of tokens of admitted requests that were found in the prefix cache.
         self.num_cached_tokens = 0
@@ -237,8 +235,7 @@ class Scheduler:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
         if self._in_flight and self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS:
-            # no step may follow before it is certain that the step in flight need not run again
-            return None
+            return None  # the step in flight may have to run again first
         lacks = [rank.lack() for rank in self.ranks]
         if any(lack and rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
             return None
@@ -454,9 +451,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all results that the requests of the steps need, and its padding
-        fits in the cache.
-        """
+        """Whether a graph computes all results that the steps need, and its padding has room."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -520,7 +515,7 @@ class Scheduler:
         """Let requests wait while any worker of their data-parallel rank compiles their grammar.
 
         Args:
-            told: the results of the workers that compile grammars.
+            told: the results of the workers that are compiling grammars.
         """
         unmasked: list[set[int]] = [set() for _ in self.ranks]
         compiling: list[set[int]] = [set() for _ in self.ranks]

@@ -32,7 +32,7 @@ class WaitingRequests:
             insort(self.queue, request, key=_order)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that waits for anything."""
+        """Remove a waiting request, whatever it waits for."""
         if request in self._fetching:
             self._fetching.remove(request)
         elif self._compiling.pop(request, None) is None:

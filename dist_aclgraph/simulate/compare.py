@@ -1,8 +1,8 @@
 """Dispatches the batches of a finished simulation again, with other sets of graphs.
 
 Other graphs would change the time of steps, and therefore the composition of batches; this effect
-is ignored. All rows have the same batches. The set of graphs changes during the simulation only in
-the first row.
+is ignored. All rows have the same batches. Only in the first row does the set of graphs change
+during the simulation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHER_MODES: tuple[GraphMode, ...] = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 def compare(
     deployment: AssumedDeployment, group: SimulatedGroup, negotiated: NegotiatedPlan
 ) -> list[dict[str, Any]]:
-    """Return a row for each set of graphs: padding, eager steps, and streams.
+    """Return a row for each set of graphs, with padding, eager steps, and streams.
 
     ``is_affordable`` returns whether the ranks could capture the set; ``usable`` is the number of
     streams of the rank with the fewest streams.

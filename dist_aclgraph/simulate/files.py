@@ -137,7 +137,8 @@ class _Running:
 
 
 class SimulatedCopies:
-    """Runs the copy jobs of one group. The workers of a data-parallel rank take the same time.
+    """Runs the copy jobs of one group. All workers of a data-parallel rank need the same time for a
+    job.
 
     Args:
         block_bytes: bytes of a block on each NPU.

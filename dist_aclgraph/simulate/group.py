@@ -1,4 +1,5 @@
-"""The loop of one simulated lockstep group, with the real scheduler, dispatcher and graph changes.
+"""The loop of one simulated lockstep group. The scheduler, the dispatcher and the decisions about
+graph changes are real.
 
 Three parts are simulated: the clock advances by the assumed time of each step, captures always
 succeed, and tokens are meaningless.
@@ -43,7 +44,7 @@ from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
 IDLE_POLL_S = 0.1  # seconds between two graph changes of an idle group
-MAX_VERSIONS = 256  # number of latest plan versions that are kept
+MAX_VERSIONS = 256  # number of the latest plan versions in the result
 STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
 # Index of num_logits in a record of ``RankBatch.scheduled``; length of a record.
 LOGITS, RECORD = 3, 4
@@ -53,7 +54,7 @@ OnProgress = Callable[[], None]
 
 @dataclass
 class SimulatedRanks:
-    """The ranks of a group. One reply represents the replies of all ranks; every capture succeeds.
+    """The ranks of a group. One reply is used for all ranks, and every capture succeeds.
 
     Attributes:
         captures, releases: numbers of captured and of released graphs.
@@ -80,7 +81,7 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """Counts of events other than steps."""
+    """Numbers of events, without steps."""
 
     generated_tokens: int = 0
     finished: int = 0

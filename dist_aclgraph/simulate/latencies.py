@@ -34,7 +34,7 @@ class Latencies:
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # a request that runs again is not counted again
+            if name in self._arrived_s:  # requests that run again are not counted again
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:

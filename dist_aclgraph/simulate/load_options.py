@@ -1,4 +1,4 @@
-"""The load to play: its options, and requests that are drawn by them."""
+"""The load to play: its options, and the requests that are drawn according to the options."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class RoutedLoad:
         }
 
     def _loaded_tokens(self) -> Counter[str]:
-        """Return how many tokens were read from each tier of files."""
+        """Return the number of tokens whose KV was read from each tier of files."""
         found: Counter[str] = Counter()
         for group in self._groups.values():
             if group.copies is not None:

@@ -213,7 +213,9 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
 
 
 def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
-    """Return how often drafts were verified, and the mean number of tokens of a verification."""
+    """Return the number of verifications of drafts, and the mean number of tokens that a
+    verification yields.
+    """
     verified = stats["drafts"]
     each = 1 + stats["accepted_tokens"] / verified if verified else 1.0
     return {"verifications": verified, "tokens_per_verification": each}

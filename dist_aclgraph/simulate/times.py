@@ -1,7 +1,7 @@
 """The time of a step in a simulation.
 
-Either the time is assumed: a constant, plus a time per padded token. Or it was measured: the times
-are read from the report of a deployment.
+The time is either assumed or measured. An assumed time is a constant, plus a time per padded token.
+Measured times are read from the report of a deployment.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Messages about copy jobs. The engine sends each worker the jobs that begin. The worker replies
-at once with the results of the jobs that have ended.
+immediately with the results of the jobs that have ended.
 """
 
 from __future__ import annotations

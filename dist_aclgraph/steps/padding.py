@@ -1,8 +1,8 @@
 """Pads a step's lengths to the size of a full graph.
 
 Invariants: there is one query end and one KV length for each row of the graph; query ends do not
-decrease, and the last one is the graph's number of tokens; KV lengths are at least one. If the
-cache is sharded, a row is a token; otherwise a row is a request.
+decrease, and the last query end is the graph's number of tokens; KV lengths are at least one. If
+the cache is sharded, a row is a token; otherwise a row is a request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GraphLens:
     worker guesses the next step, and when the step arrives.
 
     Args:
-        place: indices of the rank; KV lengths count the keys that this rank keeps.
+        place: indices of the rank; KV lengths are numbers of keys that this rank keeps.
         num_drafts: k, number of drafts of each request that decodes.
     """
 
@@ -125,7 +125,8 @@ def _share(num_tokens: int, num_reqs: int) -> int:
 
 
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
-    # Every padding request keeps the query length; its KV length covers its queries.
+    # Every padding request has the same query length as the other requests, and its KV length
+    # includes its queries.
     missing = graph.num_reqs - len(kv_lens)
     padded: list[int] = kv_lens.tolist() + [max(graph.query_len, PADDING_KV_LEN)] * missing
     return padded

@@ -36,7 +36,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     # number of most probable tokens to report at positions of the prompt; -1 reports nothing
     prompt_logprobs: int = -1
     num_prompt_tokens: int = 0  # position where the output begins
-    suppressed: tuple[int, ...] = ()  # stop token ids, forbidden before min_tokens
+    suppressed: tuple[int, ...] = ()  # stop token ids, which are forbidden before min_tokens
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
     biases: bytes = b""  # float32 [n], added to the logits of these tokens
@@ -147,7 +147,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     step: int
     plan_version: int
     graph: BatchDescriptor | None
-    batches: tuple[RankBatch, ...]  # one per data-parallel rank of the lockstep group
+    batches: tuple[RankBatch, ...]  # one element for each data-parallel rank of the lockstep group
     exchange: ExchangeKind | None = None
     largest: StepSize = StepSize()
 
@@ -228,11 +228,11 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     requests whose tokens are meaningless, because this rank had not compiled their grammars yet.
     ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
     hidden state of each request that asks for it, float32 [hidden], after the final norm.
-    ``waited_us`` is the time that the worker waited for this result after the device had enough of
-    the next step; 0 if no step was queued. If the worker measures its host time, ``timings_us``
-    contains the host time of each stage, from plan to result. ``overlapped_us`` contains the host
-    time during which the device worked, and the host time between two steps. ``counted`` contains
-    the number and the bytes of the step's collectives, if the device counts them.
+    ``waited_us`` is the time that the worker waited for this result after enough work of the next
+    step was queued; 0 if no step was queued. If the worker measures its host time, ``timings_us``
+    contains the host time of each stage, from plan to result. ``overlapped_us`` contains host time
+    for which no step waits: while the device works, and between two steps. ``counted`` contains the
+    number and the bytes of the step's collectives, if the device counts them.
     """
 
     epoch: int
@@ -261,8 +261,7 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """Tells workers that no step follows immediately, so that they send the result of the last
     step.
 
-    Without a pause, workers with two steps in flight send a result only after the next step is
-    queued.
+    Otherwise, workers with two steps in flight send a result only after the next step is queued.
     """
 
     epoch: int
