@@ -28,7 +28,7 @@ from dist_aclgraph.formats.events import (
 )
 
 T = TypeVar("T")
-Scan: TypeAlias = Generator[None, None, T]  # reads a part of an answer, and returns its result
+Scan: TypeAlias = Generator[None, None, T]  # reads a part of an answer, and returns a result
 Emit: TypeAlias = Callable[[str], None]
 
 FIRST_CODE = 0xD800
@@ -62,7 +62,7 @@ class Scanner:
         self._holds_space = holds_space
         self._text = ""
         self._at = 0
-        self._kept: int | None = None  # where the text begins that ``give_back`` returns
+        self._kept: int | None = None  # index at which the text for ``give_back`` begins
         self.is_closed = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space of content that is held back

@@ -60,7 +60,8 @@ class DirectLayout:
         lengths: [n] int32, number of tokens of each request, 1 to ``MAX_DIRECT_TOKENS``.
         starts: [n] int32, number of tokens before each request.
         windows: [t, w] int32, the inputs of the convolution for each token, as indices of rows of
-            [all tokens | w - 1 rows of each request's first state]. The token itself is last.
+            [all tokens | w - 1 rows of each request's first state]. The token's own input is the
+            last.
         ones: [n] int32, the value of ``accepted`` in steps without drafts.
         max_tokens: an upper limit of the lengths.
     """

@@ -26,7 +26,7 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         buckets: sizes in tokens, ascending.
         refused: sizes that some rank could not capture; no rank tries these sizes again.
         max_buckets: the largest number of captured buckets that every rank could have at the same
-            time; None before a capture has failed.
+            time; None if no capture has failed yet.
     """
 
     run_mode: RunMode

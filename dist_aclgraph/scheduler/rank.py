@@ -309,7 +309,7 @@ class RankScheduler:
         return [] if self.pool.checkpoints is None else self._preempt(self.running)
 
     def lose_kv(self) -> list[Request]:
-        """Free all blocks, clear the prefix cache; return the running requests, which wait again."""
+        """Free all blocks and clear the prefix cache; return the requests, which wait again."""
         victims = self._preempt(self.running)
         self.pool.clear()
         self._refused = None

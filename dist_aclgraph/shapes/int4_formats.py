@@ -17,7 +17,7 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.json_files import read_json_object
 from dist_aclgraph.shapes.model_config import ModelConfig
 
-DESCRIPTION = "quant_model_description.json"  # from ModelSlim: types of all tensors
+DESCRIPTION = "quant_model_description.json"  # ModelSlim's file with the types of all tensors
 # With int8 rows, the operators accept only groups of this size (document aclnnGroupedMatmulV5).
 INT8_GROUP = 256
 SMALLEST_GROUP = 32  # npu_weight_quant_batchmatmul accepts groups of 32, 64, 96, ... inputs

@@ -61,7 +61,8 @@ class RoutedLoad:
     """Plays a load on several groups.
 
     Args:
-        choose_role: ``RequestRouter.for_role`` for this load; None if all groups do all work.
+        choose_role: ``RequestRouter.for_role`` for this load; None if all groups do both kinds of
+            work.
     """
 
     def __init__(

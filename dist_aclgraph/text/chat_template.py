@@ -172,8 +172,8 @@ class ChatTemplate:
         )
 
     def _why_ended(self, code: int) -> str:
-        """Return why the template's process ended, from its exit code, as a part of an error
-        message.
+        """Return the part of an error message that says why the template's process ended with this
+        exit code.
         """
         if code == -signal.SIGPROF:
             return f"takes more than {self._limits.cpu_s:g} s of processor time"

@@ -57,7 +57,7 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(_read_model(path, model))
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)
-    if described.get("legacy", True):  # text after an added token gets the prefix, too
+    if described.get("legacy", True):  # text after an added token also has the prefix
         steps += [normalizers.Prepend(SPACE)] * has_prefix
         steps.append(normalizers.Replace(" ", SPACE))
     else:

@@ -44,7 +44,7 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"has_short_ids": True},
     {"has_short_ids": True, "has_content": True},
 )
-LENGTH_OF_SHORT_ID = 9  # templates of Mistral refuse ids of calls with another length
+LENGTH_OF_SHORT_ID = 9  # templates of Mistral refuse calls whose ids have another length
 END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template can strip the space
 
 
