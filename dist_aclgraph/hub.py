@@ -38,8 +38,8 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.
-        ModelError: the model is no checkpoint; or the hub cannot be reached, and the model is not
-            in the cache.
+        ModelError: the model is no checkpoint; or it can be loaded neither from the hub nor from
+            the cache.
     """
     name = config.model
     if exists(name) or not HUB_NAME.fullmatch(name):

@@ -173,9 +173,8 @@ class Npu:
         """Return the cause of a stopped device, or None if unknown.
 
         Call this once for each error, on the thread in which the error was raised. A library above
-        CANN's
-        runtime can hide the cause: HCCL uses one code for all refused launches. The runtime stores
-        its own code for each thread, until the code is read.
+        CANN's runtime can hide the cause: HCCL uses one code for all refused launches. The runtime
+        stores its own code for each thread, until the code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)

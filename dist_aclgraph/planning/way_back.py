@@ -2,11 +2,10 @@
 
 With RESUME, all processes continue: the work of their devices is aborted, their communicators are
 resumed, and the interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like
-RESUME, but the KV
-is lost: requests are computed again from their first token. With REJOIN, the running processes and
-their weights stay, lost processes are started again on the same NPUs, and all processes join a new
-group; KV and graphs are lost. REBUILD replaces the group by another group, which can run on other
-NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
+RESUME, but the KV is lost: requests are computed again from their first token. With REJOIN, the
+running processes and their weights stay, lost processes are started again on the same NPUs, and all
+processes join a new group; KV and graphs are lost. REBUILD replaces the group by another group,
+which can run on other NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations

@@ -259,9 +259,9 @@ class BlockCopies:
 
         The binary search assumes that no file exists after the first missing file, because files of
         later blocks are deleted first (``block_files``). If the assumption is wrong, the result may
-        be too large; then reading the missing file fails. The first file is always looked
-        up, because the files of a prefix can be deleted before the files of later blocks: as long
-        as the prefix is in the device's cache, no request reads the files.
+        be too large; then reading the missing file fails. The first file is always looked up,
+        because the files of a prefix can be deleted before the files of later blocks: as long as
+        the prefix is in the device's cache, no request reads the files.
         """
 
         def is_missing(index: int) -> bool:
