@@ -127,7 +127,7 @@ class StepBuilder:
         is_open: whether the step may start waiting requests.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.
-        kind: the work that the step may contain. with "mixed", any work; with "decode", only
+        kind: the work that the step may contain: with "mixed", any work; with "decode", only
             requests whose prompt is computed; with "prompt", only a chunk of one prompt.
         checkpoints: the checkpoints of a model with recurrent state; else None. A chunk ends where
             its state is copied to a checkpoint.

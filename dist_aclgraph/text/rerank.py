@@ -1,5 +1,5 @@
-"""Scores the relevance of documents with a generative model, as Qwen3-Reranker: makes the prompt,
-and reads the score from the answer.
+"""Scores the relevance of documents with a generative model such as Qwen3-Reranker: makes the
+prompt, and reads the score from the answer.
 
 The model answers with one token, yes or no, whether a document is relevant to a query. The score is
 the probability of yes, if the model may answer only these two tokens.
