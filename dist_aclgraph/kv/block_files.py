@@ -120,7 +120,7 @@ class BlockFiles:
                 _move(os.readv, file.fileno(), buffers)
             except OSError as e:
                 return self._refuse(path, str(e))
-            with suppress(OSError):  # only the order of deletion depends on the time of use
+            with suppress(OSError):  # ignored: only the order of deletion depends on this time
                 _touch(file.fileno(), depth)
         if header != _header(block_hash, size, buffers):
             return self._refuse(path, "its contents do not match its header")
@@ -251,7 +251,7 @@ class BlockFiles:
 
     def touch(self, block_hash: BlockHash, depth: int = 0) -> None:
         """Set the time of use of a block's file to now, if the file exists."""
-        with suppress(OSError):  # only the order of deletion depends on the time of use
+        with suppress(OSError):  # ignored: only the order of deletion depends on this time
             _touch(self.path_of(block_hash), depth)
 
     def delete(self, block_hash: BlockHash) -> None:

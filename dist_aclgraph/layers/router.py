@@ -33,7 +33,7 @@ class ExpertCopies:
     dp_rank: int
 
     def __call__(self, experts: Tensor) -> Tensor:
-        """Return the slots of the experts, both [n, top_k] int32."""
+        """Return the slot of the chosen copy of each expert; both are [n, top_k] int32."""
         (n, top_k), width = experts.shape, self.slots.shape[1]
         tokens = torch.arange(
             self.dp_rank, self.dp_rank + n, dtype=torch.int32, device=experts.device

@@ -9,8 +9,8 @@ If ranks share a cache, each of them keeps all index keys and a shard of the lat
 choose the same keys, and no collective is needed for the choice. For a request with few queries,
 each shard's rank computes the attention to the chosen keys of its shard; then the results are
 merged by their log-sum-exps. The operator returns sums only for keys that are not in pages. So the
-whole cache is passed as the keys of one request, and the choices are slots. For requests with many
-queries, the latents of the request are gathered instead.
+whole cache is passed as the keys of one request, and the chosen keys are passed as slots. For
+requests with many queries, the latents of the request are gathered instead.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ class PromptStates:
     Attributes:
         lengths: [n] int32, number of tokens of each chunk.
         sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
-        slots: [n] int32, the slot that receives the state after the last token of the chunk; can
-            equal the source. No two requests name the same slot.
+        slots: [n] int32, the slot that receives the state after the last token of the chunk; may be
+            the slot in ``sources``. No two requests name the same slot.
         is_new: [n] bool, whether the request has no state yet, and begins with zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
             first state]: for each request, first the rows of its state, then its tokens.

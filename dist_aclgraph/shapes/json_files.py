@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_aclgraph.errors import ModelError
 
-MAX_JSON_BYTES = 64 << 20  # in bytes; enough for an index of a million tensors
+MAX_JSON_BYTES = 64 << 20  # bytes; enough for an index of a million tensors
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def read_text(path: Path) -> str:
 def check_regular(path: Path) -> None:
     """Raise ModelError if a file is missing or is not regular; a pipe, for example, could block.
 
-    Symbolic links are followed, because caches of downloads consist of links.
+    A symbolic link counts as its target, because caches of downloads consist of links.
     """
     try:
         mode = path.stat().st_mode

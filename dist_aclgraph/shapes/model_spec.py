@@ -144,8 +144,8 @@ class WeightNames:
 
     Attributes:
         prefix: beginning of the names of all tensors of the decoder.
-        changes: pairs: a part of a usual name, and its replacement in the checkpoint. All pairs are
-            applied, one after another.
+        changes: pairs of a part of a usual name, and the part's replacement in the checkpoint. All
+            pairs are applied, one after another.
         of_experts: further pairs, for the tensors of routed experts only.
         ranges: tensors that are rows of a stored tensor, such as the queries in one tensor of
             queries, keys and values.

@@ -18,7 +18,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 
-MAX_HEADER_BYTES = 100_000_000  # in bytes; the format itself has this limit
+MAX_HEADER_BYTES = 100_000_000  # bytes; the limit that the format itself has
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 

@@ -36,8 +36,8 @@ SHARED = 5  # entries on the lane of shared experts: wait, two products, activat
 # The cache write and attention need one entry each; the wait for attention's parameters and the
 # reset of its event need four entries each.
 ATTENTION = 10
-# If lengths are never updated, a layer has the cache write and attention. The mask needs indices, a
-# comparison, and a copy of the block table; each graph computes the mask once.
+# If lengths are never updated, a layer has two entries: the cache write and attention. The mask
+# needs indices, a comparison, and a copy of the block table; each graph computes the mask once.
 PADDED_ATTENTION, MASK = 2, 3
 # Upper limit of the additional operators if the cache is sharded. They join queries; and they
 # convert results to float32, mask, send and merge them. Latent attention with copies of heads needs
