@@ -97,7 +97,7 @@ def _sweep_files(folder: Path) -> None:
         if (found := name.fullmatch(path.name)) and not Path("/proc", found[1]).exists()
     ]
     for path in sorted(ended, key=last_change_s, reverse=True)[KEPT_FILES:]:
-        with suppress(OSError):  # removed by another process
+        with suppress(OSError):  # raised if another process has removed the file
             path.unlink()
 
 

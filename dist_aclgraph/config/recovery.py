@@ -8,10 +8,7 @@ from dist_aclgraph.config.section import Section
 
 
 class RecoveryConfig(Section):
-    """How a lost lockstep group is replaced.
-
-    The requests of the lost group continue in other groups, or wait for the replacement.
-    """
+    """How a lost lockstep group is replaced; until then, its requests run in other groups or wait."""
 
     restarts_per_hour: int = Field(
         6,

@@ -130,7 +130,7 @@ class BlockCopier:
         self._slots = [_Slot(npu, self._blocks_per_slot, block_bytes) for _ in range(num_slots)]
         self._stream = runtime().Stream()
         self._main = runtime().current_stream()
-        self._pieces: deque[_Piece] = deque()  # wait for a slot
+        self._pieces: deque[_Piece] = deque()  # pieces that wait for a slot
         self._jobs: dict[int, _Job] = {}
         self._ended: list[tuple[int, int]] = []
         self._upkeep: set[int] = set()  # numbers of the jobs that delete or touch files

@@ -95,7 +95,7 @@ class Lark:
         Args:
             options: see ``StructuredOutputs.json_options``.
         """
-        found: dict[str, Any] = {} if schema else {"enum": []}  # for true, for false
+        found: dict[str, Any] = {} if schema else {"enum": []}  # the schemas true and false
         if isinstance(schema, Mapping):
             found = json.loads(json.dumps(schema))  # a copy, from which keywords are removed
         leave_out_no_effect(found)

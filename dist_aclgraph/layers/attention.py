@@ -359,7 +359,8 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            heads, scale = "num_query_heads", "softmax_scale"  # the operator's version 2
+            # version 2 of the operator has these names
+            heads, scale = "num_query_heads", "softmax_scale"
         return {
             heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,

@@ -148,7 +148,7 @@ class PlainDeltaRule:
     def prompts(
         self, inputs: DeltaInputs, states: Tensor, at: PromptStates
     ) -> tuple[Tensor, Tensor]:
-        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # heads first
+        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # the first axis: heads
         outs, last, start = [], [], 0
         for state, end in zip(states, at.ends, strict=True):
             out, state = _run_part(state, *(x[:, start:end] for x in rows))

@@ -79,7 +79,7 @@ class Checkpoint:
         self._file_of = tensor_files(self._directory)
         self.has_head = not is_headless(self._file_of)
         self._open: dict[str, Any] = {}
-        self._read_names: set[str] = set()  # stored names
+        self._read_names: set[str] = set()  # stored names of all tensors that were read
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def __contains__(self, name: str) -> bool:

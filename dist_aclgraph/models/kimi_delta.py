@@ -50,7 +50,7 @@ class KimiDeltaAttention(DeltaAttention):
         """
         delta = self.delta
         if self.quantises_rows:
-            h = quantised(h)  # once for both products
+            h = quantised(h)  # quantised once, for both products
         widths = [delta.key_dim, delta.value_dim, delta.num_value_heads]
         decays, gates, b = (x.contiguous() for x in torch.split(self.inner(h), widths, dim=-1))
         steps = softplus(self.decays(decays).float() + self.dt_bias)

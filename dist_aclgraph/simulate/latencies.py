@@ -41,7 +41,7 @@ class Latencies:
             request = outputs.requests[index]
             begun_s = self._begun_s.pop(request.request_id, None)
             num_further = len(request.tokens) - request.num_prompt_tokens - 1
-            if num_further and begun_s is not None:  # not begun by another group
+            if num_further and begun_s is not None:  # no other group has begun the request
                 self.per_token_s.append((now_s - begun_s) / num_further)
 
 

@@ -32,7 +32,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 LENGTH_BYTES = 4
-OUT_OF_MEMORY = 3  # exit code
+OUT_OF_MEMORY = 3  # exit code at the limit of memory
 MAX_ERROR_CHARS = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # transformers uses the first form.
