@@ -277,7 +277,7 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
 
 
 def disable_backend_autoload() -> None:
-    """Stop torch from importing torch_npu by itself, before the emulator's libraries are loaded."""
+    """Stop torch from importing torch_npu before the emulator's libraries are loaded."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 

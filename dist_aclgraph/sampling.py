@@ -187,8 +187,8 @@ class SamplingParams:
         thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
             ends.
         structure: the output format, made from other parameters (``text/structure.py``).
-        returns_embedding: whether the answer is the hidden state after the prompt's last token, in
-            place of text. ``LLM.embed`` sets this.
+        returns_embedding: whether the answer is the hidden state after the prompt's last token,
+            instead of text. ``LLM.embed`` sets this.
     """
 
     n: int = 1

@@ -258,9 +258,9 @@ METHOD = "mtp"  # method of drafting; vLLM has further names for it, such as qwe
 
 
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys with the values of the options. Options without a value (None, "", {} or [])
-    are left out. Options that the table does not contain may be off (False or 0), because vLLM's
-    ``EngineArgs`` has a value for each option.
+    """Return our keys with the values of the options. The result omits options without a value
+    (None, "", {} or []). Options that the table does not contain may be off (False or 0), because
+    vLLM's ``EngineArgs`` has a value for each option.
 
     This function ignores ``enable_expert_parallel`` and the options of ``SAME``, because they can
     be checked only with the whole configuration.

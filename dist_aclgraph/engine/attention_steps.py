@@ -296,7 +296,8 @@ class AttentionSteps:
         return ShardRows(self._place, block_table, block_table.new_full((1,), n))
 
     def _uniform_rows(self, positions: Tensor, kv_lens: Tensor, slots: Tensor) -> DeviceRows:
-        """Return the rows of requests with equally many queries, computed on the device.
+        """Return the rows of requests that all have the same number of queries, computed on the
+        device.
 
         Args:
             positions: [num_reqs, query_len].

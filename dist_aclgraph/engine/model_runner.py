@@ -66,7 +66,7 @@ from dist_aclgraph.steps.step import RankPlan, StepResult
 from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
-PROMPT_PLACES = 64  # For log-probabilities of prompts, at most 64 rows of logits exist at once.
+PROMPT_PLACES = 64  # For log-probabilities of prompts, at most this many rows of logits exist.
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

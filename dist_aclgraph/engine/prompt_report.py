@@ -63,7 +63,7 @@ def queue_prompts(
     Args:
         hidden: [num_tokens, hidden], hidden states of the step's tokens.
         logits_of: returns [n, vocab] for [n, hidden]; all ranks must call it, in the same order.
-        most: maximum number of tokens whose logits exist at once.
+        most: maximum number of tokens whose logits exist at the same time.
     """
     if not batch.sampling.reports_prompts:
         return []

@@ -89,8 +89,8 @@ class LookUps:
 
         Any thread may call this.
         """
-        # first pass: the answer of the last look-up; second pass: a new look-up, if it is ready at
-        # once
+        # first pass: the answer of the last look-up; second pass: a new look-up, if it needs no
+        # wait
         for _ in range(2):
             if (found := self._counted()) is None:
                 break

@@ -17,7 +17,7 @@ class Demand:
     Attributes:
         groups: number of these groups, 1 or more.
         running, waiting: numbers of running and of waiting requests in all these groups.
-        rows: number of requests that one group can run at once.
+        rows: number of requests that one group can run at the same time.
         missing: number of lost groups, which will be replaced.
     """
 
@@ -35,7 +35,8 @@ class Autoscaler:
     One group is added if more than ``target_waiting`` requests per group have been waiting for
     ``up_s`` without a break. One group is removed if two conditions have been true for ``down_s``
     without a break: no request was waiting, and the running requests would have filled at most half
-    of the other groups. So after the removal, the other groups can run all requests at once.
+    of the other groups. So after the removal, the other groups can run all requests at the same
+    time.
     """
 
     config: AutoscaleConfig

@@ -141,7 +141,7 @@ def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) ->
 
 
 def _split_sizes(config: Config) -> dict[str, object]:
-    """Return the keys for two kinds of batches, in place of the keys of graphs for all batches.
+    """Return the keys for two kinds of graphs, which replace the keys of graphs for all batches.
 
     Without drafts, a decode batch has one token for each request.
     """

@@ -28,7 +28,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     mode: GraphMode
     families: tuple[GraphFamily, ...] = ()  # empty if no graph is captured
-    max_num_seqs: int = 0  # maximum number of requests that run at once
+    max_num_seqs: int = 0  # maximum number of requests that run together
     budget_model: BudgetModelName
     reasons: tuple[str, ...] = ()  # reasons for the choice of buckets, the oldest first
 

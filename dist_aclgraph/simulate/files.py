@@ -178,8 +178,8 @@ class SimulatedCopies:
         return self._running[0].end_s if self._running else math.inf
 
     def advance(self, now_s: float, *, is_idle: bool) -> bool:
-        """End the jobs whose time is over, and begin the jobs that the scheduler decides now;
-        return True if a job has ended, or if blocks wait although no job runs.
+        """End the jobs whose end time has passed, and begin the jobs that the scheduler decides
+        now; return True if a job has ended, or if blocks wait although no job runs.
 
         Args:
             is_idle: whether no step is in flight.

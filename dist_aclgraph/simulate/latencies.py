@@ -56,7 +56,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def latency_report(latencies: Latencies, num_tokens: int, seconds: float) -> dict[str, Any]:
-    """Return the latencies of a group, and its tokens per second, as plain values."""
+    """Return the latencies of a group, and its tokens per second, as values for JSON."""
     return {
         "first_token_s": quantiles(latencies.first_token_s),
         "per_token_s": quantiles(latencies.per_token_s),

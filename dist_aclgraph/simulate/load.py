@@ -30,7 +30,7 @@ from dist_aclgraph.errors import ConfigError
 MAX_LINE_BYTES = 1 << 16
 MAX_TOKENS = 1 << 20  # maximum number of tokens of a batch or a prompt
 SPREAD = 0.7  # standard deviation of the logarithm of drawn lengths
-CHUNK = 1024  # number of requests that are drawn at once
+CHUNK = 1024  # number of requests that are drawn in one call
 SHOWN = 80  # number of characters that an error message shows of an invalid line
 
 REQUEST_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")

@@ -77,7 +77,7 @@ class RoutedLoad:
         self._arrivals: dict[str, Arrival] = {}  # requests that a prefill group is computing
 
     def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
-        """Serve all requests; return the results as plain values."""
+        """Serve all requests; return the results as values for JSON."""
         sent = dict.fromkeys(self._groups, 0)
         for number, coming in enumerate(arrivals):
             self._pass_time(coming.arrival_s)

@@ -62,7 +62,7 @@ def simulate(
     with_comparison: bool = False,
     on_progress: OnProgress = lambda share: None,
 ) -> dict[str, Any]:
-    """Play a load, and return the results as plain values that JSON can encode.
+    """Play a load, and return the results as values for JSON.
 
     Equal arguments lead to equal results, except for ``speed``, which depends on this machine.
 
@@ -170,7 +170,7 @@ def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
 
 
 def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
-    """Return the results of one group, as plain values."""
+    """Return the results of one group, as values for JSON."""
     counts, counters = group.counts, group.dispatcher.report()
     lazy = group.dispatcher.lazy
     offer = group.tightest

@@ -44,7 +44,7 @@ class Limit:
     """A rank's available amount of a resource, and the amount that one bucket of each family needs.
 
     Attributes:
-        what: name of the resource in plain words, in the plural.
+        what: name of the resource for messages, in the plural.
         amount: available amount for buckets, after fixed prices are subtracted.
         prices: amount that one bucket needs, for each family.
     """
