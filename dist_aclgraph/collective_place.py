@@ -1,7 +1,7 @@
 """The place of a collective in a step, as one number that a device can copy to the host.
 
-The order of the numbers is the order in which a rank's device runs the collectives of a step. All
-ranks of a group run the collectives of a step in the same order.
+A rank's device runs the collectives of a step in ascending order of these numbers. All ranks of a
+group run the collectives of a step in the same order.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "mc2_dispatch", "mc2_combine"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# The parts of a layer. The embedding and the head count as layers with one part.
+# The parts of a layer. Here, the embedding and the head are treated as layers with one part.
 PARTS = ("before attention", "in attention", "after attention")
 BEFORE, INSIDE, AFTER = range(len(PARTS))
 EMBEDDING = -1
-HEAD = 253  # no model has as many layers
+HEAD = 253  # larger than the number of layers of any model
 NUM_STEPS = 256  # A rank records its last 256 steps; a mark contains its step modulo 256.
 
 _KINDS_BITS, _NUMBER_BITS, _PART_BITS, _LAYER_BITS = 3, 4, 2, 8
 _STAGE_BITS = _KINDS_BITS + _NUMBER_BITS
 _PASS_BITS = _STAGE_BITS + _PART_BITS + _LAYER_BITS
-MAX_NUMBER = 2**_NUMBER_BITS - 1  # later collectives of a part share this number
+# the last number; all further collectives of the part have it, too
+MAX_NUMBER = 2**_NUMBER_BITS - 1
 NUM_CODES_OF_PASS = 2**_PASS_BITS
 
 
@@ -46,7 +47,7 @@ class CollectivePlace:
 
     @property
     def code(self) -> int:
-        # Two is added, so that no place has the code 0.
+        # Because of the 2, the layer is above 0, so no place has the code 0.
         stage = (self.draft_pass << _LAYER_BITS | self.layer + 2) << _PART_BITS | self.part
         number = min(self.number, MAX_NUMBER)
         code: int = (stage << _NUMBER_BITS | number) << _KINDS_BITS | KINDS.index(self.kind)
@@ -54,7 +55,7 @@ class CollectivePlace:
 
     @classmethod
     def of_code(cls, code: int) -> CollectivePlace:
-        """Return the place with this code. Raises ValueError for other numbers."""
+        """Return the place with this code. Raises ValueError if no place has this code."""
         kind, stage = code % 2**_KINDS_BITS, code >> _STAGE_BITS
         number, part = code >> _KINDS_BITS & MAX_NUMBER, stage % 2**_PART_BITS
         layer = (stage >> _PART_BITS) % 2**_LAYER_BITS

@@ -19,14 +19,15 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets this variable in all processes of a raylet
 GCS_WAIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-GCS_WAIT_S = 300.0  # the same value as in cluster/environment.sh
-# Plans and limits depend on these variables, so all nodes get the configuration's values.
+GCS_WAIT_S = 300.0  # must equal the value in cluster/environment.sh
+# All nodes get the configuration's values of these variables, because plans and limits depend on
+# them.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
     "HCCL_BUFFSIZE": "device.hccl_buffer_mb",
     "HCCL_CONNECT_TIMEOUT": "timeouts.join_s",
 }
-ASCEND = Path("/usr/local/Ascend")  # CANN's folder if root has installed CANN
+ASCEND = Path("/usr/local/Ascend")  # default folder of a CANN that root has installed
 API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
@@ -54,7 +55,7 @@ def python_environment(config: Config) -> dict[str, str]:
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of this process's environment with more variables."""
+    """Return a copy of this process's environment with additional variables."""
     return {**os.environ, **variables}
 
 
@@ -70,11 +71,12 @@ def raylet_pid() -> int | None:
 
 
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
-    """Set this node's network variables before torch_npu is loaded; existing values stay.
+    """Set this node's network variables before torch_npu is loaded. Existing values are not
+    changed.
 
     The configuration is the same for all nodes. A node that needs another value sets the variable
-    for its ``ray start``: this process inherits the variable, and a variable that exists is not
-    changed.
+    for its ``ray start``: this process inherits the variable, and does not change existing
+    variables.
 
     Args:
         address: this node's own address, if the ranks of its group are on several nodes. HCCL uses
@@ -138,7 +140,7 @@ def cann_scripts() -> list[Path]:
     the script of the newest layout is first.
     """
     installed = os.environ.get("ASCEND_INSTALL_PATH")
-    # Users other than root install CANN in their home folders.
+    # A user other than root installs CANN in the home folder.
     own = Path(f"{os.environ.get('HOME', '')}/Ascend")
     roots = [Path(installed)] if installed else [ASCEND, own]
     folders = [root / folder for root in roots for folder in ("cann", "ascend-toolkit")]
@@ -159,7 +161,7 @@ def ascend_toolkit() -> Path:
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
     """Set the variables that depend on this process's device, before torch_npu is loaded.
 
-    The user's own settings of the allocator stay.
+    Settings of the allocator that the user has made are not changed.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -174,7 +176,7 @@ def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -
 
 
 def cache_directory() -> Path:
-    """Return the user's cache folder, for files that can be built again."""
+    """Return the user's cache folder, for files that can be made again."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "dist-aclgraph"
 
@@ -212,7 +214,7 @@ def ray_address() -> str | None:
 
 
 def may_use_ray_token() -> bool:
-    """Return whether a Ray that this process starts may require a token."""
+    """Return whether a Ray that this process starts may require a token (user's RAY_AUTH_MODE)."""
     return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 
@@ -224,40 +226,40 @@ def api_key() -> str | None:
 def gcs_wait_s() -> float:
     """Return how many seconds the nodes of a cluster wait for an absent control store (GCS).
 
-    Must be called before ``prepare_ray_environment``, which lets this process itself wait longer.
+    Call this before ``prepare_ray_environment``, which increases the wait of this process itself.
     """
     return float(os.environ.get(GCS_WAIT_VARIABLE) or GCS_WAIT_S)
 
 
 def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> None:
-    """Before Ray starts, set variables whose defaults are unsuitable; the user's own values stay.
+    """Before Ray starts, set variables whose defaults are unsuitable, unless the user has set them.
 
     Args:
-        is_local: whether this package starts Ray, or has started it. Any other cluster keeps its
-            own settings.
+        is_local: whether this package starts Ray, or has started it. The settings of any other
+            cluster are not changed.
         waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer, so
-            that another process can restart the store. With such waits, this process must notice
-            by itself that Ray has died.
+            that another process can restart the store. With such waits, Ray's calls do not report
+            that Ray has died, so this process must find out by itself.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray ends this process after this number of seconds without the control store.
+    # After this number of seconds without the control store, Ray ends this process.
     os.environ.setdefault(GCS_WAIT_VARIABLE, "3600" if waits_for_gcs else "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        # A client of Ray can run any code, so Ray listens on loopback only. In spite of the name,
-        # the value 0 forbids clusters of several machines on Linux, too. Ray also requires a token,
-        # unless the user has set RAY_AUTH_MODE.
+        # A client of Ray can run any code, so Ray listens on loopback only. In spite of the
+        # variable's name, the value 0 forbids clusters of several machines on all systems, also on
+        # Linux. Ray also requires a token, unless the user has set RAY_AUTH_MODE.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         # The limit is long, because a worker may have to wait for cores or for the fork server.
-        # This package itself limits the wait.
+        # This package limits the wait itself.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
-        # On a busy machine, Ray's agents need more than the default of 15 s to start. After this
-        # limit, the node manager would abort.
+        # On a busy machine, Ray's agents need more than the default of 15 s to start. After the
+        # default time, the node manager would abort.
         os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
-        # Disables Ray's memory monitor: if host memory is short, it would end our actors, even if
-        # another program uses the memory.
+        # Disables Ray's memory monitor. If host memory is short, the monitor would end our actors,
+        # even if another program uses the memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         # Disables Ray's events of tasks. Every heartbeat is a task, so the control store and the
         # dashboard's agent would grow for as long as the service runs. No code reads the events.
@@ -275,7 +277,7 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
 
 
 def disable_backend_autoload() -> None:
-    """Stop torch from importing torch_npu by itself, before the emulator's libraries are loaded."""
+    """Stop torch from importing torch_npu before the emulator's libraries are loaded."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-FailureCause = Literal["streams", "memory", "operator", "timeout"]  # why a device refused a call
+# the reasons for which a device refused a call
+FailureCause = Literal["streams", "memory", "operator", "timeout"]
 # Causes of a stopped device, in the order of the names: an abort; a link; perhaps a peer; failed
 # retries of HCCL; suspect memory; faulty memory of unknown use (uce), of the KV cache only
 # (uce_kv), or of certain tensors (uce_tensor); memory that lost several bits at once; a kernel.
@@ -54,7 +55,7 @@ DeviceFault = Literal[
 
 
 class DistAclGraphError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigError(DistAclGraphError):
@@ -166,7 +167,7 @@ class UnsupportedModelError(ModelError):
     """This package does not implement the architecture, or one of its options."""
 
 
-# kinds of files of weights that are not supported, by suffix
+# formats of weights that are not supported, by the suffix of the file
 OTHER_WEIGHTS = {
     ".gguf": "GGUF file",
     ".bin": "file of PyTorch",
@@ -231,7 +232,7 @@ class NonFiniteLogitsError(DistAclGraphError):
 
 
 class GrammarError(DistAclGraphError):
-    """The grammar of a request cannot say which tokens may come next."""
+    """The grammar of a request cannot compute which tokens are allowed next."""
 
 
 class NotAMessageError(DistAclGraphError):
@@ -239,7 +240,7 @@ class NotAMessageError(DistAclGraphError):
 
 
 class EngineUnavailableError(DistAclGraphError):
-    """The engine cannot accept the request now. A later retry may succeed."""
+    """The engine cannot accept the request now. A retry at a later time may succeed."""
 
 
 class EngineDeadError(EngineUnavailableError):

@@ -27,17 +27,19 @@ UNUSED = ("[!0-9]*/*.json", "*/*.safetensors", "consolidated*")
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """Return the configuration with its model's directory; load a model that is on a hub.
+    """Return the configuration with the directory of its model. If the model is on a hub, load the
+    model first.
 
     A local directory with the name ``model`` has priority over the hub. Clients of the API use the
-    model's hub name.
+    name on the hub.
 
     Args:
         weights: whether the files of weights are also needed.
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.
-        ModelError: the model is no checkpoint; or it cannot be loaded and is not in the cache.
+        ModelError: the model is no checkpoint; or it can be loaded neither from the hub nor from
+            the cache.
     """
     name = config.model
     if exists(name) or not HUB_NAME.fullmatch(name):
@@ -58,9 +60,9 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     try:
         try:
             directory = Path(load())
-        except ConnectionError:  # ModelScope's client does not try the cache by itself
+        except ConnectionError:  # ModelScope's client does not search its cache by itself
             directory = Path(load(local_files_only=True))
-    except Exception as e:  # an error of a client, or of a library that it uses
+    except Exception as e:  # an error of the hub's client, or of a library that the client uses
         reason = " ".join(str(e).split())
         revision = config.revision or MAIN_BRANCHES[config.hub]
         raise ModelError(

@@ -1,9 +1,9 @@
 """The folder for the log files that one run of a service writes on this node.
 
 Each process holds a shared lock on a file in its folder until the process ends. When a new folder
-is created, old folders whose lock is free are removed. A folder without a lock file was not made by
-this package, and stays. A folder that is used by many processes one after the other, as under Ray
-Serve, keeps the newest files of the processes that have ended.
+is created, old folders whose lock is free are removed. A folder without a lock file is not removed,
+because another program has made it. If many processes use a folder one after the other, as under
+Ray Serve, only the newest files of ended processes stay in the folder.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LOCK = "processes.lock"
 UNNAMED = "unnamed"  # folder of processes that no service has started, for example in tests
 PRIVATE = 0o700
 MAX_NAME_CHARS = 60
-KEPT_FILES = 256  # files of ended processes that stay in a folder
+KEPT_FILES = 256  # maximum number of files of ended processes in a folder
 
 
 def with_log_folder(config: Config, folder: str | None = None) -> Config:
     """Return the configuration with a name for the log folder.
 
     Args:
-        folder: the name of the folder, used if the configuration names none; None makes a name from
-            the time and the model.
+        folder: the name of the folder, used if the configuration names none; if None, the name is
+            made from the time and the model.
     """
     logging = config.logging
     if logging.folder is not None:
@@ -79,7 +79,7 @@ def _sweep(new: Path, num_kept: int) -> None:
     others = [path for path in new.parent.iterdir() if path != new and (path / LOCK).is_file()]
     by_age = sorted(others, key=last_change_s, reverse=True)
     for path in by_age[num_kept - 1 :]:
-        with suppress(OSError):  # locked by a process, or removed by another process
+        with suppress(OSError):  # raised if a process has locked or removed the folder
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ def _sweep_files(folder: Path) -> None:
         if (found := name.fullmatch(path.name)) and not Path("/proc", found[1]).exists()
     ]
     for path in sorted(ended, key=last_change_s, reverse=True)[KEPT_FILES:]:
-        with suppress(OSError):  # removed by another process
+        with suppress(OSError):  # raised if another process has removed the file
             path.unlink()
 
 

@@ -30,7 +30,8 @@ PACKAGE, ACCESS, RAY = "dist_aclgraph", "dist_aclgraph.access", "ray"
 Role = Literal["supervisor", "owner", "ingress", "service", "controller", "engine", "worker"]
 SERVES_HTTP: tuple[Role, ...] = ("ingress", "service")
 EVENT, FIELDS = "event", "fields"  # attributes of a log record
-_BARE = re.compile(r"[A-Za-z0-9_.:/+@%,*()\[\]-]+")  # a value that needs no quotes
+# matches a value that is written without quotes
+_BARE = re.compile(r"[A-Za-z0-9_.:/+@%,*()\[\]-]+")
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def event(source: logging.Logger, name: str, level: int = logging.INFO, **fields
     """Write an event.
 
     Args:
-        fields: the values by name; a value that is None is left out. Seconds are floats.
+        fields: the values by name; values that are None are omitted. Seconds are floats.
     """
     if source.isEnabledFor(level):
         found = {key: value for key, value in fields.items() if value is not None}
@@ -99,7 +100,7 @@ class ProcessLog:
             handler.setFormatter(_FORMATTERS[config.format](self))
         shown = [_TerminalHandler()] if has_terminal and self.folder is not None else []
         _attach(PACKAGE, config.level, main, *shown)
-        if shown:  # a user does not need Ray's messages
+        if shown:  # Ray's messages are of no use to a user, so only its errors are logged
             _attach(RAY, "error", main, propagates=False)
         _attach(ACCESS, "info" if config.access else "error", access, propagates=False)
         if problem:
@@ -120,7 +121,7 @@ class ProcessLog:
         return main, access
 
     def fields(self) -> dict[str, Any]:
-        """Return the values that every line has."""
+        """Return the values that are part of every line."""
         found = {
             "host": self._host,
             "role": self.role,
@@ -174,8 +175,8 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _TerminalHandler(_StderrHandler):
-    """Writes warnings for a user, without times and names. Leaves out events, because they are not
-    sentences.
+    """Writes warnings for a user, without times and names. Events are not written, because they are
+    not sentences.
     """
 
     def __init__(self) -> None:
@@ -241,7 +242,7 @@ def _text_of(value: Any) -> str:
     text = str(value)
     if _BARE.fullmatch(text):
         return text
-    # With quotes and escapes, a client's text cannot look like another value or another line.
+    # Quotes and escapes prevent that a client's text looks like another value or another line.
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-# 128 elements of 4 bytes are 512 bytes, which vector units read at once. Operators need only an
-# alignment of 32 bytes.
+# 128 elements of 4 bytes are 512 bytes, the size of one read of a vector unit. Operators need only
+# an alignment of 32 bytes.
 ALIGNMENT = 128
 
 
@@ -27,7 +27,9 @@ def pack_parts(sizes: Iterable[int]) -> tuple[list[slice], int]:
 
 
 def stack_rows(arrays: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """Return arrays of the same size as rows with aligned offsets: [arrays, aligned(size)]."""
+    """Return arrays of the same size as the rows of one tensor, at aligned offsets: [arrays,
+    aligned(size)].
+    """
     stacked = np.zeros((len(arrays), aligned(len(arrays[0]))), np.float32)
     stacked[:, : len(arrays[0])] = arrays
     return stacked

@@ -20,8 +20,8 @@ MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 16384
 MAX_STRUCTURE_CHARS = 1 << 16
-# JSON allows any amount of white space, and some models would write white space until the limit of
-# tokens. So the amount is limited.
+# JSON allows any amount of white space. This pattern limits the amount, because some models would
+# write white space up to the limit of tokens.
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
 
@@ -41,18 +41,18 @@ def check_structure_length(num_chars: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The output format that a request demands. Exactly one of the first six fields is set.
+    """The output format that a request requires. Exactly one of the first six fields is set.
 
     The fields have the names of vLLM's ``StructuredOutputsParams``.
 
     Attributes:
-        json: a JSON schema, as text or as an object; keys of an object stay in their order.
-        regex: a regular expression that the whole answer matches.
+        json: a JSON schema, as text or as an object; the order of an object's keys is preserved.
+        regex: a regular expression that must match the whole answer.
         choice: texts, one of which is the answer.
         grammar: a grammar in the language of Lark or of GBNF ("::=").
         json_object: whether the answer is any JSON object.
         lark: a grammar of llguidance with its extensions, made from the request's tools.
-        whitespace_pattern: a regular expression of white space in JSON; None means at most eight
+        whitespace_pattern: a regular expression for white space in JSON; None allows at most eight
             blanks or newlines in a row.
         disable_any_whitespace: whether JSON must have no optional white space.
         has_free_text: whether the answer may contain any text beside calls. Stop strings end only
@@ -116,14 +116,15 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """The output format of a request, in tokens of the model's vocabulary.
+    """The output format of a request, compiled for the tokens of the model's vocabulary.
 
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
         is_slow: whether the computation of the allowed tokens can take longer than a step.
         num_bytes: memory that the compiled grammar takes.
         salt: compiled grammars are shared only between requests with the same salt.
-        end_ids: tokens that end the output. They are forbidden in reasoning before a grammar.
+        end_ids: tokens that end the output. In reasoning before an answer with a grammar, these
+            tokens are forbidden.
         think_begin, think_end: tokens around the reasoning; -1 without reasoning. The grammar does
             not apply to the reasoning.
         is_thinking: whether the output begins within the reasoning. If not, the output's first
@@ -151,24 +152,25 @@ class SamplingParams:
     Attributes:
         n: number of outputs of `LLM` for the prompt; output j uses the seed ``seed + j``.
         max_tokens: maximum number of tokens to generate; None means as many as the context allows.
-        temperature: [0, 2]; below 1e-5 means greedy; values from 1e-5 to 0.01 are raised to 0.01.
-        top_k: keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: (0, 1], keep the smallest set of most probable tokens whose total probability reaches
-            top_p.
-        min_p: [0, 1], drop tokens below min_p times the highest probability.
+        temperature: [0, 2]; below 1e-5, the most probable token is chosen; values from 1e-5 to 0.01
+            are raised to 0.01.
+        top_k: only the k most probable tokens may be drawn; with 0 or -1, all tokens.
+        top_p: (0, 1], only the smallest set of most probable tokens with a total probability of at
+            least top_p may be drawn.
+        min_p: [0, 1], tokens with less than min_p times the highest probability are not drawn.
         presence_penalty, frequency_penalty: [-2, 2], subtracted from the logits of tokens that are
             in the output.
-        repetition_penalty: > 0; for tokens that are in the prompt or the output, it divides
-            positive logits and multiplies negative logits.
+        repetition_penalty: > 0; for tokens that are in the prompt or the output, positive logits
+            are divided by this number, and negative logits are multiplied by it.
         seed: random numbers depend only on seed and position; None, and -1 as in vLLM, draw a
             random seed.
-        logprobs: number of alternatives to report for each token; None reports nothing.
-        prompt_logprobs: number of alternatives to report for each prompt token except the first
-            one.
+        logprobs: number of most probable tokens to report for each token; None reports nothing.
+        prompt_logprobs: number of most probable tokens to report for each prompt token except the
+            first one.
         stop: strings that end the text.
         include_stop_str_in_output: whether the text contains the stop string that ended it.
         stop_token_ids: ids that end the output, in addition to the model's stop tokens.
-        ignore_eos: continue after the model's stop token.
+        ignore_eos: whether generation continues after the model's stop token.
         min_tokens: the first min_tokens tokens contain no stop token. A stop string that ends
             within these tokens does not end the text.
         logit_bias: number in [-100, 100] for each token id; it is added to the token's logit.
@@ -185,8 +187,8 @@ class SamplingParams:
         thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
             ends.
         structure: the output format, made from other parameters (``text/structure.py``).
-        returns_embedding: whether the answer is the hidden state after the prompt's last token, in
-            place of text. ``LLM.embed`` sets this.
+        returns_embedding: whether the answer is the hidden state after the prompt's last token,
+            instead of text. ``LLM.embed`` sets this.
     """
 
     n: int = 1
@@ -261,7 +263,7 @@ class SamplingParams:
             self.temperature = MIN_TEMPERATURE
 
     def clone(self) -> SamplingParams:
-        """Return a copy, whose values are checked again."""
+        """Return a copy of these parameters, after another check of all values."""
         return replace(self)
 
     @property
@@ -278,7 +280,7 @@ class SamplingParams:
 
 
 def check_truncation(value: object) -> None:
-    """Check a number of tokens to which prompts are truncated; see ``truncated``."""
+    """Check the number of tokens to which a prompt is truncated; see ``truncated``."""
     if value is not None and value != -1:
         _integer("truncate_prompt_tokens", value, 1, 2**31 - 1, or_else="-1")
 
@@ -298,7 +300,7 @@ def truncated(
 
 
 def chosen_seed(params: SamplingParams) -> int | None:
-    """Return the seed that a request has chosen; None if it leaves the choice to the service."""
+    """Return the seed of a request; None if the service must choose the seed."""
     return None if params.seed == -1 else params.seed
 
 

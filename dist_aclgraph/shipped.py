@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-INSIDE = PACKAGE / "shipped"  # setup.py copies the files to this folder of a wheel
+INSIDE = PACKAGE / "shipped"  # the folder of a wheel to which setup.py copies these files
 
 
 def is_installed() -> bool:

@@ -1,4 +1,4 @@
-"""Ranks, coordinates and groups: pure arithmetic, which no other module repeats.
+"""Computes ranks, coordinates and groups. No other module contains this arithmetic.
 
 Ranks are laid out [dp, pcp, tp]; tp is the fastest axis. Ranks that meet in any collective form a
 lockstep group. A lockstep group has one scheduler and one graph plan, and is one failure domain.
@@ -15,17 +15,19 @@ from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
-ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens are sent to experts
+# the ways to send tokens to experts on other ranks
+ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]
 # With this exchange, a step loses tokens that do not fit into its buffers.
 MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
-# Messages for users contain world ranks. Group ranks count from 0 in each lockstep group.
+# Messages for users contain world ranks. Group ranks begin at 0 in each lockstep group.
 WorldRank = NewType("WorldRank", int)
 GroupRank = NewType("GroupRank", int)
-NO_RANK = WorldRank(-1)  # the worker has no rank yet, or its rank is not known
+NO_RANK = WorldRank(-1)  # placeholder for a worker that has no rank yet, or whose rank is not known
 Ranks = tuple[int, ...]
-ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens of each rank
+# the argument is the padded number of tokens of each rank
+ChooseExchange = Callable[[int], ExchangeKind | None]
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
@@ -115,7 +117,7 @@ class ParallelLayout:
     def groups(self, kind: GroupKind) -> tuple[Ranks, ...]:
         """Return all groups of a kind, ordered by first member. Each rank is in one group.
 
-        A rank's index within its group is its rank in this group, e.g. ``tp_rank``.
+        The index of a rank within its group is, for example, its ``tp_rank``.
         """
         if kind == "tp":
             return _blocks(range(self.world_size), self.tp)

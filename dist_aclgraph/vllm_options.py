@@ -258,12 +258,12 @@ METHOD = "mtp"  # method of drafting; vLLM has further names for it, such as qwe
 
 
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys with the values of the options. Options without a value (None, "", {} or [])
-    are left out. Options that the table does not contain may be off (False or 0), because vLLM's
-    ``EngineArgs`` has a value for each option.
+    """Return our keys with the values of the options. The result omits options without a value
+    (None, "", {} or []). Options that the table does not contain may be off (False or 0), because
+    vLLM's ``EngineArgs`` has a value for each option.
 
-    ``enable_expert_parallel`` adds no key here, and the options of ``SAME`` are not checked here,
-    because that needs the whole configuration.
+    This function ignores ``enable_expert_parallel`` and the options of ``SAME``, because they can
+    be checked only with the whole configuration.
 
     Raises:
         ConfigError: our configuration has no such option.
@@ -274,7 +274,8 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS | SAME and not is_off and not is_harmless(name, value):
             raise ConfigError(refusal(name))
     keys: dict[str, Any] = {}
-    for name, option in OPTIONS.items():  # in the table's order: enforce_eager replaces a mode
+    # in the table's order, so that enforce_eager replaces a graph mode
+    for name, option in OPTIONS.items():
         value = given.get(name)
         if value is None or value in EMPTY or name == EXPERT_PARALLEL:
             continue
@@ -312,7 +313,7 @@ def refusal(name: str) -> str:
 
 def _value(name: str, option: Option, value: Any) -> Any:
     """Return the value of our key; None leaves the key out."""
-    if name == "dtype":  # a dtype of torch, such as torch.bfloat16, is accepted, too
+    if name == "dtype":  # also accepts a dtype of torch, such as torch.bfloat16
         value = str(value).removeprefix("torch.")
     if name == "cudagraph_mode" and isinstance(value, str):
         return value.upper()

@@ -1,7 +1,7 @@
 """HCCL groups of a worker, and the collectives that layers call.
 
-A ``CommGroup`` with one member does not communicate: its collectives return their input. So layers
-need no special case for a single rank.
+A ``CommGroup`` with one member does not communicate: its collectives return their input. So the
+code of layers is the same for a single rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class CommGroup:
         ranks: the members as ranks of the lockstep group, in group order.
         rank: this process's index in ``ranks``.
         handle: torch.distributed's process group; None for a group of one.
-        marks: marks the collectives of this rank, in all of its groups.
+        marks: records on the device which collective the rank has reached; all groups of the rank
+            share this object.
     """
 
     ranks: tuple[int, ...]
@@ -55,7 +56,7 @@ class CommGroup:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return [size, *x.shape]: every member's ``x``, in group order."""
+        """Return the ``x`` of every member as [size, *x.shape], in group order."""
         if self.size == 1:
             return x.unsqueeze(0)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
@@ -66,7 +67,7 @@ class CommGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the group and return this member's part: [n * size, ...] -> [n, ...].
 
-        The first member gets the first part.
+        Member i gets part i.
         """
         if self.size == 1:
             return x
@@ -94,9 +95,10 @@ class CommGroup:
 
     @cached_property
     def hccl_name(self) -> str:
-        """HCCL's name of the communicator, for operators that contain their own communication.
+        """HCCL's name of the communicator, for operators that communicate inside their kernel.
 
-        Creates the communicator. All members must call this, outside captures; no data is sent.
+        Reading the name creates the communicator, without sending data. All members must read it,
+        and not during a capture.
         """
         return str(self.backend.get_hccl_comm_name(self.rank))
 
@@ -136,7 +138,7 @@ class RankGroups:
 
     @property
     def marks(self) -> CollectiveMarks:
-        """The marks of all groups of the rank."""
+        """The ``CollectiveMarks`` that all groups of the rank share."""
         return self.tp.marks
 
     def become(self, other: RankGroups) -> None:
@@ -174,8 +176,8 @@ def join_lockstep_group(
         rank: rank inside the lockstep group.
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining.
-        meeting: rank 0's socket that listens at a TCP ``rendezvous``; torch owns the socket after
-            this call. A socket opened by torch would listen at every address of the machine.
+        meeting: only on rank 0 with a TCP ``rendezvous``: the listening socket, which torch owns
+            after this call. A socket that torch opens would listen at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -197,8 +199,8 @@ def join_lockstep_group(
 def leave_lockstep_group() -> None:
     """Leave the HCCL world, without waiting for other ranks.
 
-    Other members may have exited. Graphs with collectives of this world must be released before
-    this call. Objects that use groups of this world need new groups after this call, see
+    Other members may have exited already. Graphs with collectives of this world must be released
+    before this call. Objects that use groups of this world need new groups after this call, see
     ``RankGroups.become``.
 
     Raises:
@@ -245,12 +247,13 @@ def make_groups(
         rank: rank within the lockstep group.
         buffer_mb: HCCL's buffer of every domain except MC2's, in MB; None means HCCL_BUFFSIZE.
         mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
-        watchdog_s: time limit of every eager collective; None means the ``timeout_s`` of joining.
+        watchdog_s: time limit of every eager collective; None means the ``timeout_s`` with which
+            the world was joined.
         marks: marks the collectives of the groups.
     """
     if mc2_buffer_mb is not None:
-        # The environment variable sets the buffer size, because some releases of MC2's operators do
-        # not read the domain's option.
+        # The buffer size is set by the environment variable, because some releases of MC2's
+        # operators do not read the option of the domain.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)
@@ -279,7 +282,8 @@ def make_groups(
         if watchdog_s is not None and group is not None and group.handle is not None:
             group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
-        assert mc2.hccl_name  # All members have joined, so reading the name makes a communicator.
+        # Reading the name creates the communicator, because all members have joined.
+        assert mc2.hccl_name
     return groups
 
 

@@ -1,8 +1,8 @@
 """Marks on the device, which show the collective that a rank's device has reached.
 
-Before each collective, the device copies a number to memory of the host. A captured graph contains
-the copies, so a replay costs the host nothing. A host that waits for its device can still read the
-number.
+Before each collective, the device copies the code of the collective's place to memory of the host.
+A captured graph contains these copies, so a replay costs the host nothing. The host can read the
+code even while another thread waits for the device.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class CollectiveMarks:
     """Marks nothing (``logging.record_collectives: false``)."""
 
     def begin_step(self, step: int) -> None:
-        """Mark that the device begins a step, after all queued work."""
+        """Queue a mark: after all work that is already queued, the device begins this step."""
 
     def begin_pass(self, first_layer: int) -> None:
-        """Mark that the next collectives belong to a pass through the decoder's layers if
-        ``first_layer`` is 0, otherwise to a pass through the next-token module.
+        """Mark to which pass the next collectives belong: to a pass through the decoder's layers if
+        ``first_layer`` is 0, otherwise through the next-token module.
         """
 
     def enter(self, layer: int, part: int) -> None:
         """Mark that the next collectives belong to a part of a layer, see ``CollectivePlace``."""
 
     def before(self, kind: Kind) -> None:
-        """Mark that the device begins a collective, after all queued work."""
+        """Queue a mark: after all work that is already queued, the device begins a collective."""
 
     def read(self) -> tuple[int, int] | None:
         """Return the device's last step modulo ``NUM_STEPS``, and the code of the last collective
@@ -49,7 +49,7 @@ NO_MARKS = CollectiveMarks()
 
 
 class DeviceMarks(CollectiveMarks):
-    """Owns the numbers on the device, and the pinned memory to which the device copies them.
+    """Owns the codes on the device, and the pinned memory to which the device copies them.
 
     Args:
         num_passes: maximum number of passes of a step: 1, and one for each draft.

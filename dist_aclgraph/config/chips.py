@@ -1,9 +1,9 @@
 """The chips that plans support, by CANN's names, and the order of CANN's versions.
 
-The memory of a chip is the total that torch reports. Driver and firmware use the rest of the chip's
+The sizes of memory are the totals that torch reports; driver and firmware use the rest of a chip's
 memory.
-Source: logs in public issues of vllm-ascend. The logs show 65,452,113,920 bytes or some MiB more
-for dies of 64 GB, and 29.50 GiB for an Ascend910B4.
+Source: logs in public issues of vllm-ascend. In the logs, a die of 64 GB has at least
+65,452,113,920 bytes (some dies have a few MiB more), and an Ascend910B4 has 29.50 GiB.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
-NODE_NPUS = 8  # assumed number of devices of a server with unknown chips
+NODE_NPUS = 8  # the number of devices that plans assume for a server with unknown chips
 
 
 class ChipFamily(NamedTuple):
@@ -43,15 +43,15 @@ def family_of(chip: str) -> ChipFamily | None:
 
 
 def generation_of(chip: str) -> str:
-    """Return the generation of a chip by its name, or the name if the chip is unknown."""
+    """Return the generation of the chip with this name; for an unknown chip, return the name."""
     family = family_of(chip)
     return family.generation if family else chip
 
 
 def is_cann_before(cann: str, *version: int) -> bool:
-    """Return whether a version of CANN is older than ``version``. An unknown version, "", counts as
-    older, because older versions have stricter limits. A candidate such as 8.5.RC1 counts as 8.5.0,
-    as in the emulator (``cann_before`` in ``target.h``).
+    """Return whether a version of CANN is older than ``version``. For an unknown version, "",
+    return true, because older versions have stricter limits. A release candidate such as 8.5.RC1 is
+    treated like 8.5.0, as in the emulator (``cann_before`` in ``target.h``).
     """
     numbers = re.match(r"([0-9]*)\.?([0-9]*)\.?([0-9]*)", cann)
     assert numbers is not None, "an empty text matches"

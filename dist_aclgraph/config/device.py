@@ -18,7 +18,7 @@ FusionName = Literal[
     "nz_weights",
     "latent_prologue",
 ]
-ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
+ANY_A2 = "Ascend910B"  # placeholder until the name of the chip is known
 ASSUMED_CANN = "9.1.0"  # the newest CANN for which a version of torch_npu is published
 # CANN reads its version from a variable that CANN's set_env.sh sets.
 UNKNOWN_CANN = "of unknown version, as where ASCEND_HOME_PATH is not set"
@@ -130,7 +130,7 @@ class EmulatorConfig(Section):
 
     @property
     def checks_data(self) -> bool:
-        """Whether the operators refuse wrong values in tensors."""
+        """Whether the emulated operators raise an error for invalid values in tensors."""
         return self.strict and self.kernels == "compute"
 
 
@@ -259,7 +259,8 @@ class DeviceConfig(Section):
     @field_validator("fusions", mode="before")
     @classmethod
     def _check_fusions(cls, value: Any) -> Any:
-        # pydantic's own error would contain the type of this key in place of its name.
+        # Without this check, pydantic's error would contain the key's type instead of the key's
+        # name.
         known = get_args(FusionName)
         is_list = isinstance(value, list | tuple) and all(name in known for name in value)
         if is_list or value in ("auto", "none"):
@@ -281,7 +282,9 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The keys about the NPU that are neither configured nor read from an NPU."""
+        """The keys of NPU properties that have no value yet, neither from the configuration nor
+        from an NPU.
+        """
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 
     @property
@@ -297,11 +300,11 @@ class DeviceConfig(Section):
 
     @property
     def assumed(self) -> str:
-        """What plans assume about each NPU, as a text."""
+        """A text that describes what plans assume about each NPU."""
         gib = f"{self.npu_bytes / (1 << 30):.4g} GiB"
         return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann or UNKNOWN_CANN}"
 
     @property
     def expansion(self) -> HcclExpansion:
-        """The processor that unrolls collectives; assumed if it is not configured."""
+        """The processor that unrolls collectives: the configured one, otherwise an assumption."""
         return self.hccl_expansion or ("AICPU" if generation_of(self.chip) == "A3" else "FFTS")

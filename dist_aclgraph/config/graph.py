@@ -18,15 +18,16 @@ BudgetModelName = Literal[
     "cann-software-sq",
     "calibrated",
 ]
-# modes with separate graphs for decode steps
+# modes in which decode steps have separate graphs
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# Limit of a weight in the traffic. Above it, sums would lose small weights, or become infinite.
+# Largest weight in the traffic. With larger weights, a sum would lose small weights, or become
+# infinite.
 MAX_WEIGHT = 1e15
 
 
 class GraphConfig(Section):
-    """Which graphs are captured, and how many of them a rank may have."""
+    """Which graphs are captured, and how many graphs a rank may have."""
 
     mode: GraphMode = Field(
         "FULL_DECODE_ONLY",

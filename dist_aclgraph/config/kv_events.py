@@ -1,4 +1,4 @@
-"""The configuration keys of the events that report cached blocks to routers."""
+"""The configuration keys for events, which report changes of the prefix cache to routers."""
 
 from __future__ import annotations
 

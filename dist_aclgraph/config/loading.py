@@ -11,7 +11,9 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from os.path import exists, expanduser, isdir, isfile  # methods of Path refuse some texts
+
+# for some texts, methods of Path raise errors
+from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from dist_aclgraph.vllm_options import (
     refusal,
 )
 
-MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for larger texts
+MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML would need seconds for larger texts
 MAX_SHOWN_ERRORS = 5
 # A Path joins the two slashes of an address.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/")
@@ -46,7 +48,7 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
     """Read a configuration, apply dotted overrides, and check the result.
 
     If the working directory has no ``configs/x.yaml``, the package's file of this name is read. A
-    relative ``model`` is a path in the working directory if it exists there. Otherwise it is
+    relative ``model`` is relative to the working directory if this path exists. Otherwise it is
     relative to the parent of the file's folder: in ``a/configs/x.yaml``, ``models/y`` means
     ``a/models/y``.
 
@@ -83,7 +85,7 @@ def load_with_options(
     options: Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Load a configuration that is described or changed by vLLM's options.
+    """Load a configuration from a source and from vLLM's options.
 
     Args:
         source: as in ``load_config``.
@@ -186,9 +188,10 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         child = node.get(parent)
         if not isinstance(child, dict | None):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
-        child = node[parent] = dict(child or {})  # a copy, because the caller owns the section
+        # copied, because the caller's section must not change
+        child = node[parent] = dict(child or {})
         node = child
-    # In maps whose keys are ranks, the keys are numbers.
+    # A key of decimal digits is a rank, so it becomes an integer.
     node[int(last) if last.isdecimal() else last] = value
 
 
@@ -209,8 +212,8 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
-    An alias counts as a copy of its value, because a few lines of aliases may otherwise become more
-    values than the memory can hold.
+    Each alias is counted like a copy of its value: a few lines of aliases can mean more values than
+    fit in memory.
 
     Raises:
         ValueError: the text is not YAML, or contains too many values.

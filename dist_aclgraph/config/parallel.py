@@ -107,5 +107,5 @@ class ParallelConfig(Section):
 
     @property
     def num_lockstep_groups(self) -> int:
-        """Number of groups whose ranks run collectives together."""
+        """Number of lockstep groups: the ranks of one lockstep group run collectives together."""
         return self.world_size // max(self.ep, self.tp * self.pcp)

@@ -8,7 +8,7 @@ from dist_aclgraph.config.section import Section
 
 
 class RecoveryConfig(Section):
-    """How a lost lockstep group is replaced; its requests continue in other groups, or wait."""
+    """How a lost lockstep group is replaced. Its requests run in other groups or wait meanwhile."""
 
     restarts_per_hour: int = Field(
         6,

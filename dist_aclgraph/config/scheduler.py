@@ -1,4 +1,4 @@
-"""Keys of the scheduler: the sizes of a step, and which requests run."""
+"""Keys of the scheduler: limits of a step's size, and the choice of the requests that run."""
 
 from __future__ import annotations
 

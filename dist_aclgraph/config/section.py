@@ -1,4 +1,4 @@
-"""The base of every section of the configuration."""
+"""The base class of every section of the configuration."""
 
 from __future__ import annotations
 

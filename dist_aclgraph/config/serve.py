@@ -11,7 +11,7 @@ from dist_aclgraph.config.section import Section
 
 
 class AutoscaleConfig(Section):
-    """How many lockstep groups serve, depending on the waiting requests."""
+    """The rule that adds and removes lockstep groups, depending on the waiting requests."""
 
     min_groups: int = Field(1, ge=1, le=4096, description="smallest number of serving groups")
     max_groups: int = Field(

@@ -31,7 +31,7 @@ class SpeculativeConfig(Section):
 
 
 class TimeoutConfig(Section):
-    """Time limits of the phases, in seconds. An error for an exceeded limit names rank and
+    """Time limits of the phases, in seconds. If a limit is exceeded, the error names rank and
     phase.
     """
 
@@ -65,8 +65,9 @@ class TimeoutConfig(Section):
     def collective_s(self) -> int:
         """How long the device waits in a collective for other ranks, in seconds.
 
-        A lost rank is found after the time limit of a step. The wait in a collective must be longer
-        than this limit. Otherwise the peers would fail first, and would be reported as the cause.
+        The engine reports a rank as lost after the time limit of a step. In a collective, the other
+        ranks must wait longer than this limit. Otherwise these ranks would fail first, and the
+        engine would report them as the cause.
         """
         return math.ceil(self.step_s + self.link_s)
 
@@ -74,7 +75,8 @@ class TimeoutConfig(Section):
     def watchdog_s(self) -> float:
         """Time in seconds after which torch_npu ends a process that hangs in a collective.
 
-        It is longer than HCCL's own limit, so that HCCL's error comes first.
+        This time is longer than HCCL's own limit, so that HCCL raises its error before torch_npu
+        ends the process.
         """
         return self.collective_s + self.link_s
 
@@ -183,8 +185,8 @@ class Config(Section):
 
     @property
     def has_decode_graphs(self) -> bool:
-        """Whether decode batches have separate graphs. With drafts, only these graphs propose
-        drafts, not the graphs of mixed batches.
+        """Whether decode batches have separate graphs. If drafts are configured, only these graphs
+        propose drafts; graphs of mixed batches do not.
         """
         mode = self.graph.mode
         return mode in DECODE_MODES or (mode == "FULL" and self.speculative.num_tokens > 0)

@@ -29,5 +29,5 @@ class ContextPlace:
 
     @property
     def whole(self) -> ContextPlace:
-        """The place of the same rank for a cache that every rank keeps whole."""
+        """The indices of the same rank for an undivided cache, which each rank has as a whole."""
         return replace(self, shards=Shards(self.shards.tokens_per_block), shard=0)

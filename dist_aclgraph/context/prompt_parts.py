@@ -1,10 +1,11 @@
-"""Plans the attention of requests with many queries, whose keys are read chunk by chunk.
+"""Plans attention for requests with many queries; their keys are read chunk by chunk.
 
 The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
 are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
-at the same positions. A query attends causally in the chunk that contains its position, and to all
-keys of each earlier chunk. So a launch is either causal, or its queries see all keys. The results
-of a query from several chunks are merged. Several short requests share a chunk if they fit in it.
+at the same positions. In the chunk that contains a query's position, the query attends causally; in
+each earlier chunk, it attends to all keys. So in a launch, either attention is causal, or each
+query attends to all keys. The results of a query from several chunks are merged. Several short
+requests share a chunk if they fit in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import IntArray
 
-MAX_CHUNK_TOKENS = 8192  # limits the number of keys and values that exist at the same time
+# this maximum limits the number of keys and values that exist at the same time
+MAX_CHUNK_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Launch:
 
     Attributes:
         start, stop: range of the launch's queries among the rank's tokens.
-        query_ends, kv_ends: cumulative numbers of queries and of keys, by piece of a request.
+        query_ends, kv_ends: for each piece of a request, cumulative numbers of queries and of keys.
         kv: indices of the launch's KV tokens in the chunk, in order.
         is_causal: whether the last keys belong to the queries' own tokens, so that attention is
             causal. If false, every query sees all keys.
@@ -43,11 +45,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Chunk:
-    """KV tokens that are read together.
+    """A chunk: KV tokens whose keys are read together.
 
     Attributes:
         requests, positions: [num_kv], request and position of each KV token.
-        launches: this rank's launches; empty if its queries see no key of the chunk.
+        launches: this rank's launches; empty if no query of the rank attends to the chunk.
     """
 
     requests: IntArray
@@ -57,7 +59,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """Several requests that share one chunk, or one request with its chunks.
+    """Several requests whose keys are in one shared chunk, or one request and the chunks of its
+    keys.
 
     Attributes:
         start, stop: range of the part's queries among the rank's tokens.
@@ -70,7 +73,9 @@ class Part:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Neighbouring queries of one request on a rank; the first has the position ``position``."""
+    """Neighbouring queries of one request on a rank; ``position`` is the position of the first
+    query.
+    """
 
     request: int
     position: int
@@ -91,9 +96,11 @@ def plan_parts(
     *,
     cuts_requests: bool = True,
 ) -> tuple[Part, ...]:
-    """Return the parts of one prefill rank, for all requests that the ranks split.
+    """Return the parts of one prefill rank: the attention of all requests that the prefill ranks
+    split.
 
-    Parts and chunks are the same on every rank; launches differ.
+    The division into parts and chunks is the same on every rank, but each rank has its own
+    launches.
 
     Args:
         query_lens: [num_reqs], number of queries of each request.
@@ -131,7 +138,9 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield neighbouring requests that share one chunk, or one request longer than a chunk."""
+    """Yield groups: neighbouring requests that share one chunk, or one request that is longer than
+    a chunk.
+    """
     start, total = requests.start, 0
     for request in requests:
         length = int(kv_lens[request])
@@ -169,7 +178,7 @@ def _chunks_of_one(
             if (diagonal := _within(q, start, stop)) is not None
         ]
         later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
-        if later:  # The tokens of these queries are neighbours, so one launch is enough.
+        if later:  # One launch is enough, because the tokens of these queries are neighbours.
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)
@@ -178,7 +187,7 @@ def _chunks_of_one(
 
 
 def _within(q: _Queries, start: int, stop: int) -> _Queries | None:
-    """Return the queries at positions from ``start`` to ``stop``, or None."""
+    """Return the queries at positions from ``start`` to ``stop``; None if there are none."""
     first, last = max(q.position, start), min(q.end_position, stop)
     if first >= last:
         return None
@@ -208,10 +217,12 @@ class Reads:
     """The slots from which the keys of a chunk are read.
 
     Attributes:
-        own: [m], slots that this shard reads for all shards. ``m`` is the same on every shard; if a
-            shard has fewer slots, slot 0 fills the array. None if there is only one shard.
-        launches: for each launch, the indices of its keys among the gathered keys, which are
-            [count * m], shard by shard. With one shard, launches contain slots of keys instead.
+        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the same on
+            every shard; an array with fewer slots is padded with slot 0. None if there is only one
+            shard.
+        launches: for each launch, the indices of its keys in the gathered keys. The gathered keys
+            have the shape [count * m]; the keys of shard 0 come first. With one shard, these are
+            the slots of the keys instead.
     """
 
     own: IntArray | None

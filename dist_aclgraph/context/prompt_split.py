@@ -2,9 +2,9 @@
 
 Requests with few tokens come first in the step, and run on all ranks. Each later request is cut
 into twice as many chunks as there are ranks, and rank r runs chunk r and chunk last - r. With
-causal attention, two such chunks together cost the same on every rank. Chunk lengths differ by at
-most one token; a chunk can be empty. Every rank pads its tokens to the largest number of tokens of
-any rank.
+causal attention, the cost of two such chunks together is the same on every rank. Chunk lengths
+differ by at most one token; a chunk can be empty. Every rank pads its tokens to the largest number
+of tokens of any rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_WHOLE_QUERIES = 16  # A request with at most 16 tokens in a step runs on all
 
 
 def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
-    """Return how many requests come before the first request with more than ``max_queries``."""
+    """Return the number of requests before the first one with more than ``max_queries`` tokens."""
     too_long = np.flatnonzero(query_lens > max_queries)
     return int(too_long[0]) if len(too_long) else len(query_lens)
 
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PromptSplit:
-    """The tokens of one step that each rank runs.
+    """The division of one step's tokens among the ranks.
 
     Attributes:
         num_whole_tokens: number of tokens that every rank runs; they are first in the step.
@@ -120,16 +120,17 @@ def largest_share(query_lens: IntArray, num_ranks: int) -> int:
 
 
 def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
-    """Return where the chunks of ``length`` tokens begin and end: [..., 2 * num_ranks + 1]."""
+    """Return the limits between the chunks of ``length`` tokens: [..., 2 * num_ranks + 1]."""
     bounds = length * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
     return bounds.astype(np.int32)
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return how many pairs of query and key the attention of these pieces has.
+    """Return the number of pairs of query and key for which attention computes a score in these
+    pieces.
 
     Args:
-        context: [num_reqs], tokens of each request before the step.
+        context: [num_reqs], number of tokens of each request that earlier steps have computed.
         ends: [num_reqs], cumulative query lengths.
     """
     total = 0

@@ -5,8 +5,8 @@ on; after the last shard comes shard 0 again. A block id means one block on ever
 these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's decode context parallelism
 uses the same layout.
 
-A cache that every rank keeps whole uses the same block ids, and its blocks contain
-``tokens_per_block`` tokens. A token's slot in such a cache is its *whole slot*.
+An undivided cache, of which each rank has a whole copy, uses the same block ids; each of its blocks
+contains ``tokens_per_block`` tokens. A token's slot in such a cache is its *whole slot*.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.ints import IntArray
 
 PADDING_SLOT = -1  # slot of padding: nothing is written, and no expert runs the token
-# For a token that another shard keeps, the slot is FOREIGN_SLOT minus the token's whole slot.
+# If another shard keeps a token, the token's slot here is FOREIGN_SLOT minus its whole slot.
 FOREIGN_SLOT = -2
 
-Ints = TypeVar("Ints", bound=Any)  # an array of the host, or a tensor of the device
+Ints = TypeVar("Ints", bound=Any)  # an array on the host, or a tensor on the device
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Shards:
             return lens
         turns = lens // (self.interleave * self.count)
         rest = lens - turns * (self.interleave * self.count) - shard * self.interleave
-        last = np.minimum(np.maximum(rest, 0), self.interleave)  # np.clip takes three times as long
+        last = np.minimum(np.maximum(rest, 0), self.interleave)  # three times as fast as np.clip
         local: IntArray = turns * self.interleave + last
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position that a shard keeps.
+        """Return the first position of a request whose token a shard keeps.
 
-        The shard keeps no token of a request that ends before this position.
+        If a request ends before this position, the shard keeps no token of the request.
         """
         return shard * self.interleave
 
@@ -90,7 +90,7 @@ class Shards:
     def slots_of(
         self, shard: int, block_table: IntArray, rows: IntArray, positions: IntArray
     ) -> IntArray:
-        """Return the slots in which one shard writes; for other shards' tokens, see
+        """Return the slots to which one shard writes; tokens of other shards get values as in
         ``FOREIGN_SLOT``.
         """
         whole = self.whole_slots(block_table, rows, positions)
@@ -111,7 +111,7 @@ class Shards:
         return (ids * size + offsets).astype(np.int32, copy=False)
 
     def own_slots(self, whole: Ints) -> Ints:
-        """Return the slot of each token on the shard that keeps it, from its whole slot."""
+        """Convert whole slots: return the slot of each token on the shard that keeps the token."""
         if self.count == 1:
             return whole
         own: Ints = whole // (self.interleave * self.count)

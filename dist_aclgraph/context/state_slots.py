@@ -1,4 +1,4 @@
-"""The slots of recurrent state on one rank: which slot belongs to which row or checkpoint."""
+"""Computes the slots of recurrent state on one rank that belong to a row or a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist_aclgraph.ints import IntArray
 
 @dataclass(frozen=True, kw_only=True)
 class StateSlots:
-    """The order of the slots: slot 0 for padding, then the rows, then the checkpoints.
+    """Slot 0 is for padding; then follow the slots of the rows, then the slots of the checkpoints.
 
     A row has one slot for its last token and one for each draft, because a rejected draft must not
     change the state. The first of these slots is the row's base.

@@ -51,7 +51,8 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
     try:
         output, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # Do not wait for the child's end: a process that hangs in the driver does not end.
+        # There is no wait for the child's end, because a process that hangs in the driver does not
+        # end.
         raise DeviceError(
             f"{FIRST} has not answered for {timeout_s:g} s: look at it with `npu-smi info`"
         ) from None
@@ -61,8 +62,8 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
 
 
 def _facts_of(output: str, errors: str, code: int) -> NpuFacts:
-    """Return the value in the last line of a child's output. Libraries may have written the other
-    lines.
+    """Return the value in the last line of a child's output. Earlier lines may be messages of
+    libraries.
     """
     try:
         answer = json.loads(output.splitlines()[-1])

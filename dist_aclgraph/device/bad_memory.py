@@ -1,6 +1,6 @@
 """Device memory with errors that the hardware cannot correct (UCE): CANN's list, and the repair.
 
-A repair puts other memory at the same addresses; the contents are lost. CANN lists addresses
+A repair replaces the memory behind these addresses, so the contents are lost. CANN lists addresses
 without the size of their pages, so this module assumes the largest page size for all ranges.
 """
 
@@ -20,7 +20,7 @@ PAGE_BYTES: dict[DeviceKind, int] = {"npu": 2 << 20, "emulated": 4096}
 
 
 class MemoryRange(NamedTuple):
-    """Addresses of the device: ``begin`` included, ``end`` excluded."""
+    """A range of device addresses, from ``begin`` up to, but not including, ``end``."""
 
     begin: int
     end: int
@@ -35,7 +35,7 @@ class MemoryRange(NamedTuple):
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
     """Return whether the parts together contain all wanted ranges.
 
-    A range can lie in several adjacent parts.
+    A wanted range may be divided among several adjacent parts.
     """
     merged: list[MemoryRange] = []
     for part in sorted(parts):

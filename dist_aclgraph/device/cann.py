@@ -10,7 +10,7 @@ import sys
 from dist_aclgraph.environment import cann_scripts, sourced_cann, sourced_parts
 from dist_aclgraph.errors import DeviceError
 
-LIBRARIES = ("libascendcl.so", "libhccl.so")  # torch_npu is linked with these libraries
+LIBRARIES = ("libascendcl.so", "libhccl.so")  # the libraries with which torch_npu is linked
 DRIVER_LIBRARY = "libascend_hal.so"
 LOAD_S = 60.0
 _LOAD = "import ctypes, sys\nfor name in sys.argv[1:]: ctypes.CDLL(name)"
@@ -53,7 +53,7 @@ def load_remedy(problem: str) -> str:
 
 
 def cannot_load(problem: str) -> DeviceError:
-    """Return the error for a loader's message about CANN's libraries; its text is one sentence."""
+    """Return the error, one sentence, for a loader's message about CANN's libraries."""
     return DeviceError(f"CANN cannot be loaded ({problem}): {load_remedy(problem)}")
 
 

@@ -41,7 +41,8 @@ def pci_addresses() -> list[str]:
     try:
         dcmi = ctypes.CDLL(str(DCMI))
         return list(_addresses(dcmi))
-    except (OSError, AttributeError):  # there is no library, or the library lacks the function
+    # a library or a function is missing, or a function has failed
+    except (OSError, AttributeError):
         return []
 
 

@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return the configuration with the kind of device that ``auto`` means here. For NPUs,
-    ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of this machine, unless
-    the configuration sets them. Plans assume at least as many NPUs on each node as this machine
-    has.
+    """Return the configuration, in which the device's kind ``auto`` is replaced by the kind of this
+    machine. For NPUs, ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of
+    this machine, unless the configuration sets them. Plans assume at least as many NPUs on each
+    node as this machine has.
 
     If no NPU responds, these keys stay null, and plans assume documented values. A missing response
     is an error only if ranks start on this machine.
 
     Args:
-        use: the purpose of the configuration: a plan alone, ranks on this machine, or ranks on the
-            nodes of a Ray cluster. In a cluster, ``auto`` remains if this node has no NPU. Then
-            each rank decides for its own node, and a group refuses ranks with different kinds of
-            devices.
+        use: the purpose of the configuration: a plan without ranks, ranks on this machine, or ranks
+            on the nodes of a Ray cluster. In a cluster, the kind stays ``auto`` if this node has no
+            NPU. Then each rank decides for its own node, and a group refuses ranks with different
+            kinds of devices.
         ask: see ``ask_npu``.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 from dist_aclgraph.shipped import shipped
 
-# The copy that belongs to this package, even if another version of npu_emulator is installed.
+# This package's own copy of npu_emulator, even if another version is installed.
 sys.path.insert(0, str(shipped("emulator")))
 import npu_emulator
 from npu_emulator import cli, files, torch_build
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def _with_our_errors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return a function that raises our error types in place of npu_emulator's."""
+    """Wrap a function, so that it raises our error types instead of npu_emulator's error types."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -31,7 +31,7 @@ _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
 # Causes of a stopped device: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
-# lists both). In torch_npu's messages, the code follows "error code is" directly.
+# lists both). In torch_npu's messages, the code comes directly after the words "error code is".
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -56,14 +56,15 @@ _FAULT_OF_REASON: dict[str, DeviceFault] = {
     "suspect remote error": "remote",
     "hccl op retry failed": "retry",
 }
-_STOPPED = "FORCE STOP"  # text of errors of torch_npu's task queue, which have no code
+_STOPPED = "FORCE STOP"  # text in errors of torch_npu's task queue, which contain no code
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return the cause of a stopped device; None if the error does not contain this cause, or does
-    not come from a stopped device.
+    """Return the cause of a stopped device; None if the error does not contain the cause, or if it
+    is not the error of a stopped device.
 
-    CANN's reason takes precedence over the code, because a failing call may have its own code.
+    The reason in CANN's text takes precedence over the code, because the code may belong to the
+    call that failed, not to the cause.
     """
     text = str(error)
     for reason in _REASON.findall(text):
@@ -76,13 +77,13 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def fault_of_code(code: int) -> DeviceFault | None:
-    """Return the cause of a stopped device that a code of CANN's runtime means."""
+    """Return the cause of a stopped device that belongs to a code of CANN's runtime."""
     return _FAULT_OF_CODE.get(code)
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error: from the type of our errors, or from CANN's codes and words in
-    torch_npu's errors.
+    """Return the cause of an error. For our own errors, it follows from the type; for torch_npu's
+    errors, from CANN's codes and words in the message.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"
@@ -114,7 +115,7 @@ def device_error(error: BaseException, doing: str) -> DistAclGraphError:
 
 
 def first_lines(error: BaseException, limit: int = 600) -> str:
-    """Return the message without the noise that torch_npu appends (time, pid, C++ frames)."""
+    """Return the message without the details that torch_npu appends (time, pid, C++ frames)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("[ERROR]", "Exception raised from"))]
     return " ".join(kept or lines)[:limit] or type(error).__name__

@@ -1,11 +1,11 @@
 """Chooses the host's cores on which each NPU's rank runs; the cores are near the NPU.
 
-Every rank divides all cores of its host among all NPUs of the host, by the same files of the
-kernel. So the ranks get disjoint cores without any communication. Ranks in different containers
+Every rank reads the same files of the kernel, and divides all cores of its host among all NPUs of
+the host. So the ranks get disjoint cores without any communication. Ranks in different containers
 also get disjoint cores, because in a container the kernel's files show the NPUs of the whole host.
 A rank is bound only if it may use all cores of the host. Otherwise ranks in different containers
-could begin with different sets of cores, and choose the same core twice. The cores of an NPU stay
-reserved while its deployment is idle. This module was not tested on a host with NPUs.
+could divide different sets of cores, and two ranks could choose the same core. The cores of an NPU
+stay reserved while its deployment is idle. This module was not tested on a host with NPUs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TASKS = Path("/proc/self/task")
 def share_cores(
     node_of_core: Mapping[int, int], node_of_npu: Sequence[int | None]
 ) -> list[frozenset[int]]:
-    """Return disjoint cores for the rank of each NPU; no cores for the NPUs of a node that has too
-    few cores.
+    """Return disjoint sets of cores, one for the rank of each NPU. If a NUMA node has too few
+    cores, the sets of its NPUs are empty.
 
-    The NPUs of a NUMA node share the node's cores. One more share of the same size is reserved on
-    each node for the processes without an NPU (engine, controller, ingress). If the node of an NPU
-    is unknown, all cores count as one node.
+    The NPUs of a NUMA node share the node's cores. On each node, one further share of the same size
+    is reserved for the processes without an NPU (engine, controller, ingress). If the node of an
+    NPU is unknown, all cores are treated as the cores of one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
@@ -98,7 +98,8 @@ def all_cores() -> dict[int, int]:
     """Return the NUMA node of each core of the host; 0 if the kernel has no nodes.
 
     Raises:
-        NotBoundError: the process is not allowed on all cores of the host, or they are unknown.
+        NotBoundError: the process may not use all cores of the host, or the host's cores are
+            unknown.
     """
     try:
         online = parse_cores(ONLINE.read_text())

@@ -1,4 +1,7 @@
-"""Finds this machine's device, and makes the emulator's settings. Does not import torch."""
+"""Finds the kind of this machine's device, and makes the settings of the emulator.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
 def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | bool]:
     """Return the emulator's settings for one world rank."""
     emulated = config.emulator
-    # The number of devices follows from the ids that this process may use.
+    # There are enough devices for the largest id that this process may use.
     devices = max(DEVICES_OF_A_MACHINE, 1 + max(visible_devices() or (0,)))
     settings: dict[str, str | int | bool] = {
         "devices": devices,

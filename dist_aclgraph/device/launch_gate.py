@@ -1,9 +1,9 @@
 """A lock that prevents threads from launching work while another thread stops the device.
 
-A stop removes the queued work of a device, but work that is launched after the stop runs. Such work
-would use inputs whose copies were aborted; for example, it would write to the KV cache slots of an
-earlier step. So a thread that stops the device first waits until no thread launches work. No work
-is launched before the device works again.
+A stop removes the queued work of a device, but the device still runs work that is launched after
+the stop. Such work would use inputs whose copies were aborted; for example, it would write to the
+KV cache slots of an earlier step. So a thread that stops the device first waits until no thread
+launches work. Then no thread launches work until the device works again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ STOPPED = "the device was stopped: nothing is launched before it works again"
 
 
 class LaunchGate:
-    """A lock. The thread that launches work holds the gate, except while the host waits for the
-    device.
+    """A lock, called the gate. The thread that launches work holds this lock, except while the
+    thread waits for the device.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class LaunchGate:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the device inside this context, and launch nothing. A thread that does not hold
-        the gate may also use this context.
+        """Inside this context, the thread waits for the device, and launches no work. A thread that
+        does not hold the gate may also use this context.
 
         Raises:
             DeviceError: the gate was closed meanwhile.

@@ -70,7 +70,8 @@ class Npu:
 
     Attributes:
         is_waiting: whether the host waits for the device; any thread may read it.
-        on_wait: called with True when the host begins to wait for the device, then with False.
+        on_wait: called with True when the host begins to wait for the device, and with False when
+            the wait ends.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -109,8 +110,8 @@ class Npu:
     def available_streams(self) -> int:
         """Number of streams that can still be created on this device, as CANN counts them.
 
-        If CANN is too old to count streams, this is the number of streams of an unused device; the
-        capture transaction then finds the real limit.
+        If CANN is too old to count streams, this is the number of streams of an unused device; then
+        the real limit is found by failing captures.
         """
         try:
             query = self._acl.aclrtGetStreamAvailableNum
@@ -153,7 +154,7 @@ class Npu:
         """
         before = self.available_streams()
         if before == 0:
-            return True  # no stream is available for the test
+            return True  # assumed, because no stream is free for the test
         return self.try_capture(stream) < before == self.available_streams()
 
     def memory(self) -> Memory:
@@ -171,9 +172,9 @@ class Npu:
     def fault_of(self, error: BaseException) -> DeviceFault | None:
         """Return the cause of a stopped device, or None if unknown.
 
-        Call this once for each error, on the thread that got the error. A library above CANN's
-        runtime can hide the cause: HCCL uses one code for all refused launches. The runtime stores
-        its own code for each thread, until the code is read.
+        Call this once for each error, on the thread in which the error was raised. A library above
+        CANN's runtime can hide the cause: HCCL uses one code for all refused launches. The runtime
+        stores its own code for each thread, until the code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)
@@ -183,18 +184,22 @@ class Npu:
         return self._bad_memory.ranges()
 
     def tensor_memory(self) -> list[MemoryRange]:
-        """Return the memory that torch's allocator holds, for existing and for future tensors."""
+        """Return the memory that torch's allocator has reserved, for existing and for future
+        tensors.
+        """
         return [
             MemoryRange(segment["address"], segment["address"] + segment["total_size"])
             for segment in runtime().memory_snapshot()
         ]
 
     def stop(self, timeout_s: float) -> None:
-        """Abort all running and queued work of the device; waiting threads get an error.
+        """Abort all running and queued work of the device; threads that wait for this work get an
+        error.
 
-        The thread that works with the device must not call this; that thread launches nothing until
-        ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So a C thread
-        (of ``faulthandler``) ends the process if the stop takes longer than ``timeout_s``.
+        Do not call this in the thread that works with the device. That thread can launch no work
+        until ``restart``. torch_npu's call waits without a time limit, and holds Python's global
+        lock. So a C thread (of ``faulthandler``) ends the process if the stop takes longer than
+        ``timeout_s``.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -204,8 +209,8 @@ class Npu:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=STDERR)
         try:
             with translated("stopping the device"):
-                # Reading a stream's handle waits until torch_npu's task queue has launched all
-                # work.
+                # A read of a stream's handle returns only after torch_npu's task queue has launched
+                # all work.
                 torch_npu()._C._npu_getCurrentRawStream(0)
                 failed = runtime().stop_device(0)
         finally:
@@ -221,9 +226,9 @@ class Npu:
         was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether communicators are resumed. Before that, all ranks of the
-                communicators must have been stopped. Communicators that are not resumed can only
-                be destroyed.
+            resumes_groups: whether communicators are resumed. Before this, all ranks of the
+                communicators must be stopped. Communicators that are not resumed can only be
+                destroyed.
 
         Raises:
             DeviceError: the device or a communicator does not work again.
@@ -231,20 +236,21 @@ class Npu:
         with translated("restarting the device"):
             runtime().restart_device(0)
             self._bad_memory.repair()
-            if resumes_groups:  # resumes all communicators of the process, whatever their group
+            if resumes_groups:  # resumes the communicators of all groups of this process
                 torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Launch work inside this context; ``stop`` may abort the work. See
+        """The context in which a thread launches work that ``stop`` may abort. See
         ``LaunchGate.launching``.
         """
         return self._gate.launching()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Show other threads, inside this context, that the host waits for the device.
+        """Inside this context, ``is_waiting`` is true, so that other threads see that the host
+        waits.
 
         Raises:
             DeviceError: the device was stopped.
@@ -284,7 +290,7 @@ def load_torch_npu(kind: DeviceKind) -> None:
 
 
 def _import_torch_npu() -> None:
-    """Import torch_npu over the libraries of an installed CANN.
+    """Import torch_npu, which loads the libraries of an installed CANN.
 
     Raises:
         DeviceError: the import fails; the message contains the remedy.
@@ -293,7 +299,7 @@ def _import_torch_npu() -> None:
         import torch_npu  # noqa: F401
     except ModuleNotFoundError as e:
         raise DeviceError(f"torch_npu cannot be imported ({e}): run `dist-aclgraph doctor`") from e
-    except Exception as e:  # a library is missing, or a check of torch_npu has failed
+    except Exception as e:  # raised if a library is missing, or if a check of torch_npu fails
         raise cannot_load(first_lines(e)) from e
 
 
@@ -368,7 +374,7 @@ class GraphPool:
 
 
 def release_failed_capture(pool: Any) -> None:
-    """Release the memory of a capture that CANN has refused to end.
+    """Release the memory of a capture whose end CANN has refused.
 
     torch_npu raises CANN's error before its allocator records the end of the capture, and ``reset``
     does nothing for such a graph. So the pool would never release its memory.
@@ -398,8 +404,9 @@ def hccl_options(buffer_mb: int | None) -> Any:
 def ai_cpu_operators(graph: Any) -> dict[str, int]:
     """Return the number of tasks in a captured graph for each operator that the AI CPU runs.
 
-    The numbers come from CANN's own description of the graph. Collectives that HCCL unrolls on the
-    AI CPU are left out, because the configuration decides where HCCL unrolls collectives.
+    The numbers come from CANN's own description of the graph. The numbers do not include
+    collectives that HCCL unrolls on the AI CPU, because the configuration decides where HCCL
+    unrolls collectives.
 
     Raises:
         RuntimeError: CANN does not describe graphs.
@@ -410,8 +417,8 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
             # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
-    # Each line is one task. If the last stream has no task, the file ends with a comma and is not
-    # valid JSON.
+    # Each line is one task, so lines are parsed one by one: if the last stream has no task, the
+    # file ends with a comma and is not valid JSON.
     tasks = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     names = [task["name"] for task in tasks if task["args"]["Task Type"] == "KERNEL_AICPU"]
     return dict(Counter(name for name in names if not name.startswith(HCCL_KERNELS)))
@@ -441,8 +448,8 @@ def clear_event(event: Any, stream: Any) -> None:
 
 
 def weak_reference(value: Any) -> Any:
-    """Return device tensors, and lists of device tensors, without ownership of their memory; return
-    other values unchanged.
+    """For a device tensor, return a tensor that does not own the memory; likewise for a list of
+    device tensors. Return other values unchanged.
     """
     if isinstance(value, list):
         return [weak_reference(item) for item in value]

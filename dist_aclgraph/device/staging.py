@@ -22,7 +22,7 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether copies from this part can still be running. If so, ``sent`` was recorded
+        is_left: whether copies from this part may still run. If so, the event ``sent`` was recorded
             after these copies.
     """
 
@@ -35,7 +35,8 @@ class _Part:
 class Staging:
     """Owns the memory.
 
-    Uses the parts of the memory in turn; adds a part if the device has not read the next part yet.
+    Uses the parts of the memory in turn. If the device has not read the next part yet, a new part
+    is added.
 
     Args:
         waiting: context in which the host waits; see ``Npu.waiting``.
@@ -66,8 +67,8 @@ class Staging:
         return sent.view(source.shape)
 
     def _hold(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy of at most ``PART_BYTES`` in pinned memory. The caller must send this copy
-        at once.
+        """Copy an array of at most ``PART_BYTES`` to pinned memory, and return this copy. The
+        caller must send the copy before the next call.
         """
         if self._used + source.nbytes > PART_BYTES:
             self._go_on()
@@ -77,7 +78,9 @@ class Staging:
         return room.view(source.dtype).view(source.shape).copy_(source)
 
     def _go_on(self) -> None:
-        """Return the next part if the device has read its contents, otherwise a new part."""
+        """Return the next part of the memory if the device has read its contents, otherwise a new
+        part.
+        """
         left = self._parts[self._index]
         left.sent.record(self._stream)
         left.is_left = True

@@ -27,14 +27,15 @@ WORKER_STAGES = (
 
 @dataclass
 class Stopwatch:
-    """Measures the host time of each stage of a step, in microseconds; takes no time while it is
-    off.
+    """Measures the host time of each stage of a step, in microseconds. While it is disabled, it
+    reads no clock.
 
     Attributes:
         stages: stages in sequence, from the plan's arrival to the result.
         beside: host time of work that ran at the same time as a step, or between two steps, since
             the last report.
-        on_lap: called with each stage that has ended, even while the stopwatch is off.
+        on_lap: called with the name of each stage that has ended, even if the stopwatch is
+            disabled.
     """
 
     enabled: bool
@@ -69,7 +70,7 @@ class Stopwatch:
         self.stages = own
 
     def book(self, what: str, duration_us: float) -> None:
-        """Add the time of work for which no step waits."""
+        """Add the time of work that ran beside the steps, see ``beside``."""
         if self.enabled:
             self.beside[what] = self.beside.get(what, 0.0) + duration_us
 
@@ -94,9 +95,9 @@ class ReplaySpan:
 class UpdateWait:
     """The time that the device waited during a replay for updates of the replay's tasks.
 
-    The emulator counts this time. Hardware does not report this time. On hardware, the value is the
-    time from the replay's start to the last event record after the replay. The value is an upper
-    bound, because the device also computes during this time.
+    Only the emulator counts this time. On hardware, the value is the time from the replay's start
+    to the last event that was recorded after the replay. This is an upper bound, because the device
+    also computes between these events.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -139,8 +140,8 @@ class UpdateWait:
 
 class DeviceCounts:
     """The emulator's counts of a step; hardware reports no counts. The emulator counts collectives,
-    and the bytes that collectives receive from other ranks. With modelled time the emulator also
-    counts the device's busy time, and the device's idle time by cause.
+    and the bytes that collectives receive from other ranks. With modelled time, the emulator also
+    measures how long the device is busy, and how long it is idle, by cause.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -148,12 +149,12 @@ class DeviceCounts:
         self._before = self._read() if is_counted else {}
 
     def skip(self) -> None:
-        """Set the counters to zero, and drop their values."""
+        """Set the counters to zero, without returning their values."""
         self.read_and_reset()
 
     def read_and_reset(self) -> dict[str, int]:
-        """Return the counts since the last call. If the next step follows at once, some counts may
-        belong to the next step.
+        """Return the counts since the last call. Some counts belong to the next step if the device
+        has already begun that step.
         """
         if not self._is_counted:
             return {}

@@ -19,7 +19,7 @@ NZ_ROWS = 16  # rows of a block
 def to_fractal_nz(weight: Tensor) -> Tensor:
     """Return matrices in FRACTAL_NZ; a copy is padded with zeros to full blocks.
 
-    Do not call this in a capture: before CANN 9.1, the graph engine makes the copy.
+    Do not call this in a capture, because before CANN 9.1, the graph engine makes the copy.
 
     Args:
         weight: [..., rows, columns], contiguous.
@@ -27,8 +27,8 @@ def to_fractal_nz(weight: Tensor) -> Tensor:
     Raises:
         DeviceError: CANN or torch_npu cannot make the copy.
     """
-    # Without this option, torch_npu keeps ND. With it, some operators would choose formats
-    # themselves, so it is set for this call only.
+    # Without this option, torch_npu does not change the format ND. The option is set for this call
+    # only, because it would let some operators choose formats themselves.
     config = runtime().config
     config.allow_internal_format = True
     try:

@@ -18,11 +18,12 @@ class Line:
     Attributes:
         torch, torch_npu: the versions that the extra of this release series installs.
         cann: the release of CANN that must be installed with this torch_npu.
-        is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
+        is_published: whether the publisher of torch_npu lists this pair of versions as compatible.
         forgets_failed_captures: whether torch_npu's allocator forgets a capture that CANN has
             refused to begin or to end. If the allocator does not forget such a capture, all later
             calls of ``torch.npu.graph`` and ``torch.npu.empty_cache`` fail.
-        all_gather, reduce_scatter: torch.distributed's names for collectives of single tensors.
+        all_gather, reduce_scatter: torch.distributed's names of these collectives, in the variants
+            for single tensors.
     """
 
     torch: str

@@ -60,8 +60,8 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # The place whose keys are read by rows that attend directly. Attention that reads lengths
-        # on the device reads a cache that every rank keeps whole.
+        # The cache from which rows that attend directly read keys. If attention reads lengths on
+        # the device, this is an undivided cache: every rank has all keys.
         self._rows_place = place.whole if kind.reads_device_rows else place
         self._remaps_choices = kind.reads_device_rows and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
@@ -81,9 +81,10 @@ class AttentionSteps:
 
         Args:
             lens: lengths for which the operators are captured or run.
-            tasks: records the operators of the captured graph; None runs them eagerly.
+            tasks: records the operators of the captured graph; if None, the operators run eagerly.
             iteration: iteration of drafting; each iteration makes all requests one token longer.
-            written: [num_tokens] int32, slots of the cache write; None means the inputs' slots.
+            written: [num_tokens] int32, slots of the cache write; None means the slots of
+                ``inputs``.
             kv_len: number of keys, in whole blocks, that each request reads in a graph whose
                 lengths are never updated; 0 in other graphs.
         """
@@ -123,7 +124,8 @@ class AttentionSteps:
         return AttentionMetadata(
             num_tokens=n,
             written=self._slots(inputs.slots),
-            # The mask must be as wide as all blocks of the table.
+            # The table is cut to the blocks that the mask covers, because both must have the same
+            # width.
             block_table=inputs.block_table[:, :num_blocks].contiguous(),
             query_ends=list(range(1, n + 1)),
             kv_lens=[kv_len] * n,
@@ -133,7 +135,7 @@ class AttentionSteps:
         )
 
     def of_step(self, inputs: HostStep, step: DeviceStep) -> AttentionMetadata:
-        """Return the metadata of any mixture of live requests.
+        """Return the metadata of a step without a full graph, for any mixture of live requests.
 
         Args:
             inputs: the step's arrays on the host.
@@ -152,7 +154,7 @@ class AttentionSteps:
             tokens = direct_rows(inputs, split, place, takes_long_queries=takes_long)
         parts: tuple[Part, ...] = ()
         if place.is_sharded or not takes_long:
-            # An operator that gets chosen keys needs all keys of a request at once.
+            # An operator that reads only chosen keys must get all keys of a request in one call.
             parts = plan_parts(
                 query_lens,
                 inputs.kv_lens,
@@ -220,7 +222,8 @@ class AttentionSteps:
         places.
 
         Args:
-            positions: [num_samples, k + 1] int32, the places of live requests, without ``ahead``.
+            positions: [num_samples, k + 1] int32, positions of the places of live requests;
+                ``ahead`` is not added.
             written: [num_samples * (k + 1)] int32, slots.
             block_table: [num_samples, max_blocks].
             ahead: number of tokens by which drafting has made requests longer since the step.
@@ -274,15 +277,15 @@ class AttentionSteps:
         return slots.clamp(min=0).unsqueeze(1)
 
     def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """[n] -> [n, 1, 1], whether a token sees no key of this shard."""
+        """Return [n, 1, 1]: whether this shard has no key to which the token may attend."""
         if not self._rows_place.is_sharded:
             return None
         first = self._place.shards.first_position(self._place.shard)
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _shard_rows(self, block_table: Tensor) -> ShardRows | None:
-        """Return the rows of tokens that attend to chosen keys of each shard; None if this kind of
-        attention chooses no keys, or if the cache is not sharded.
+        """Return the data with which tokens attend to chosen keys on each shard; None if this kind
+        of attention chooses no keys, or if the cache is not sharded.
 
         Args:
             block_table: [n, max_blocks], the blocks of each token's request.
@@ -293,7 +296,8 @@ class AttentionSteps:
         return ShardRows(self._place, block_table, block_table.new_full((1,), n))
 
     def _uniform_rows(self, positions: Tensor, kv_lens: Tensor, slots: Tensor) -> DeviceRows:
-        """Return the rows of requests with equally many queries, computed on the device.
+        """Return the rows of requests that all have the same number of queries, computed on the
+        device.
 
         Args:
             positions: [num_reqs, query_len].
@@ -321,7 +325,7 @@ class AttentionSteps:
         return self._uniform_rows(positions, device_lens, written)
 
     def _arrays_of(self, chunk: Chunk, reads: Reads) -> Iterator[IntArray]:
-        """Yield the arrays of a chunk that the device needs; ``_on_device`` has the same order."""
+        """Yield a chunk's arrays for the device, in the order in which ``_on_device`` expects."""
         if reads.own is not None:
             yield reads.own
         for launch, keys in zip(chunk.launches, reads.launches, strict=True):
@@ -336,7 +340,8 @@ class AttentionSteps:
         """Return parts with their arrays on the device.
 
         Args:
-            reads: the places of each chunk's keys; the chunks are in the order of the parts.
+            reads: the slots of each chunk's keys, for all chunks of the first part, then of the
+                second part, and so on.
             sent: for all chunks in order, the arrays of ``_arrays_of`` as tensors.
         """
         has_ends = self._kind.reads_device_rows

@@ -2,10 +2,10 @@
 recurrent states; each of its blocks is one entry of the state cache.
 
 Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. The
-parts of a block in all layers are gathered in a slot, so that one transfer moves them together. The
-main stream gathers and scatters blocks in the order of the engine's messages, so a block has the
-contents that the scheduler expects. The transfers run on another stream, while steps run. A thread
-reads and writes the files; it never uses the device.
+parts of a block in all layers are gathered in a slot, so that one transfer moves all parts. Blocks
+are gathered and scattered on the main stream, in the order of the engine's messages. So a block has
+the contents that the scheduler expects. The transfers run on another stream, while steps run. A
+thread reads and writes the files; it never uses the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Upkeep:
 
     number: int
     kind: JobKind
-    files: deque[FileName]  # the files that the thread has not used yet
+    files: deque[FileName]  # the files that must still be deleted or touched
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _Job:
 
     @property
     def num_whole(self) -> int:
-        """Number of written blocks, or of leading blocks that were read."""
+        """Number of written blocks; in a job that reads, of leading blocks that were read."""
         if not self.is_load:
             return sum(self.whole.values())
         count = 0
@@ -97,7 +97,7 @@ class _Slot:
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
-        # Both events are reused for each piece, because a new event allocates device memory.
+        # All pieces use the same two events, because a new event allocates device memory.
         self.ready: Any = runtime().Event()
         self.done: Any = runtime().Event()
 
@@ -130,7 +130,7 @@ class BlockCopier:
         self._slots = [_Slot(npu, self._blocks_per_slot, block_bytes) for _ in range(num_slots)]
         self._stream = runtime().Stream()
         self._main = runtime().current_stream()
-        self._pieces: deque[_Piece] = deque()  # wait for a slot
+        self._pieces: deque[_Piece] = deque()  # pieces that wait for a slot
         self._jobs: dict[int, _Job] = {}
         self._ended: list[tuple[int, int]] = []
         self._upkeep: set[int] = set()  # numbers of the jobs that delete or touch files
@@ -162,8 +162,8 @@ class BlockCopier:
         )
 
     def begin_upkeep(self, number: int, kind: JobKind, files: Sequence[FileName]) -> None:
-        """Begin a job that deletes or touches files. It may run before blocks of earlier jobs are
-        written.
+        """Begin a job that deletes or touches files. The job may run before the blocks of earlier
+        jobs are written.
         """
         self._upkeep.add(number)
         self._for_files.put(_Upkeep(number, kind, deque(files)))
@@ -246,7 +246,7 @@ class BlockCopier:
         slot.state = "on device"
 
     def _scatter(self, slot: _Slot, piece: _Piece) -> None:
-        """Launch the copy of blocks that were read from files: from pinned memory to the cache."""
+        """Launch the copy from pinned memory to the cache, for blocks that were read from files."""
         count = piece.num_whole
         index = self._npu.upload(piece.block_ids[:count])
         with runtime().stream(self._stream):
@@ -277,18 +277,18 @@ class BlockCopier:
                     piece = work.piece
                     assert piece is not None
                     piece.num_whole = self._work(work, piece)
-            except Exception:  # the work counts as failed, and the thread continues
+            except Exception:  # the result says that the work failed, and the thread continues
                 logger.exception("copying KV blocks failed")
             self._from_files.put(work)
 
     def _next_work(self) -> _Slot | _Upkeep | None:
-        """Return the next work for the thread; None at the end. While no work waits, write blocks
-        to the second tier.
+        """Return the next work for the thread; None if the thread must end. While no work waits,
+        write blocks to the second tier.
         """
         try:
             while self._for_files.empty() and self._tiers.write_late():
                 pass
-        except Exception:  # the block is in the first tier only
+        except Exception:  # then the block is only in the first tier
             logger.exception("copying a KV block to the second tier failed")
         return self._for_files.get()
 
@@ -310,7 +310,8 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return the number of written blocks, or of leading
-        blocks that were read. After a block that cannot be read, no further block is useful.
+        blocks that were read. After a block that cannot be read, no further block is read, because
+        a request cannot use it.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):
@@ -339,7 +340,9 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def end_files(self, timeout_s: float) -> bool:
-        """Let the thread end after the work that waits; return whether it ended in time."""
+        """Let the thread end after all waiting work; return whether it has ended within
+        ``timeout_s``.
+        """
         self._for_files.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -31,8 +31,8 @@ class _Job:
 
     @property
     def result(self) -> int:
-        """Number of leading blocks that were copied; 0 if a state was not read, because a request
-        cannot start without it.
+        """Number of leading blocks that were copied. It is 0 if a recurrent state could not be
+        read, because a request cannot start without this state.
         """
         has_states = self.num_whole.get(STATES, 0) == self.num_states
         return 0 if self.is_load and not has_states else self.num_whole.get(BLOCKS, 0)
@@ -57,7 +57,7 @@ class CacheCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """See ``BlockCopier.num_read``; states are not counted."""
+        """See ``BlockCopier.num_read``; the numbers do not include states."""
         return self._blocks.num_read
 
     def begin(self, jobs: Sequence[CopyJob]) -> None:
@@ -98,7 +98,7 @@ class CacheCopier:
                 copier.forget()
 
     def end_files(self, timeout_s: float) -> None:
-        """Wait until no thread uses files any longer; begin no job after this call."""
+        """Wait until no thread uses files any longer. No job may begin after this call."""
         deadline_s = time.monotonic() + timeout_s
         for copier in (self._blocks, self._states):
             if copier is not None and not copier.end_files(max(0, deadline_s - time.monotonic())):

@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states after prompts' last tokens, for requests that want them."""
+"""Embeddings: hidden states after the last tokens of prompts, which a request can ask for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class ComingEmbeddings:
     states: Tensor
 
     def read(self) -> dict[int, bytes]:
-        """Return the embeddings by index among the sampled requests; the copy must have ended."""
+        """Return the embeddings by index among the sampled requests.
+
+        Call this after the end of the copy.
+        """
         states = np.ascontiguousarray(self.states.numpy(), "<f4")
         return {i: row.tobytes() for i, row in zip(self.samples.tolist(), states, strict=True)}
 
@@ -35,7 +38,7 @@ class ComingEmbeddings:
 def queue_embeddings(
     npu: Npu, batch: InputBatch, inputs: HostStep, hidden: Tensor, num_places: int
 ) -> ComingEmbeddings | None:
-    """Queue a copy of the embeddings of this step to the host; None if no request wants one.
+    """Queue a copy of the embeddings of this step to the host; None if no request asks for one.
 
     The host does not wait.
 

@@ -37,7 +37,7 @@ class GraphStore:
         self._pool = GraphPool()
         self._recording = Recording(npu, self._pool)
         self._graphs: dict[BatchDescriptor, Bucket] = {}
-        # Steps must not replay these graphs yet.
+        # Captured graphs that steps must not replay yet, because some ranks may not have them.
         self._uncommitted: dict[BatchDescriptor, Bucket] = {}
 
     @property
@@ -45,7 +45,8 @@ class GraphStore:
         return not self._graphs and not self._uncommitted
 
     def find(self, graph: BatchDescriptor, kv_len: int) -> Captured:
-        """Return the captured graphs of a descriptor for requests of at most ``kv_len`` tokens.
+        """Return the captured graphs of a descriptor that are large enough for requests of
+        ``kv_len`` tokens.
 
         Raises:
             ReplayMismatchError: there is no graph that steps may replay.
@@ -98,7 +99,7 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Capture the segments that ``run`` passes to the pieces; see ``_capture``."""
+        """Call ``run``, and capture each segment that it passes to the pieces; see ``_capture``."""
 
         def record() -> Bucket:
             pieces = CapturedPieces(graph, self._recording)
@@ -112,11 +113,11 @@ class GraphStore:
         return self._capture(graph, record)
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a bucket, because every rank has captured it."""
+        """Allow steps to replay a bucket, because every rank has captured this bucket."""
         self._graphs[graph] = self._uncommitted.pop(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Release the graphs of one bucket if it was captured, committed or not."""
+        """Release the graphs of a bucket, committed or not; do nothing if there are none."""
         bucket = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
         if bucket is not None:
             self._npu.synchronize()
@@ -141,7 +142,7 @@ class GraphStore:
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """Memory that all captures use together."""
+        """Memory that all captured graphs use together."""
         return self._pool.memory()
 
     def _capture(self, graph: BatchDescriptor, record: Callable[[], Bucket]) -> CaptureCost:
@@ -153,8 +154,8 @@ class GraphStore:
         """
         started_s = time.perf_counter()
         self._npu.synchronize()
-        # A capture cannot use memory that the allocator still reserves, such as the pool of a
-        # released graph.
+        # Unused memory of the allocator, such as the pool of a released graph, is returned to the
+        # device, because a capture could not use it.
         self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
@@ -180,7 +181,7 @@ def _ai_cpu_operators(bucket: Iterable[Captured]) -> dict[str, int] | None:
     try:
         return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
     except RuntimeError:
-        return None  # a capture does not need the counts, so their absence is no error
+        return None  # not an error, because a capture does not need the counts
 
 
 def _release(captured: Captured) -> None:

@@ -1,5 +1,5 @@
-"""The functions that are recorded as a rank's graphs. Each function runs once on padding, and then
-it is recorded.
+"""The functions that are recorded as a rank's graphs. Each function first runs once on padding, and
+is then recorded.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dist_aclgraph.topology import ChooseExchange
 
 @dataclass(frozen=True, kw_only=True)
 class GraphWork:
-    """The work of full graphs and of pieces, over static inputs. Owns nothing.
+    """The work that full graphs and pieces do on the static inputs. Owns nothing.
 
     Attributes:
         drafts: None if the model does not draft.
-        caches: the decoder's KV caches; the list can get new elements.
+        caches: the decoder's KV caches; the elements of the list may be replaced later.
         tally: [2] int64, the counters of the decoder's experts.
         choose_exchange: returns the exchange that sends a graph's tokens to their experts.
         states: None if the model has no recurrent state.
@@ -116,7 +116,9 @@ class GraphWork:
             self.count_accepted(graph)
 
     def count_accepted(self, graph: BatchDescriptor) -> None:
-        """Compare drafts with the sampled tokens; write the accepted drafts of each request."""
+        """Compare drafts with the sampled tokens; store each request's number of accepted drafts in
+        ``buffers.accepted``.
+        """
         assert self.drafts is not None
         buffers = self.buffers
         accepted = self.drafts.count(buffers.sampled[: graph.num_tokens], buffers.inputs(graph))

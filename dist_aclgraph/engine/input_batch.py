@@ -1,11 +1,11 @@
-"""The running batch of a worker: rows that each step's message updates.
+"""The running batch of a worker. Its rows are updated by the message of each step.
 
-If a decode step has the same requests as the previous decode step, its inputs are computed from the
-previous inputs (``_go_on``); arrays that do not change are used again.
+If two successive decode steps have the same requests, the inputs of the second step are computed
+from the inputs of the first step (``_go_on``); unchanged arrays are used again.
 
 The batch is in host memory only, and does not contain tokens that a step in flight samples. The
-next step names these tokens by reference, and the device fills them in. Every rank of a tensor
-parallel group has the same rows, because every rank receives the same plan.
+next step contains references to these tokens, and the device replaces the references by the tokens.
+Every rank of a tensor parallel group has the same rows, because every rank receives the same plan.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class InputBatch:
         # that the last step sampled.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
-        # The references that name the samples of the last step, and the row of each sample.
+        # References to the samples of the last step, and the row of each sample.
         self._names = self._named_rows = NO_INTS
         # The last step and its records, if the next step may be computed from the last step; and
         # the number of steps that may be computed in this way before a request needs another block.
@@ -97,8 +97,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # Drafts can read the entries after these blocks, so these entries must not name a block
-            # of another request.
+            # Drafts can read the entries after these blocks, so the entries must not contain the
+            # block of another request.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
@@ -214,21 +214,22 @@ class InputBatch:
         return table
 
     def _steps_left(self, positions: IntArray) -> int:
-        """Return the number of steps before a request enters another block."""
-        # Slots do not simply increase by one, because the next token might be on another shard.
+        """Return the number of steps before a request needs its next block."""
+        # The next slot is not always the last slot plus one, because the next token might be on
+        # another shard.
         if self._place.is_sharded:
             return 0
         per_block = self._place.shards.tokens_per_block
         return per_block - 1 - int((positions % per_block).max())
 
     def note_samples(self, step: HostStep) -> None:
-        """Remember which rows the step samples: the next step can refer to these samples."""
+        """Store which rows the step samples, because the next step can refer to these samples."""
         if step.sampled_rows is not self._sampled_rows:
             self._sample_of[step.sampled_rows] = np.arange(step.num_samples, dtype=np.int32)
             self._sampled_rows, self._named_rows = step.sampled_rows, NO_INTS
 
     def in_flight(self, records: IntArray) -> npt.NDArray[np.bool_]:
-        """Return [num_reqs]: true if the host does not have the last token of the request yet.
+        """Return [num_reqs]: true for requests whose last token is not on the host yet.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
@@ -239,7 +240,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the wanted last tokens that the host does not have yet; None if it has them all.
+        """Return the wanted last tokens that the host does not have yet; None if the host has all
+        of them.
 
         Args:
             is_wanted: [max_rows], whether the row's token is wanted.

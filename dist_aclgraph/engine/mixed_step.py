@@ -14,7 +14,8 @@ from dist_aclgraph.steps.step import RankPlan, StepSize
 
 
 def padded_size(plan: RankPlan, inputs: HostStep) -> StepSize:
-    """Return this rank's size; if ranks share experts, return the largest size of all ranks.
+    """Return the size to which the step is padded: the size of this rank, or, if ranks share
+    experts, the largest size of all ranks.
 
     Ranks that share experts must call the same collectives with equal shapes. Ranks that split a
     prompt always use the largest number of tokens of any rank.
@@ -34,7 +35,8 @@ def upload_step(
     Args:
         size: the padded size.
         spare_row: row of padding requests.
-        static: the already written inputs of a piecewise graph; None if the step is eager.
+        static: the inputs of a piecewise graph, which are already written; None if the step is
+            eager.
     """
     arrays, prompts = [inputs.places], inputs.prompts
     if static is None:
@@ -58,7 +60,7 @@ def upload_step(
     if prompts is not None:
         # This number must be the same on every rank, even if this rank samples no request.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
-        # A token of another rank gets the index after the padded tokens.
+        # For a token of another rank, the index is the number of padded tokens.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
     places, *rest = upload_arrays(npu, arrays)

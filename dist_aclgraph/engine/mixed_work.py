@@ -1,5 +1,5 @@
-"""The decoder's work in a step whose places are sampled outside of graphs: any mixture of
-requests.
+"""The decoder's work in a step with any mixture of requests, whose places are sampled outside of
+graphs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MixedWork:
     Owns nothing.
 
     Attributes:
-        graph_work: the same model, buffers and counters in graphs.
+        graph_work: the work of graphs, with the same model, buffers and counters.
         context: the ranks that share the context of this rank's requests.
         spare_row: row of padding requests.
     """

@@ -66,7 +66,7 @@ from dist_aclgraph.steps.step import RankPlan, StepResult
 from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
-PROMPT_PLACES = 64  # For log-probabilities of prompts, the logits of 64 tokens exist at once.
+PROMPT_PLACES = 64  # For log-probabilities of prompts, at most this many rows of logits exist.
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -198,8 +198,8 @@ class ModelRunner:
             self._buffers.addresses,
             max_len,
             graph_lens,
-            # With several steps in flight, lengths are not guessed: they are sent when a step is
-            # queued.
+            # With several steps in flight, lengths are not guessed, because they are sent when a
+            # step is queued.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -250,7 +250,7 @@ class ModelRunner:
         self._watch.on_lap = note
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens that references name, [n] int32."""
+        """Return the tokens to which references refer, [n] int32."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
@@ -287,11 +287,11 @@ class ModelRunner:
         )
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a graph, because every rank has captured it."""
+        """Allow steps to replay a graph, because every rank has captured this graph."""
         self._graphs.commit(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Release the graphs of one bucket if it was captured, committed or not."""
+        """Release the graphs of a bucket, committed or not; do nothing if there are none."""
         self._replays.forget()
         self._graphs.release(graph)
 
@@ -328,7 +328,7 @@ class ModelRunner:
         records = unpack_ints(batch.scheduled, 4)
 
         land = partial(self._flights.land, records)
-        # If the previous step ends meanwhile, it is reported before this step ends.
+        # If the previous step ends meanwhile, it is reported during this call.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):
@@ -345,7 +345,7 @@ class ModelRunner:
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            # The host may need longer for the kernels of an eager step than the device.
+            # The host may launch an eager step's kernels more slowly than the device runs them.
             answer_early = partial(answer, is_queued=plan.graph is not None)
             flight = self._run(plan, rank, inputs, land, answer_early)
             self._batch.note_samples(inputs)
@@ -424,7 +424,7 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send the next step's probable lengths until ``is_wanted_elsewhere`` returns true."""
+        """Send probable lengths of the next step until ``is_wanted_elsewhere`` returns true."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -494,7 +494,7 @@ class ModelRunner:
         land: Callable[[], IntArray],
         answer: Callable[[], None],
     ) -> Flight:
-        """Run any mixture of requests: the decoder as ``MixedWork`` does, everything else eagerly.
+        """Run any mixture of requests: ``MixedWork`` runs the decoder; all other work is eager.
 
         Args:
             answer: called between segments; reports the previous step if that step has ended.
@@ -542,8 +542,8 @@ class ModelRunner:
     def _know_tokens(
         self, inputs: HostStep, land: Callable[[], IntArray], answer: Callable[[], None]
     ) -> None:
-        """Read and report the step in flight if this step's masks depend on its tokens. Meanwhile
-        the device runs this step's decoder.
+        """If the masks of this step depend on tokens of the step in flight, read and report that
+        step. Meanwhile the device runs this step's decoder.
         """
         if self._samples and self._flights and self._matchers.concern(inputs):
             land()

@@ -22,7 +22,7 @@ class ComingPrompt:
     """The report of some tokens of a prompt, whose copy to the host is queued.
 
     Attributes:
-        place: index of the request in the step; first: position of the first token.
+        place: index of the request in the step. first: position of the first of these tokens.
         packed: [m, 2 * (1 + n) + 1] float32, pinned; columns as in ``ComingLogprobs.packed``.
         num_best: n, number of most probable tokens that are reported.
     """
@@ -33,9 +33,9 @@ class ComingPrompt:
     num_best: int
 
     def read(self) -> PromptLogprobs:
-        """Return the report; the copy must have ended."""
+        """Return the report. Call this after the end of the copy."""
         values = self.packed.numpy()
-        width = values.shape[1] // 2 + 1  # number of columns of ids and rank
+        width = values.shape[1] // 2 + 1  # number of columns with the ids and the rank
         ids = values[:, :width].view(np.int32)
         kept = 1 + self.num_best
         return PromptLogprobs(
@@ -55,14 +55,15 @@ def queue_prompts(
     logits_of: Callable[[Tensor], Tensor],
     most: int,
 ) -> list[ComingPrompt]:
-    """Queue copies of prompt log-probabilities to the host, for the rows that want them.
+    """Queue copies of prompts' log-probabilities to the host, for the rows whose requests ask for
+    these values.
 
     Every rank of a tensor parallel group calls this with the same rows. The host does not wait.
 
     Args:
         hidden: [num_tokens, hidden], hidden states of the step's tokens.
         logits_of: returns [n, vocab] for [n, hidden]; all ranks must call it, in the same order.
-        most: maximum number of tokens whose logits exist at once.
+        most: maximum number of tokens whose logits exist at the same time.
     """
     if not batch.sampling.reports_prompts:
         return []
@@ -74,9 +75,10 @@ def queue_prompts(
         begin = kv_len - query_end + (int(inputs.query_ends[place - 1]) if place else 0)
         end = min(kv_len, int(settings["num_prompt_tokens"][place]) - 1)
         num_best = int(settings["prompt_logprobs"][place])
-        if begin >= end:  # no token of the prompt follows
+        if begin >= end:  # no token of the prompt follows these tokens
             continue
-        # The index in the step that position 0 of the request has, or would have if it ran.
+        # The index in the step at which position 0 of the request is, or would be if the step ran
+        # it.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

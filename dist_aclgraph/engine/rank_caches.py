@@ -18,7 +18,7 @@ from dist_aclgraph.models.decoder import Decoder
 @dataclass(eq=False)
 class RankCaches:
     """Owns the caches of the decoder's layers, in ``decoder``. The next-token module's cache, which
-    ``DraftSteps`` owns, is made and set to zero together with them.
+    ``DraftSteps`` owns, is made, and set to zero, together with these caches.
 
     Attributes:
         drafts: None if the model does not draft.
@@ -73,9 +73,10 @@ class RankCaches:
         self.npu.synchronize()
 
     def clean(self, block_ids: IntArray) -> None:
-        """Set blocks to zero after the queued work. No step in flight uses these blocks."""
+        """Queue work that sets blocks to zero. No step in flight may use these blocks."""
         index = self.npu.upload(block_ids.astype(np.int64))
         for tensor in self.block_tensors():
-            # The operator accepts no bytes. A row of int8 has a multiple of four bytes.
+            # The operator does not accept int8. Rows of int8 have a multiple of four bytes, so
+            # int32 fits.
             words = tensor.view(torch.int32) if tensor.dtype == torch.int8 else tensor
             words.index_fill_(0, index, 0)

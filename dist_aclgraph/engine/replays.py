@@ -16,7 +16,7 @@ from dist_aclgraph.steps.padding import GraphLens, Lens
 
 
 class Replays:
-    """Owns the update stream, and the guess of the next step's lengths.
+    """Owns the update stream, and the guessed lengths of the next step.
 
     Args:
         addresses: addresses of the buffers that graphs read and write.
@@ -61,7 +61,8 @@ class Replays:
         return self._span
 
     def replay(self, graph: CapturedGraph) -> None:
-        """Queue one graph of the step. The graph stops at its first attention until ``update``.
+        """Queue one graph of the step. The graph stops at its first attention until ``update`` is
+        called.
 
         Raises:
             ReplayMismatchError: the lengths do not fit the graph.
@@ -102,7 +103,7 @@ class Replays:
         """Record how long the device waited for updates in a finished step.
 
         Args:
-            span: the result of ``begin``; None records nothing.
+            span: the result of ``begin``; if None, nothing is recorded.
         """
         if self._update_wait is not None and span is not None:
             self._watch.book("update_wait", self._update_wait.take_us(span))

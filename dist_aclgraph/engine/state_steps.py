@@ -32,8 +32,8 @@ class StateSteps:
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
-        poisons: whether a row that is given to a request contains no valid state. The strict
-            emulator then notices a step that continues from the state of an earlier request.
+        poisons: whether a row's state is overwritten with NaN before a request gets the row. The
+            strict emulator then finds a step that continues from the state of an earlier request.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class StateSteps:
         A direct request updates its state token by token. With drafts, a request is direct if it
         verifies drafts. Without drafts, a request is direct if it has one token. A request from
         another group first runs its known output without sampling. Such steps are direct, too, so
-        that the state is rounded in the same way. Requests that decode come first in a batch.
+        that the state is rounded in the same way. Requests that decode are the first requests of a
+        batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -67,7 +68,8 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        if self._passed is not None:  # but a chunk of a prompt can have this length
+        # a chunk of a prompt can have the same length, but it has fewer logits
+        if self._passed is not None:
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
         rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)
@@ -85,7 +87,7 @@ class StateSteps:
         )
 
     def begin(self, rows: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Give rows to requests, before ``restore``.
+        """Prepare the states of rows that new requests get. Call this before ``restore``.
 
         Args:
             states: all tensors with slots.
@@ -124,7 +126,8 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the slots from which direct requests read, and to which they write, their states.
+        """Return the slots from which direct requests read their states, and to which they write
+        them.
 
         Args:
             bases: [n] int32, the base of each request; 0 for padding.
@@ -140,7 +143,8 @@ class StateSteps:
     def _layout(self, num_reqs: int) -> DirectLayout:
         """Return the layout for ``num_reqs`` direct requests.
 
-        Each layout is made once and kept, because graphs contain its addresses.
+        Each layout is made once and never freed, because graphs contain the addresses of its
+        arrays.
         """
         if num_reqs not in self._layouts:
             self._layouts[num_reqs] = DirectLayout.of_graph(

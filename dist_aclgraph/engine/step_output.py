@@ -69,7 +69,7 @@ class HostOutput:
             start.
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
-        prompts: log-probabilities of prompts, for requests that want them.
+        prompts: the requested log-probabilities of prompts.
         embeddings: float32 [hidden] by index among the sampled requests, for requests that want
             embeddings.
     """
@@ -147,7 +147,8 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # The rows with bad words whose latest tokens a step in flight samples; and these tokens.
+        # The rows with bad words for which a step in flight samples the latest token; and these
+        # tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
@@ -184,7 +185,7 @@ class StepOutput:
             self._counted[coming.rows] += 1
 
     def _find_last(self, step: HostStep, token_ids: TokensAt) -> None:
-        """Keep the last tokens of rows with bad words, before this step overwrites these tokens."""
+        """Copy the last tokens of rows with bad words, before this step overwrites these tokens."""
         self._coming_rows, self._coming = NO_INTS, None
         words = self._batch.sampling.bad_words
         if words:
@@ -196,7 +197,7 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return the logits of special places; last tokens of bad words are forbidden."""
+        """Return the logits of special places, with the last tokens of bad words forbidden."""
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits
@@ -279,7 +280,7 @@ class StepOutput:
             tokens: [>= num_samples * (k + 1)] int32.
             best: the greatest logit of each place.
             accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
-            tally: int64, of shape TALLY_SHAPE; None if the step does not change it.
+            tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
             special: the special places, which may want log-probabilities; None if there are none.
             prompts: reports of prompts, whose copies are already queued.
             embeddings: hidden states of prompts; their copy is already queued.
@@ -313,8 +314,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called first, to do other work of the host. The argument is a function
-                that returns whether the results have arrived.
+            while_waiting: called before the wait, so that the host does other work. Its argument is
+                a function that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

@@ -66,7 +66,7 @@ class Flight:
 @dataclass(kw_only=True, eq=False)
 class StepsInFlight:
     """Owns the queued steps, oldest first. Queues the copy of a step's output to the host, waits
-    for it, and makes the result of the step. Does not know how a step is computed.
+    for it, and makes the result of the step. Does not depend on how a step is computed.
 
     Attributes:
         tally: int64, of shape ``TALLY_SHAPE``, the counters of experts.
@@ -87,10 +87,10 @@ class StepsInFlight:
 
     def __post_init__(self) -> None:
         self._flights: deque[Flight] = deque()
-        # Steps that were read, but not reported; each with its ``waited_us``.
+        # Steps whose results were read, but not reported; and the ``waited_us`` of each step.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # The time at which the device had enough work of the second oldest step. From this time on,
-        # the host waits only for the oldest step. 0 before this time.
+        # The time at which enough work of the second oldest step was queued for the device. After
+        # this time, the host only waits for the oldest step. The value is 0 before this time.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -156,9 +156,9 @@ class StepsInFlight:
 
         Args:
             report: called with each result.
-            stage: the stage of the next step that the host works on.
-            is_queued: whether the device has enough of the next step, so that the host can queue
-                the rest while the device runs.
+            stage: the stage of the next step on which the host works at present.
+            is_queued: whether enough work of the next step is queued, so that the device runs while
+                the host queues the rest.
         """
         if is_queued:
             self._note_queued()
@@ -236,6 +236,7 @@ class StepsInFlight:
     def forget_unplaced(self) -> None:
         """Exclude aborted steps from the reported numbers of tokens beyond capacity.
 
-        The device's counter includes tokens of these steps, so later counts begin at its value.
+        The device's counter includes tokens of these steps, so its current value is subtracted from
+        later counts.
         """
         self._num_unplaced = int(self.tally[0, 1, 0])

@@ -116,7 +116,7 @@ class AnswerFormat:
                 of strict tools are too long.
         """
         lark = Lark(self.token_ids)
-        # The model writes markers that are no tokens as text, or omits them.
+        # Markers that are no tokens are optional: the model writes them as text, or omits them.
         around = self.around if self.around and all(map(lark.is_token, self.around)) else None
         if tools is None or self.name is None:
             if form is not None and self.has_channels:

@@ -29,7 +29,7 @@ ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
-SPACE = r"[\s\x1c-\x1f]"  # the same characters as Python's ``\s``
+SPACE = r"[\s\x1c-\x1f]"  # matches the same characters as Python's ``\s``
 # Keywords of a schema that restrict an object as a whole, and not one of its properties.
 _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
@@ -95,7 +95,7 @@ class Lark:
         Args:
             options: see ``StructuredOutputs.json_options``.
         """
-        found: dict[str, Any] = {} if schema else {"enum": []}  # for true, for false
+        found: dict[str, Any] = {} if schema else {"enum": []}  # the schemas true and false
         if isinstance(schema, Mapping):
             found = json.loads(json.dumps(schema))  # a copy, from which keywords are removed
         use_equivalents(found)

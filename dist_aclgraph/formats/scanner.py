@@ -28,7 +28,7 @@ from dist_aclgraph.formats.events import (
 )
 
 T = TypeVar("T")
-Scan: TypeAlias = Generator[None, None, T]  # reads a part of an answer, and returns its result
+Scan: TypeAlias = Generator[None, None, T]  # reads a part of an answer, and returns a result
 Emit: TypeAlias = Callable[[str], None]
 
 FIRST_CODE = 0xD800
@@ -62,7 +62,7 @@ class Scanner:
         self._holds_space = holds_space
         self._text = ""
         self._at = 0
-        self._kept: int | None = None  # where the text begins that ``give_back`` returns
+        self._kept: int | None = None  # index at which the text for ``give_back`` begins
         self.is_closed = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space of content that is held back
@@ -132,8 +132,8 @@ class Scanner:
         Args:
             emit: gets the text piece by piece; text at its end that may begin a marker is held
                 back.
-            in_call: whether the text is a part of a call. In a call, if the answer ends within a
-                marker, the beginning of the marker is left out.
+            in_call: whether the text is a part of a call. If the answer ends with an incomplete
+                marker, this marker is left out in a call, and kept in other text.
 
         Returns:
             the marker; None at the end of the answer.

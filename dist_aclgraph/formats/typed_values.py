@@ -60,7 +60,8 @@ class Arguments:
         return end
 
     def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
-        """Return the text of a value of any type, and the one of ``ends`` that follows the value.
+        """Return the text of a value of any type, and the element of ``ends`` that follows the
+        value.
 
         A string within JSON may contain one of ``ends``, but no marker token. If such a string is
         never closed, this value and all later values of the answer end at the first of ``ends``.

@@ -1,4 +1,4 @@
-"""One captured full graph, from capture to release: its accepted inputs and its attention tasks."""
+"""One captured full graph, from capture to release, with its attention tasks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class CapturedGraph:
         addresses: tuple[int, ...],
         lens: Lens,
     ) -> None:
-        """Queue one replay. The replay stops at its first task until ``updates`` let it continue.
+        """Queue one replay. The replay stops at its first task until ``updates`` records the task's
+        event.
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.

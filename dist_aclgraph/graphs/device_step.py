@@ -17,11 +17,13 @@ class DraftInputs(NamedTuple):
         most: [num_reqs] int32, largest number of drafts of a request that may be accepted, from 0
             to k.
         positions: [num_reqs, k + 1] int32, positions of the places.
-        slots: [num_reqs, 3 k] int32, slots of 3 k positions, the first place first; -1 is padding.
+        slots: [num_reqs, 3 k] int32, slots of 3 k consecutive positions, from the position of the
+            first place on; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
             with fewer places repeats its last place.
-        behind: [num_reqs] int32, only in graphs. The device adds the number of accepted drafts of
-            this row to the positions. If the host knows the positions, this is the spare row.
+        behind: [num_reqs] int32, only in graphs. To each request's positions, the device adds the
+            number of accepted drafts of the row ``behind``. If the host knows the positions of a
+            request, ``behind`` is the spare row.
     """
 
     rows: Tensor
@@ -38,8 +40,8 @@ class SharedPlaces(NamedTuple):
     Attributes:
         owners: [num_places] int32, padding included.
         landings: [num_places] int32, only for places of live requests: index of the place's token
-            among this rank's tokens. If another rank runs the token, the value is the index after
-            the last padding token.
+            in this rank's list of tokens. If another rank runs the token, the index is the length
+            of this list, padding included.
     """
 
     owners: Tensor
@@ -50,7 +52,8 @@ class SharedPlaces(NamedTuple):
 class DeviceStep:
     """The inputs of a step on the device, all int32.
 
-    The names are the same as in ``HostStep``; the shapes differ only by padding.
+    Attributes with the names of ``HostStep``'s attributes have the same contents, and are only
+    longer by padding.
 
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.

@@ -23,9 +23,9 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to prepare for its compiler, which this package never uses.
+        """Switch off torch's preparations for its compiler, which this package never uses.
 
-        Otherwise torch would import the compiler, which takes one second at the start of each rank.
+        Otherwise torch would import the compiler at the start of each rank, for one second.
         """
         return False
 

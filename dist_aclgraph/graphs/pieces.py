@@ -30,12 +30,13 @@ class CapturedPieces:
         self.descriptor = descriptor
         self._recording = recording
         self.graphs: list[Any] = []
-        # Weak references, so that the pool can reuse the memory.
+        # References are weak, so that the pool can reuse the memory of these values.
         self._outputs: list[tuple[Tensor, ...]] = []
         self._next = 0
 
     def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Record the next piece. The caller must keep its outputs until later pieces are recorded.
+        """Record the next piece. The caller must keep the piece's outputs until later pieces are
+        recorded.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: the capture failed; the
@@ -49,11 +50,11 @@ class CapturedPieces:
         return made[0]
 
     def begin(self) -> None:
-        """Begin again with the first piece."""
+        """Let the next call replay the first piece again."""
         self._next = 0
 
     def replay(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Queue the next piece in place of its segment."""
+        """Queue the replay of the next piece, instead of running its segment."""
         index = self._next
         self._next += 1
         self.graphs[index].replay()

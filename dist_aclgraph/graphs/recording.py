@@ -32,9 +32,9 @@ class EventPool:
         return self._free.pop() if self._free else external_event()
 
     def give_back(self, events: Iterable[Any]) -> None:
-        """Keep events of a released graph."""
+        """Store the events of a released graph for later graphs."""
         for event in events:
-            # The next capture waits for the event again. torch_npu allows this only if the event
+            # The next capture will wait for the event. torch_npu allows this wait only if the event
             # was recorded after the previous wait.
             event.record(self._stream)
             self._free.append(event)
@@ -59,7 +59,7 @@ class Recording:
         return self._npu.counts_graphs(self.stream)
 
     def record(self, name: str, body: Callable[[], None]) -> Any:
-        """Record ``body`` without running it. The pool counts the graph until ``forget``.
+        """Record ``body`` without running it. The pool counts the graph until ``forget`` is called.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError: the device ran out of streams or memory.
@@ -91,7 +91,8 @@ def _record(graph: Any, body: Callable[[], None], pool_handle: Any) -> None:
     try:
         body()
     except BaseException:
-        # The capture might be invalid already; report the error that made it invalid.
+        # If the error has made the capture invalid, ending the capture fails, too. Only the first
+        # error is raised.
         with suppress(RuntimeError):
             _end(graph, pool_handle)
         graph.reset()

@@ -2,10 +2,10 @@
 
 The integer inputs of a graph (tokens, positions, slots, places) are at the front of one buffer,
 each array at an aligned address. So a step sends all these inputs in one copy. If the block table
-has changed, the step sends it in another copy. Arrays that the pinned memory already contains are
-not written again. If the graph verifies drafts, the inputs of drafts replace the places, because
-all tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0, the spare
-row, no draft accepted, and block 0, the dummy block that no request owns.
+has changed, the step sends it in another copy. If the pinned memory already contains an array, the
+array is not written again. A graph that verifies drafts has inputs for drafts instead of places,
+because all tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0,
+the spare row, no draft accepted, and block 0, the dummy block that no request owns.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class StepBuffers:
     """Inputs and outputs of graphs at fixed addresses, and pinned memory for sending inputs.
 
     Attributes:
-        addresses: the addresses that captured graphs contain.
+        addresses: the addresses of the buffers, which captured graphs contain.
         logits: [max_samples, vocab].
-        tokens: token table whose latest tokens are ``sampled``; None with drafts.
+        tokens: token table whose latest tokens are ``sampled``; None if the model drafts.
         sampled: [max_samples] int32. A replay writes the most probable tokens; then the sampler
             overwrites the tokens of special places.
         best: [max_samples], the greatest logit of each sampled place; finite unless its logits
             contain NaN or infinity.
         hidden: [max_tokens, hidden], hidden states of all tokens; empty without drafts.
-        accepted: [max_reqs] int32, number of accepted drafts. A replay compares drafts with the
-            most probable tokens; if there are special places, the drafts are compared again after
-            sampling.
+        accepted: [max_reqs] int32, number of accepted drafts. In a replay, the drafts are compared
+            with the most probable tokens. If the step has special places, they are compared again
+            with the sampled tokens.
         num_written: number of steps whose inputs have been written.
     """
 
@@ -118,8 +118,8 @@ class StepBuffers:
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
         self._written_rows = 0  # number of rows of the last step
-        self._written_width = 0  # number of columns of the last step; later columns are zero
-        self._is_forgotten = False  # Whether the next step must send all rows.
+        self._written_width = 0  # number of columns in the last step; all further columns are zero
+        self._is_forgotten = False  # whether the next step must send all rows of the block table
         self._stream = runtime().current_stream()
 
     def write(self, graph: BatchDescriptor, step: HostStep) -> None:
@@ -138,7 +138,8 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # A piecewise step can have more places than the array; ``upload_step`` sends all places.
+        # A piecewise step can have more places than this array has elements. ``upload_step`` sends
+        # all places.
         values = step.token_ids, step.positions, step.slots, step.places, step.rows
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(
@@ -176,10 +177,11 @@ class StepBuffers:
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Record that the device has read the inputs of steps, so that their pinned memory is free.
+        """Record that the device has read the inputs of steps, so that the pinned memory of these
+        steps is free.
 
         Args:
-            num_written: number of the latest of these steps.
+            num_written: number of the last step whose inputs the device has read.
         """
         for twins in self._twins:
             twins.is_read |= twins.number <= num_written
@@ -227,7 +229,7 @@ class StepBuffers:
 
     def _has_lens(self, graph: BatchDescriptor) -> bool:
         """Whether the inputs of a graph include query ends and KV lengths. In a graph of decode
-        batches, these follow from the positions.
+        batches, both are computed from the positions.
         """
         return self._reads_device_rows and graph.mode == "FULL" and graph.query_len == 0
 
@@ -260,8 +262,8 @@ class StepBuffers:
 
         A row is as wide as the longest possible request, so unchanged rows before the first and
         after the last change are not sent. Entries after a step's last column are set to the dummy
-        block: if lengths are never updated, attention reads all entries, and a mask does not hide
-        NaN.
+        block: if lengths are never updated, attention reads all entries, and the mask cannot hide
+        NaN in old blocks.
         """
         if block_table is self._latest_table:
             return None
@@ -274,7 +276,7 @@ class StepBuffers:
         self._written_width = width
         first, end = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (n, 0)
         if self._written_rows > n:
-            # Rows that were live before and are padding now must contain the dummy block again.
+            # Rows that have changed from live rows to padding must contain the dummy block again.
             end = self._written_rows
             self._table[n:end] = 0
         self._written_rows = n
@@ -287,9 +289,9 @@ class _Layout(NamedTuple):
     """Views of a graph's integer inputs in the buffers.
 
     Attributes:
-        inputs: view of the buffer on the device.
-        twins: for each pinned memory, a view of the same size.
-        arrays: for each pinned memory, the arrays in it.
+        inputs: view of the device's buffer that contains all these inputs.
+        twins: for each pinned memory, a view with the size of ``inputs``.
+        arrays: for each pinned memory, the input arrays that it contains, as views.
     """
 
     inputs: Tensor
@@ -304,10 +306,10 @@ class _Twins:
     Attributes:
         table: the block table as an array.
         copied: event recorded after the copies.
-        is_read: whether the copies are known to be complete.
+        is_read: whether the host knows that the copies are complete.
         number: number of the step whose inputs are in this memory.
         graph: the graph for which these inputs are padded.
-        held: the arrays of the step that were written into this memory.
+        held: the step's arrays whose values this memory contains.
     """
 
     def __init__(self, npu: Npu, size: int, table_shape: tuple[int, int]) -> None:

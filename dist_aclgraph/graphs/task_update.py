@@ -1,9 +1,9 @@
 """Attention operators inside a captured graph; their lengths are patched for each replay.
 
 A capture makes each attention operator a task group. Before the operator, the capture inserts a
-wait for an external event and the reset of this event. A patch issues the operator again with a
-step's lengths, on the update stream, into the task group. The event is recorded after the patch,
-and lets the graph continue. Lengths are sent either
+wait for an external event and the reset of this event. A patch issues the operator again into the
+task group, with a step's lengths, on the update stream. Then the event is recorded, so that the
+graph continues. Lengths are sent either
 
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
 - *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
@@ -14,16 +14,16 @@ and lets the graph continue. Lengths are sent either
 Orders on the device:
 
 1. A task is patched only after the last replay has read the old lengths. The task's event is
-  recorded only after the last replay has reset the event; otherwise the record is lost, and the
-  device waits for ever. So the update stream waits for the end of the last replay before it opens
-  the first task for the next replay.
-2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: like
-  a replay, the update stream waits for the recorded events and resets them. The main stream waits
-  for these resets before the replay. All tasks are patched after the replay is queued.
-3. Steps of other graphs and eager steps change nothing: tasks stay open until their graph is
-  replayed. Before this replay, open tasks are closed if their lengths differ from the step's.
-4. A graph is released only while the device is idle. By then, updates that were sent ahead have
-  run, or they are released with the graph.
+  recorded only after the last replay has reset the event; otherwise the reset cancels the record,
+  and the device waits for ever. So the update stream waits for the end of the last replay before it
+  opens the first task for the next replay.
+2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
+  update stream waits for the recorded events and resets them, as a replay would do. The main stream
+  waits for these resets before the replay. All tasks are patched after the replay is queued.
+3. Steps of other graphs and eager steps do not change open tasks. Tasks stay open until their graph
+  is replayed. Before this replay, open tasks are closed if their lengths differ from the step's.
+4. A graph is released only while the device is idle. At that time, all updates that were sent ahead
+  have run, or they are released with the graph.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class UpdatableTask:
     Attributes:
         arguments: arguments of the operator, with the latest sent lengths. Device tensors are weak
             references, so that the graph's pool can reuse their memory inside the graph.
-        ahead: iteration of drafting to which the operator belongs; selects its KV lengths.
+        ahead: iteration of drafting to which the operator belongs. The operator uses the KV lengths
+            of this iteration.
     """
 
     operator: AttentionOperator
@@ -72,9 +73,9 @@ class UpdatableTask:
         try:
             self._update(stream)
         except RuntimeError:
-            # End the update if it is still open, because the operator has failed. If no update is
-            # open, CANN raises a second error. Only the first error names the cause, e.g. a stopped
-            # device.
+            # If the operator has failed, the update is still open and must be ended. If no update
+            # is open, CANN raises a second error here. Only the first error names the cause, e.g. a
+            # stopped device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise
@@ -92,7 +93,7 @@ class UpdatableTask:
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            # No step has these lengths, so the next step must send its lengths.
+            # Lengths that no step has, so that the next step sends its own lengths.
             self.arguments[name] = [-1] * len(self.arguments[name])
         npu.clear_event(self.event, stream)
 
@@ -110,7 +111,7 @@ class TaskRecorder:
         self.tasks: list[UpdatableTask] = []
 
     def ahead(self, by: int) -> AttentionTasks:
-        """Return the object that records the operators of drafting's iteration ``by``."""
+        """Return the object that records the operators of iteration ``by`` of drafting."""
         return _TasksAhead(self, by)
 
     @property
@@ -130,7 +131,7 @@ class TaskRecorder:
     ) -> None:
         """Capture a wait for a new event, then the operator as a task group."""
         if self._workspace is None:
-            # The workspace is large enough for any lengths, because updates cannot enlarge it.
+            # Updates cannot enlarge the workspace, so it is allocated for the largest lengths.
             self._workspace = operator.max_workspace(arguments)
         written = {"workspace": self._workspace, "out": outputs}
         event = self._events.take()
@@ -209,8 +210,8 @@ class TaskUpdates:
         return num_behind
 
     def forget(self, main_stream: Any) -> None:
-        """Reset after an abort of the device, which also dropped updates and replays: close all
-        tasks and forget their lengths. ``main_stream`` resets the graph's events.
+        """Reset after an abort of the device, which has also dropped updates and replays. All tasks
+        become closed tasks without lengths. ``main_stream`` resets the graph's events.
         """
         for task in self._tasks:
             task.forget(main_stream)
@@ -225,7 +226,7 @@ class TaskUpdates:
     ) -> None:
         """Open tasks for the next replay, until all tasks are open or the host has other work.
 
-        May be called again with the same lengths to continue.
+        A further call with the same lengths continues.
         """
         assert self._num_open == 0 or lens == self._open_lens
         self._open_lens = lens

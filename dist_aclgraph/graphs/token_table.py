@@ -1,7 +1,9 @@
-"""A table on the device: first the latest tokens, which only the device has; then all token ids.
+"""A table on the device. It contains first the latest tokens, which only the device has, and then
+all token ids.
 
 One gather turns the numbers of a step into token ids: a negative number is a reference
-(``references.py``) and is replaced by its token; any other number is a token id and stays the same.
+(``references.py``) and is replaced by its token; any other number is a token id and does not
+change.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ class TokenTable:
     """Owns the latest tokens of a rank.
 
     Attributes:
-        latest: [num_latest] int32; a reference names one of them.
+        latest: [num_latest] int32, the tokens to which references refer.
     """
 
     def __init__(self, vocab_size: int, num_latest: int, device: torch.device) -> None:

@@ -2,12 +2,12 @@
 
 A file holds one block of one rank: all layers, one tensor after the other. Its name is the hash of
 the block's tokens and of all tokens before them, so every request with these tokens can use the
-file. A file gets its name when it is complete, and does not change afterwards. Any number of
-processes read and write the same folder; the file system is their only index. If one process
-deletes a file while another process reads it, the reader can still read the whole file.
+file. A file is renamed to its final name when it is complete, and does not change afterwards. Any
+number of processes read and write the same folder; the file system is their only index. If one
+process deletes a file while another process reads it, the reader can still read the whole file.
 
-One file, protected by a lock, counts the folder's bytes. If a new file does not fit, the least
-recently used files are deleted.
+One file, protected by a lock, contains the number of the folder's bytes. If a new file does not
+fit, the least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ COUNT_FILE = "bytes.count"
 UNFINISHED = ".part"  # suffix of a file that is being written
 # Names of block files; other files are neither counted nor deleted.
 OWN_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
-ABANDONED_S = 60.0  # after this time, the process that wrote an unfinished file counts as ended
+# after this time, an unfinished file is assumed to belong to a process that has ended
+ABANDONED_S = 60.0
 LOCK_S = 1.0  # maximum wait for the lock of the count
-LOCK_POLL_S = 0.005  # pause between two tries to lock the count
+LOCK_POLL_S = 0.005  # pause between two attempts to lock the count
 COPY_BYTES = 1 << 24
-# A block counts as used this many seconds earlier than the previous block of its prompt. The value
-# must exceed the time in which a block is computed; otherwise a later block would count as used
-# later.
+# The time of use of a block is this many seconds before the time of the previous block of its
+# prompt. The value must exceed the time in which a block is computed; otherwise a later block would
+# get a later time of use.
 BLOCK_AGE_S = 1.0
 MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
 
@@ -55,7 +56,7 @@ class _NewFile:
 
     Attributes:
         fd: the descriptor of the unfinished file; -1 if the process must not write it.
-        exists: at the end, whether the file exists or another process is writing it.
+        exists: set at the end: whether the file exists, or another process is writing the file.
     """
 
     fd: int = -1
@@ -76,16 +77,19 @@ class BlockFiles:
         self.max_bytes = max_bytes
         self._root = root
         self._folder = folder
-        self._oldest: deque[tuple[float, Path]] = deque()  # files to delete next, oldest first
+        # files to delete next; the least recently used file is first
+        self._oldest: deque[tuple[float, Path]] = deque()
 
     def path_of(self, block_hash: BlockHash) -> Path:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return os.path.exists(self.path_of(block_hash))  # if the disk fails, the result is False
+        return os.path.exists(self.path_of(block_hash))  # also False if the disk fails
 
     def num_bytes(self) -> int:
-        """Return the size of all block files below the root, as last counted; 0 without a count."""
+        """Return the size of all block files below the root, from the file with the count; 0
+        without this file.
+        """
         try:
             return int(COUNT.unpack((self._root / COUNT_FILE).read_bytes())[0])
         except (OSError, struct.error):
@@ -116,7 +120,7 @@ class BlockFiles:
                 _move(os.readv, file.fileno(), buffers)
             except OSError as e:
                 return self._refuse(path, str(e))
-            with suppress(OSError):  # only the order of deletion depends on the time of use
+            with suppress(OSError):  # ignored: only the order of deletion depends on this time
                 _touch(file.fileno(), depth)
         if header != _header(block_hash, size, buffers):
             return self._refuse(path, "its contents do not match its header")
@@ -171,12 +175,12 @@ class BlockFiles:
             return b""
 
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
-        """Keep a block's file that another node has sent; return whether the file exists now.
+        """Store a block's file that another node has sent; return whether the file exists now.
 
-        Returns False also if the header does not match the name or the contents.
+        Also returns False if the header does not match the name or the contents.
 
         Args:
-            file: what ``file_bytes`` has returned on the other node.
+            file: the result of ``file_bytes`` on the other node.
         """
         contents = file[HEADER.size :]
         if file[: HEADER.size] != _header(block_hash, len(contents), [contents]):
@@ -192,8 +196,8 @@ class BlockFiles:
         """Reserve ``size`` bytes and open an unfinished file. At the end of the context, the file
         gets its name.
 
-        No file is opened if the file exists, if another process writes it, or if there is no room.
-        If the context ends with an OSError, the unfinished file is removed.
+        No file is opened if the block's file exists, if another process writes this file, or if
+        there is no room. If the context ends with an OSError, the unfinished file is removed.
         """
         unfinished, new = path.with_name(path.name + UNFINISHED), _NewFile()
         if path.exists():
@@ -246,8 +250,8 @@ class BlockFiles:
         folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
 
     def touch(self, block_hash: BlockHash, depth: int = 0) -> None:
-        """Let a block's file count as used now, if it exists."""
-        with suppress(OSError):  # only the order of deletion depends on the time of use
+        """Set the time of use of a block's file to now, if the file exists."""
+        with suppress(OSError):  # ignored: only the order of deletion depends on this time
             _touch(self.path_of(block_hash), depth)
 
     def delete(self, block_hash: BlockHash) -> None:
@@ -269,8 +273,8 @@ class BlockFiles:
                 count[0] = max(0, count[0] + num_bytes)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Reserve bytes for a new file, after deleting old files if necessary; return whether that
-        succeeded.
+        """Reserve bytes for a new file, and delete old files if necessary; return whether there is
+        enough room.
         """
         if num_bytes > self.max_bytes:
             return False
@@ -292,8 +296,8 @@ class BlockFiles:
     def _survey(self) -> int:
         """Find the least recently used files below the root; return the size of all files.
 
-        These files have together only about a tenth of ``max_bytes``, because times of use change.
-        After these files are deleted, the next survey reads the times again.
+        The size of the found files is only about a tenth of ``max_bytes``, because times of use
+        change. After the deletion of these files, the next survey reads the times again.
         """
         found = sorted(_files_below(self._root))
         total = sum(size for _, _, size in found)
@@ -340,7 +344,8 @@ class BlockFiles:
             stored = os.pread(file, COUNT.size, 0)
             count = [COUNT.unpack(stored)[0] if len(stored) == COUNT.size else self._survey()]
             yield count
-            with suppress(OSError):  # if the file system is full, a later survey counts again
+            # for example, the file system is full; a later survey counts again
+            with suppress(OSError):
                 os.pwrite(file, COUNT.pack(max(0, count[0])), 0)
         finally:
             os.close(file)
@@ -373,8 +378,8 @@ def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> N
 def _touch(file: int | Path, depth: int) -> None:
     """Mark a file as used.
 
-    Later blocks of a prompt count as used earlier, so they are deleted first. A block without the
-    blocks before it cannot be found.
+    A block is useless if a block before it is missing. So later blocks of a prompt get earlier
+    times of use, and are deleted first.
     """
     used_s = time.time() - depth * BLOCK_AGE_S
     os.utime(file, (used_s, used_s))
@@ -409,7 +414,7 @@ def _remove_abandoned(unfinished: Path) -> bool:
 
 
 def _is_removed(file: int) -> bool:
-    """Return whether an open file has lost its name; False for the descriptor -1."""
+    """Return whether an open file was removed from its folder; False for the descriptor -1."""
     return file >= 0 and os.fstat(file).st_nlink == 0
 
 

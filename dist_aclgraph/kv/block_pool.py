@@ -1,4 +1,4 @@
-"""BlockPool: knows which KV blocks are used, which are free, and which free blocks are cached.
+"""BlockPool: records which KV blocks are used, which are free, and which free blocks are cached.
 
 A full block is identified by a hash of its tokens and of all tokens before it, so prompts with
 equal beginnings share blocks. Every operation needs O(1) time per block.
@@ -46,7 +46,7 @@ class BlockPool:
             8.5: attention counts a shared block once for each request, and refuses a batch with
             more counted blocks than the cache has blocks.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
-            freed when the last block before it leaves the prefix cache.
+            freed when the last block before the checkpoint is evicted from the prefix cache.
         events: the pool reports evictions to it; ``store_block`` reports stored blocks, because it
             knows their tokens. None if events are not published.
     """
@@ -78,7 +78,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that requests can still get.
+        """Number of blocks that can be allocated now.
 
         With ``counts_shared``, this can be smaller than the number of blocks without a reference.
         """
@@ -96,12 +96,14 @@ class BlockPool:
         return len(self._by_hash)
 
     def clear(self) -> None:
-        """Make all blocks free and forget cached contents, for example after the device lost KV."""
+        """Make all blocks free, and make the prefix cache empty, for example after the device lost
+        KV.
+        """
         self._ref_counts = [0] * self.num_blocks
         self._num_references = 0
-        # The smallest ids are allocated first, which makes traces easy to read.
+        # The smallest ids are allocated first, so that traces are easy to read.
         self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
-        # Blocks that are free and cached, the oldest first.
+        # Blocks that are free and cached; the block that was freed first is the first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}
@@ -115,8 +117,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, and add one reference to each block.
 
-        Blocks without cached contents are taken first, then the cached blocks that were freed
-        first.
+        Free blocks without cached contents are allocated first; then cached blocks, in the order in
+        which they were freed.
 
         Raises:
             OutOfBlocksError: fewer than ``count`` blocks are free; no block was allocated.
@@ -146,7 +148,7 @@ class BlockPool:
         return block_ids
 
     def num_free_without(self, block_ids: Sequence[int]) -> int:
-        """Return how many blocks would be free after ``share(block_ids)``."""
+        """Return the number of free blocks that would remain after ``share(block_ids)``."""
         if self.counts_shared:
             return self.num_free - len(block_ids)
         return self.num_free - sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
@@ -162,7 +164,8 @@ class BlockPool:
             self._num_references += 1
 
     def store(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Let ``match`` find a used, full block. The caller must never write to the block again.
+        """Add a used, full block to the prefix cache, so that ``match`` finds the block. The caller
+        must never write to the block again.
 
         Returns:
             Whether the hash is new. If another block already has this hash, nothing changes.
@@ -179,7 +182,8 @@ class BlockPool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Remove one reference from each block of a request, in table order.
 
-        Later blocks are evicted first, because a prefix without its beginning cannot be found.
+        The last blocks of the request are evicted first, because ``match`` cannot find a block if a
+        block before it was evicted.
         """
         for block_id in reversed(block_ids):
             count = self._ref_counts[block_id]
@@ -207,7 +211,7 @@ class BlockPool:
     def take_dirty(self) -> list[int]:
         """Return the blocks to clean before the next step, and remove them from the list.
 
-        The dummy block is included, because tokens after the end of a request are written to it.
+        The result includes the dummy block, to which tokens after the end of a request are written.
         """
         if not self._dirty:
             return []
@@ -215,7 +219,7 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Let workers clean these blocks, used or free, before the next step."""
+        """Add blocks, used or free, to the blocks that workers clean before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def hash_of(self, block_id: int) -> BlockHash | None:

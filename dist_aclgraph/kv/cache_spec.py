@@ -14,7 +14,7 @@ from dist_aclgraph.shapes.int8_latents import int8_row_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MIN_BLOCKS = 2  # number of blocks: the dummy block, and one block for requests
+MIN_BLOCKS = 2  # minimum number of blocks: the dummy block, and one block for requests
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
@@ -32,7 +32,7 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return how to make the weights of one rank smaller, as the end of an error message."""
+    """Return the end of an error message: which keys make the weights of one rank smaller."""
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")
 
@@ -45,7 +45,7 @@ class PagedTensor:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
         is_whole: whether every rank keeps all tokens, even if the cache is sharded.
-        is_int8: whether the elements are bytes; else they have the cache's type.
+        is_int8: whether the elements are int8; otherwise the elements have the cache's type.
     """
 
     num_layers: int
@@ -88,7 +88,8 @@ class KVCacheSpec:
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
-        """Return the cache of one rank. With drafts, it includes the next-token module's layer.
+        """Return the cache of one rank. If the model drafts, the cache includes the layer of the
+        next-token module.
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks.
@@ -149,15 +150,16 @@ class KVCacheSpec:
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
-        """Return the maximum length of a request, which the context or the cache limits."""
+        """Return the maximum length of a request: the smaller limit of the model's context and of
+        the cache.
+        """
         blocks = num_blocks - 1  # number of blocks without the dummy block
-        return min(
-            max_model_len, blocks * self.tokens_per_block + 1
-        )  # the KV of a request's last token is never written
+        # One token more than the blocks, because the KV of a request's last token is never written.
+        return min(max_model_len, blocks * self.tokens_per_block + 1)
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return every rank's number of blocks: the configured number, or all useful blocks that
-        fit.
+        """Return every rank's number of blocks: the configured number, or the number of useful
+        blocks that fit in memory.
 
         Args:
             free_bytes: number of free bytes of the rank with the least free memory.
@@ -180,7 +182,7 @@ class KVCacheSpec:
         else:
             num_blocks = kv.num_blocks
         longest = self.longest_request(num_blocks, max_model_len)
-        # Without a configured length, the size of the cache limits requests.
+        # If no length is configured, the size of the cache limits the length of requests.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
                 "raise kv.memory_fraction, lower scheduler.max_num_batched_tokens, "
@@ -195,8 +197,8 @@ class KVCacheSpec:
         return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
-        """Return how many blocks, the dummy block included, fit in a rank's memory together with
-        the slots of states.
+        """Return the number of blocks, including the dummy block, that fit in a rank's memory in
+        addition to the slots of states.
 
         Every rank of a group must use the smallest result of all ranks.
 

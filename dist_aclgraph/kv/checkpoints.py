@@ -1,7 +1,8 @@
 """Checkpoints: copies of requests' recurrent state, from which requests with the same prefix start.
 
-Layers with linear attention keep no keys, but one state for each request, which every token
-changes. So a prefix can be shared only at a position where the state was copied to a checkpoint.
+Layers with linear attention store no keys. They store one state for each request, and every token
+changes this state. So a prefix can be shared only at a position where the state was copied to a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class Checkpoints:
     by the hash of the last block before its position. Knows nothing about requests or devices.
 
     Every checkpoint is in one of three states: free; begun, when a step in flight writes it; or
-    stored, when ``longest`` finds it. If no checkpoint is free, the least recently used stored
+    stored, so that ``longest`` finds it. If no checkpoint is free, the least recently used stored
     checkpoint becomes free.
 
     Args:
-        count: number of checkpoints; 0 shares no prefixes.
+        count: number of checkpoints; if it is 0, requests share no prefixes.
         interval: number of blocks between two checkpoints of a long prompt.
     """
 
@@ -41,7 +42,7 @@ class Checkpoints:
         self._free = list(range(self.count - 1, -1, -1))
         self._stored: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._begun: dict[BlockHash, int] = {}
-        # The checkpoints that a copy job reads, and whether ``release`` must free each of them.
+        # The checkpoints that a copy job reads, and for each, whether ``release`` must free it.
         self._held: dict[int, bool] = {}
 
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
@@ -89,15 +90,15 @@ class Checkpoints:
         return checkpoint
 
     def store(self, block_hash: BlockHash) -> None:
-        """Let ``longest`` find a begun checkpoint, because its step has ended."""
+        """Make a begun checkpoint a stored checkpoint, because its step has ended."""
         self._stored[block_hash] = self._begun.pop(block_hash)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Free a begun checkpoint, because its step was undone or its request has left."""
+        """Free a begun checkpoint, because its step was undone, or its request was removed."""
         self._free.append(self._begun.pop(block_hash))
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Free a stored checkpoint, because its block has left the prefix cache."""
+        """Free a stored checkpoint, because its block was evicted from the prefix cache."""
         checkpoint = self._stored.pop(block_hash, None)
         if checkpoint in self._held:
             self._held[checkpoint] = True
@@ -105,8 +106,8 @@ class Checkpoints:
             self._free.append(checkpoint)
 
     def hold(self, block_hash: BlockHash) -> int | None:
-        """Return a stored checkpoint, and keep its contents until ``release``; return None if no
-        checkpoint is stored, or if it is already held.
+        """Return a stored checkpoint, whose contents stay until ``release``. Return None if no
+        checkpoint with this hash is stored, or if the checkpoint is already held.
         """
         checkpoint = self._stored.get(block_hash)
         if checkpoint is None or checkpoint in self._held:
@@ -115,7 +116,7 @@ class Checkpoints:
         return checkpoint
 
     def release(self, checkpoint: int) -> None:
-        """End ``hold``; free the checkpoint if its block has left the prefix cache."""
+        """End ``hold``; free the checkpoint if its block was evicted meanwhile."""
         if self._held.pop(checkpoint):
             self._free.append(checkpoint)
 

@@ -15,9 +15,9 @@ import msgspec
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 Encoding = Literal["array", "map"]
-# Name of the device's memory in events; all routers understand only this name.
+# Name of the device's memory in events, the only name that all routers understand.
 DEVICE = "GPU"
-NAME_BYTES = 8  # routers name a block by an unsigned integer of 64 bits
+NAME_BYTES = 8  # in events, the name of a block is an unsigned integer of 64 bits
 
 
 class _Stored(msgspec.Struct, gc=False):
@@ -97,9 +97,10 @@ class CacheEvents:
     def __init__(self, block_size: int, encoding: Encoding = "array") -> None:
         self._block_size = block_size
         self._make_stored, self._make_removed, self._make_cleared = _KINDS[encoding]
-        self._known: set[BlockHash] = set()  # blocks that were reported and not removed
+        # blocks that were reported as stored, and not as evicted since
+        self._known: set[BlockHash] = set()
         self._events: list[_Stored | _Removed | _Cleared] = []
-        self._last_stored = b""  # hash of the last block, if the last event is a _Stored
+        self._last_stored = b""  # if the last event is a _Stored, hash of its last block
 
     def stored(self, block_hash: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> None:
         """Report a stored block. Consecutive blocks of a prefix share an event.
@@ -131,8 +132,8 @@ class CacheEvents:
             self._events.append(self._make_removed([block_name(block_hash)]))
 
     def cleared(self) -> None:
-        """Report that the cache is empty. Events that were not taken are dropped, because they no
-        longer matter.
+        """Report that the cache is empty. Earlier events that ``take`` has not returned are
+        dropped, because the empty cache makes them irrelevant.
         """
         self._known.clear()
         self._events = [self._make_cleared()]

@@ -1,7 +1,7 @@
 """Looks up block files without waiting for a disk.
 
-A file system on a network can hang: then a call that looks up a file does not return. So files on
-a disk are looked up on a thread. If a look-up takes too long, the caller assumes that the disk has
+A file system on a network can hang: then a call that looks up a file does not return. So a separate
+thread looks up files on a disk. If a look-up takes too long, the caller assumes that the disk has
 no file, and for a while only the files in memory are looked up.
 """
 
@@ -21,10 +21,10 @@ from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
 from dist_aclgraph.logs import event
 
 LIMIT_S = 1.0  # maximum time of a look-up on the disk
-PAUSE_S = 30.0  # time for which the disk is not used after a look-up that was too late
-# The caller waits this long for an answer, because most answers come sooner than the next step. If
-# an earlier call still has no answer, the caller does not wait. So many look-ups delay a step only
-# once.
+PAUSE_S = 30.0  # after a look-up that takes too long, the disk is not used for this time
+# The caller waits this long for an answer: most answers arrive within this time, so that the next
+# step can use them. If an earlier call still has no answer, the caller does not wait. So many slow
+# look-ups delay a step only once.
 GRACE_S = 0.001
 
 T = TypeVar("T")
@@ -63,7 +63,10 @@ LookUp = Callable[[Files], T]
 
 
 class LookUps:
-    """Looks up files in the caller's thread; only for files in memory, because no call may hang."""
+    """Looks up files in the caller's thread.
+
+    Use it only for files in memory, because no call may hang.
+    """
 
     num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
 
@@ -77,13 +80,18 @@ class LookUps:
         return self._files.has_state is not None
 
     def ask(self, look_up: LookUp[T]) -> Answer[T]:
-        """Begin a look-up; return its answer. The look-up itself must not return None."""
+        """Begin a look-up; return its ``Answer``. The function ``look_up`` must not return None."""
         result = look_up(self._files)
         return lambda: result
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the bytes in each tier of this node, as last known. Any thread may call this."""
-        for _ in range(2):  # first the earlier look-up; then a new look-up may be ready at once
+        """Return the bytes in each tier of this node, as the last look-up found.
+
+        Any thread may call this.
+        """
+        # first pass: the answer of the last look-up; second pass: a new look-up, if it needs no
+        # wait
+        for _ in range(2):
             if (found := self._counted()) is None:
                 break
             self._num_bytes, self._counted = found, self.ask(lambda files: files.num_bytes())
@@ -95,12 +103,12 @@ class _Call:
     run: Callable[[], Any]
     deadline_s: float
     done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None  # None if the call has failed, or was not run because it is late
+    result: Any = None  # None if the call has failed, or was skipped because it was too late
     is_late: bool = False
 
 
 class DiskLookUps(LookUps):
-    """Looks up files on a thread. Any thread may call the methods.
+    """Looks up files in a separate thread. Any thread may call the methods.
 
     Args:
         files: the files in memory.
@@ -113,7 +121,7 @@ class DiskLookUps(LookUps):
         super().__init__(files)
         self._everywhere = everywhere
         self._clock = clock
-        self._late: _Call | None = None  # a call that is still late
+        self._late: _Call | None = None  # a call that runs for longer than ``LIMIT_S``
         self._resumes_s = 0.0
         self._last: _Call | None = None
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
@@ -130,7 +138,7 @@ class DiskLookUps(LookUps):
         return partial(self._result, call, look_up)
 
     def _is_silent(self) -> bool:
-        """Whether the disk must not be used now."""
+        """Whether the disk is not used at present."""
         late = self._late  # another thread may reset it
         if late is None:
             return False
@@ -161,7 +169,7 @@ class DiskLookUps(LookUps):
             if not call.is_late:
                 try:
                     call.result = call.run()
-                except Exception:  # the thread continues; the caller looks up files in memory
+                except Exception:  # the thread continues; the caller uses the files in memory
                     logger.exception("looking up KV files failed")
             call.done.set()
 
@@ -173,7 +181,8 @@ def find_or_fetch(
     last look-up.
 
     Args:
-        ask: begins to look up how many leading blocks of ``hashes`` need not be fetched.
+        ask: begins to look up the number of leading blocks of ``hashes`` that this node has, so
+            that no fetch is needed.
     """
 
     def turns() -> Iterator[int | None]:
@@ -192,7 +201,9 @@ def find_or_fetch(
 
 
 def look_ups_of(tiers: KVTiers, states: KVTiers | None) -> LookUps:
-    """Return the look-ups of files of blocks and, with recurrent state, of checkpoints."""
+    """Return an object that looks up files of blocks, and, with recurrent state, files of
+    checkpoints.
+    """
     has_state = None if states is None else states.has
     everywhere = Files(tiers.has, has_state, tiers.num_bytes)
     if DISK not in tiers.names:

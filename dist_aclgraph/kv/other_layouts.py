@@ -37,7 +37,8 @@ class HeadPart:
 
 
 class OtherLayouts:
-    """The files of one tier whose parts of the heads are larger or smaller than ``part``.
+    """The files of one tier that were written by groups with larger or smaller parts of the heads
+    than ``part``.
 
     In a block, each tensor is [token slots, heads of the part, bytes of a head].
 
@@ -51,7 +52,8 @@ class OtherLayouts:
     ) -> None:
         self._part = part
         self._num_slots = num_slots
-        # For each other number of parts: the parts that overlap this part, and their files.
+        # For each other number of parts: the parts that share heads with this part, and their
+        # files.
         self._divisions = [
             [(other, files_of(other)) for other in part.overlaps(count)]
             for count in range(1, part.total + 1)
@@ -91,7 +93,9 @@ class OtherLayouts:
         buffers: Buffers,
         depth: int,
     ) -> bool:
-        """Read the heads that both ``other`` and this rank have; return whether that succeeded."""
+        """Read the heads that are both in the part ``other`` and in this rank's part; return
+        success.
+        """
         ours = self._part
         stored = [bytearray(len(buffer) // ours.size * other.size) for buffer in buffers]
         if not files.read(block_hash, [memoryview(each) for each in stored], depth):

@@ -1,9 +1,9 @@
 """KV outside the device: files of blocks in a node's memory and on its disk.
 
 All groups of a node that serve the same model share these files, even if they divide the heads
-among different numbers of ranks. A block is written to memory first, and then, when there is time,
-to the disk. When a tier is full, its least recently used blocks are deleted. A block that is in no
-tier is computed again, so files can be deleted at any time.
+among different numbers of ranks. A block is written to memory first. It is written to the disk
+later, when no other work waits. If a tier is full, its least recently used blocks are deleted.
+Files can be deleted at any time, because a block that is in no tier is computed again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MODEL_CONFIG = "config.json"
 USERS = "users.lock"
 HOST, DISK = "host", "disk"  # names of the tiers
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
-OTHERS_WRITE = 0o022  # bits of a mode: the group or all users may write
-SAMPLES, SAMPLE_BYTES = 16, 4096  # number and size of the pieces that are hashed
+OTHERS_WRITE = 0o022  # bits of a file mode: the group may write, or all users may write
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, this number of pieces of this size is hashed
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ class CachePlace:
 
     @property
     def all_places(self) -> list[CachePlace]:
-        """One place for each part of the blocks that the data-parallel rank's workers have."""
+        """The places of the data-parallel rank's workers, without duplicates: one place for each
+        part of the blocks.
+        """
         parts = product(range(self.num_heads), range(self.num_shards))
         return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
 
@@ -124,8 +126,8 @@ class CachePlace:
 
 
 class KVTiers:
-    """The files of one worker's blocks, in memory and on disk. One thread reads and writes; any
-    thread may call ``has`` and ``num_bytes``.
+    """The files of one worker's blocks, in memory and on disk. Only one thread may read and write;
+    any thread may call ``has`` and ``num_bytes``.
 
     Args:
         tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
@@ -140,12 +142,13 @@ class KVTiers:
         self._others = others
         self._by_name = tiers
         self._all: list[BlockFiles | OtherLayouts] = [*tiers.values(), *others.values()]
-        # Number of blocks that were read from each tier; only one thread counts.
+        # Number of blocks that were read from each tier. Only the thread that reads files changes
+        # it.
         self.num_read: Counter[str] = Counter()
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
-        # Blocks that wait to be written to the second tier. If this tier is too slow, the oldest of
-        # these blocks are never written to it.
+        # Blocks that wait to be written to the second tier. If the second tier is too slow, the
+        # oldest waiting blocks are dropped from this list.
         self._late: deque[BlockHash] = deque(maxlen=MAX_LATE)
 
     @classmethod
@@ -192,7 +195,7 @@ class KVTiers:
         """Return whether a block has a file in any tier.
 
         Args:
-            only: the name of a tier; only this tier is looked up then.
+            only: the name of the only tier that is looked up; None for all tiers.
         """
         names = [only] if only else self.names
         return any(
@@ -243,7 +246,7 @@ class KVTiers:
         return next((file for file in found if file), b"")
 
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
-        """Keep a file that another node has sent, in the first tier; see ``BlockFiles``. Any thread
+        """Store a file that another node has sent in the first tier; see ``BlockFiles``. Any thread
         may call this.
         """
         return self._first.add_file(block_hash, file, depth)
@@ -256,7 +259,7 @@ class KVTiers:
         return True
 
     def touch(self, block_hash: BlockHash, depth: int) -> None:
-        """Let a block's files in all tiers count as used now; see ``BlockFiles.read``."""
+        """Set the time of use of a block's files to now, in all tiers; see ``BlockFiles.read``."""
         for files in self._all:
             files.touch(block_hash, depth)
 
@@ -303,13 +306,14 @@ def disk_root(config: Config) -> Path:
 class HostCopies:
     """Registers a group as a user of the model's copies in the memory of the node.
 
-    The last group that leaves deletes the copies. A group that is killed leaves the copies behind.
+    When a group ends, and no other group uses the copies, the group deletes them. A killed group
+    cannot delete the copies.
     """
 
     def __init__(self, config: Config) -> None:
         self._folder = host_root(config) / cache_identity(config)
         self._lock = self._enter()
-        # A group that was the last user may have deleted the folder meanwhile.
+        # Before the lock was taken, another group may have deleted the folder.
         while os.fstat(self._lock).st_nlink == 0:
             os.close(self._lock)
             self._lock = self._enter()
@@ -396,9 +400,9 @@ def _files_of(
 
 
 def foreign_problem(root: Path) -> tuple[str, str] | None:
-    """Return why a folder is not safe from other users, and a remedy; None if it is safe."""
+    """Return why other users could change a folder, and a remedy; None if they cannot."""
     status = root.stat()
-    # In /dev/shm, another user can make a link to a folder of this user.
+    # In /dev/shm, another user can make a link that leads to a folder of this user.
     is_foreign = root.lstat().st_uid not in (0, os.getuid())
     if is_foreign or status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
         return (

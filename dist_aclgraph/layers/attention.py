@@ -1,5 +1,5 @@
 """Grouped-query attention over the paged KV cache. Attention runs eagerly, or is captured as a task
-of a graph; the lengths of a task can be updated.
+of a graph; then the lengths of the task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
 ``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists. In graphs
@@ -24,7 +24,7 @@ from dist_aclgraph.layers.state_metadata import StateMetadata
 
 Arguments = dict[str, Any]  # arguments of an operator, by name
 
-CAUSAL_MASK_SIZE = 2048  # Sparse modes 3 and 4 require this size for any lengths.
+CAUSAL_MASK_SIZE = 2048  # sparse modes 3 and 4 require a mask of this size for all lengths
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL, SPARSE_MODE_BAND = 0, 3, 4
 
 
@@ -33,8 +33,9 @@ class AttentionOperator:
     """An operator of torch_npu whose lengths are host lists.
 
     Attributes:
-        query_ends, kv_lens: names of its arguments for cumulative query lengths and KV lengths.
-        sums: name of its argument that turns the log-sum-exps on.
+        query_ends, kv_lens: names of the operator's arguments for cumulative query lengths and KV
+            lengths.
+        sums: name of the operator's argument that requests the log-sum-exps.
     """
 
     name: str
@@ -104,13 +105,14 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The tokens of a step that attend to chosen keys of each shard, on the shard's rank. They are
-    the first tokens of the step.
+    """The first tokens of a step, which attend to their chosen keys on all shards; each shard's
+    rank computes the attention to the keys of its shard.
 
     Attributes:
         place: place of this rank, with its shard.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
-        query_ends: [1] int32, n, because the n tokens count as one request, which has all keys.
+        query_ends: [1] int32, contains n. For the operator, the n tokens are the queries of one
+            request, and all keys of the shard are this request's keys.
     """
 
     place: ContextPlace
@@ -123,22 +125,24 @@ class AttentionMetadata:
     """The slots, blocks and lengths of a step's tokens; all layers use the same value.
 
     The first tokens of the step attend directly through the block table; ``parts`` describes the
-    attention of the other tokens. If the cache is sharded, each token that attends directly counts
-    as one request, because its KV length on a shard does not follow from the length of the previous
-    token.
+    attention of the other tokens. If the cache is sharded, each token that attends directly is
+    passed as a separate request, because a token's KV length on a shard does not follow from the
+    length of the previous token.
 
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows.
-        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots belong to
-            this rank's live tokens in order; if a prompt is split, to the tokens of all ranks.
-        num_exchanged: if a prompt is split, number of tokens of each rank in ``written``; else 0.
-        written_rope: rotary rows of the tokens in ``written``, if the cache write needs them.
+        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots are in
+            the order of this rank's live tokens; if a prompt is split, of the tokens of all ranks.
+        num_exchanged: if a prompt is split, number of elements of ``written`` for each rank; else
+            0.
+        written_rope: rotary rows of the tokens in ``written``; None if the cache write needs no
+            rotary rows.
         block_table: [num_reqs, max_blocks] int32, of requests that attend directly.
-        query_ends: [num_reqs], cumulative query lengths; the last one is the number of tokens that
-            attend directly.
+        query_ends: [num_reqs], cumulative query lengths; the last element is the number of tokens
+            that attend directly.
         kv_lens: [num_reqs], KV length of each request on this shard, its queries included.
-        is_empty: [num_direct, 1, 1] bool, whether the shard has no key for a token (its KV length
-            is still 1); None if the cache is not sharded.
+        is_empty: [num_direct, 1, 1] bool, whether the shard has no key to which the token may
+            attend; then the token's KV length is 1. None if the cache is not sharded.
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
         hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. With
@@ -355,7 +359,8 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            heads, scale = "num_query_heads", "softmax_scale"  # the operator's version 2
+            # version 2 of the operator has these names
+            heads, scale = "num_query_heads", "softmax_scale"
         return {
             heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -389,7 +394,7 @@ def launch(
 def run_now(
     operator: AttentionOperator, arguments: Arguments, out: Tensor, sums: Tensor | None
 ) -> None:
-    """Run an attention operator whose arguments include the lengths."""
+    """Run an attention operator; the arguments must include the lengths."""
     operator.overload(out=_outputs(operator, arguments, out, sums), **arguments)
 
 

@@ -6,7 +6,8 @@ each head to the ranks that own this head; these ranks merge the results by the 
 For prompts, the ranks of the group gather the keys of the request, not the queries. The ranks of a
 PCP group send each other the new keys of their prompt tokens.
 
-Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
+Shapes and collectives are the same on all ranks, because they do not depend on the contents of a
+shard.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.nn.functional import pad
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 
 ALIGNED_FLOATS = 8  # kernels load blocks of 32 bytes
-# The log-sum-exp over no keys. The value is not minus infinity, because npu_attention_update would
-# return NaN if all shards are empty.
+# The log-sum-exp of attention without keys. The value is not minus infinity, because
+# npu_attention_update would return NaN if all shards are empty.
 NOTHING = torch.finfo(torch.float32).min
 
 
@@ -49,13 +50,16 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Number of ranks of ``dcp`` with different query heads; other ranks have copies."""
+        """Number of ranks of ``dcp`` with different query heads; the other ranks have copies of
+        these heads.
+        """
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:
         """Run one collective in each group, so that HCCL creates the domains and their streams now.
 
-        Otherwise the first prompt would create PCP's domain after free streams have been counted.
+        Otherwise PCP's domain would be created by the first prompt, after the count of free
+        streams.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
@@ -70,7 +74,7 @@ class ContextParallel:
         if size == 1:
             return q
         every = self.dcp.all_gather(q.contiguous())[:size]
-        # With one head, flatten returns a view, which operators do not accept.
+        # A copy is needed: with one head, flatten returns a view, which operators do not accept.
         return every.transpose(0, 1).flatten(1, 2).contiguous()
 
     def merge(self, out: Tensor, sums: Tensor, is_empty: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 from dist_aclgraph.layers.state_metadata import DirectStates, PromptStates, store
 
 CHUNK_TOKENS = 64  # number of tokens whose updates are computed together; a power of two
-PASS_TOKENS = 1024  # number of tokens per pass; larger passes need fewer launches, but more memory
+# number of tokens per pass; larger passes mean fewer launches, but more memory
+PASS_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class PlainDeltaRule:
     def prompts(
         self, inputs: DeltaInputs, states: Tensor, at: PromptStates
     ) -> tuple[Tensor, Tensor]:
-        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # heads first
+        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # the first axis: heads
         outs, last, start = [], [], 0
         for state, end in zip(states, at.ends, strict=True):
             out, state = _run_part(state, *(x[:, start:end] for x in rows))
@@ -202,8 +203,8 @@ def _run_chunks(
 
     Within a chunk, the change that each token makes to the state depends on the changes of the
     tokens before it. A triangular system describes all changes of the chunk; its solution is linear
-    in the state before the chunk. Only the states depend on earlier chunks, so everything else is
-    computed for all chunks at once.
+    in the state before the chunk. Only the states depend on earlier chunks. So all other values are
+    computed for all chunks together.
 
     Args:
         beta: [heads, n, 1].
@@ -242,8 +243,9 @@ def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
     if sums.shape[-1] == 1:
         is_later = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool, device=x.device).triu(1)
         return (x @ k.mT) * (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()
-    # Each channel has its own decay, so the decays are factors of x and k. Within a block, decays
-    # are relative to the end of the first half. So no exponent is above 0, and nothing overflows.
+    # The decays are multiplied into x and k, because each channel has its own decay. Within a
+    # block, decays are relative to the end of the first half. So no exponent is above 0, and
+    # nothing overflows.
     found = (x * k).sum(-1)[..., None, None]  # [heads, chunks, blocks, rows, rows]
     while (rows := found.shape[-1]) < x.shape[2]:
         halves = (torch.unflatten(t, 2, (-1, 2, rows)).unbind(3) for t in (x, k, sums))
@@ -259,7 +261,8 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
     """Return the inverse of I + ``below``; ``below`` [heads, chunks, n, n] has non-zero elements
     only below the diagonal, and n is a power of two.
 
-    The blocks on the diagonal are inverted: first blocks of one row, then of two, four, ... rows.
+    Blocks on the diagonal are inverted: first the blocks of one row, then blocks of two rows, four
+        rows, and so on.
     """
     n = below.shape[-1]
     found = below.new_ones(*below.shape[:2], n, 1, 1)  # [heads, chunks, blocks, rows, rows]

@@ -26,12 +26,12 @@ from dist_aclgraph.topology import ExchangeKind
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """How a step sends tokens to their experts; ``exchange`` is equal on all ranks.
+    """The way in which a step sends tokens to their experts; ``exchange`` is equal on all ranks.
 
     Attributes:
         exchange: None if every tensor parallel group has all experts.
         tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
-            tokens beyond the capacity of an exchange. None counts nothing.
+            tokens beyond the capacity of an exchange. If None, nothing is counted.
     """
 
     exchange: ExchangeKind | None = None
@@ -47,8 +47,8 @@ class ExpertSetup:
 
     Attributes:
         capacity_factor: capacity of an all-to-all, see ``expert_capacity``.
-        side: stream on which shared experts run in parallel to routed experts; None runs shared
-            experts before routed experts.
+        side: stream on which shared experts run in parallel to routed experts; if None, shared
+            experts run before routed experts.
         mc2: MC2's operators on this chip; None without MC2.
         redundant: number of additional copies of experts, see ``place_experts``.
     """
@@ -113,8 +113,8 @@ class ExpertLayer:
     ) -> Tensor:
         """Exchange this rank's slice of the tokens, then join the slices of all ranks."""
         tp, n = self.groups.tp, x.shape[0]
-        # Only the last ranks lack tokens, but every rank pads, because all ranks must capture the
-        # same operators.
+        # Only the last ranks have too few tokens, but every rank pads, because all ranks must
+        # capture the same operators.
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))

@@ -1,5 +1,6 @@
 """Linear attention with the gated delta rule, for the heads of one rank: a short convolution, then
-the rule. The convolution and the rule keep states of requests. Projections are not in this file.
+the rule. The convolution and the rule have states for each request. Projections are not in this
+file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dist_aclgraph.layers.state_metadata import (
     store,
 )
 
-UNIT_EPS = 1e-6  # the number that is added to the sum of squares of a query or key
+UNIT_EPS = 1e-6  # epsilon, which is added to the sum of squares of a query or key
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class CenteredHeadNorms:
-    """Subtracts the mean of each head first, and then normalises the head; heads have different
-    weights.
+    """Normalises each head after subtracting its mean. Each head has its own weights.
 
     Attributes:
         q, k: [heads, head_dim], weights of this rank's heads.

@@ -18,8 +18,8 @@ from dist_aclgraph.layers.latent_attention import NORM_EPS
 from dist_aclgraph.shapes.int8_latents import TILE
 
 BY_TILE = 2  # quantisation mode of keys and values: one scale for each tile
-IN_ROWS = 1  # place of the scales: in the rows of the keys
-ABSORBED_MODE = 2  # attention_mode; other modes do not exist
+IN_ROWS = 1  # the scales are in the rows of the keys
+ABSORBED_MODE = 2  # the only value of attention_mode
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dist_aclgraph.layers.local_experts import list_type, multiply_groups
 
 
 def fills_blocks(weight: Tensor) -> bool:
-    """Return whether the inputs of int8 matrices, [..., in, out], fill blocks of FRACTAL_NZ."""
+    """Return whether FRACTAL_NZ needs no padding of the inputs of int8 matrices, [..., in, out]."""
     return weight.shape[-2] % NZ_ROWS == 0
 
 
@@ -99,7 +99,7 @@ class Int8SwigluProduct:
 
     @classmethod
     def replacing(cls, product: Int8GroupedProduct) -> Int8SwigluProduct:
-        """Return the operator with the weights of a product, in copies.
+        """Return an object for this operator, with copies of a product's weights.
 
         Raises:
             DeviceError: the device cannot change the storage format.

@@ -2,8 +2,8 @@
 
 ``npu_dynamic_quant`` converts rows to int8. The element of a row that is farthest from zero becomes
 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them in one launch.
-It converts the results of a norm or of SwiGLU before they are rounded, or the rows that
-``LocalExperts`` sorts by experts.
+These rows are the unrounded results of a norm or of SwiGLU, or the rows that ``LocalExperts`` sorts
+by experts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def in_floats(rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Int8Norm:
-    """A norm of a sum, with results in int8, which only int8 products use. torch_npu has no such
-    operator without the sum.
+    """A norm of a sum, with results in int8, which only int8 products use. torch_npu has no
+    operator that only normalises and quantises.
     """
 
     norm: RmsNorm

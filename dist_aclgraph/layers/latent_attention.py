@@ -29,7 +29,8 @@ from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
 from dist_aclgraph.shapes.heads import padded_latent_heads
 
-NORM_EPS = 1e-6  # epsilon of the norms inside attention; other norms may have another epsilon
+# epsilon of the norms inside attention, which may differ from the epsilon of other norms
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class LatentAttention:
         """
         context, is_empty = self.context, metadata.is_empty
         if added := padded_latent_heads(self.num_heads) - self.num_heads:
-            # The operator accepts only powers of two. The results of heads of zeros are not used.
+            # The operator accepts only a power of two as number of heads. So heads of zeros are
+            # added, and their results are not used.
             absorbed, q_rope = (pad(x, (0, 0, 0, added)) for x in (absorbed, q_rope))
         sums = None
         if is_empty is not None:
@@ -219,7 +221,8 @@ def attend_whole_heads(
 ) -> None:
     """Attend with heads whose width the operator accepts only if query heads share key heads.
 
-    So a query head of zeros follows each query head; its results are not used.
+    So a query head of zeros is inserted after each query head. The results of inserted heads are
+    not used.
 
     Args:
         query: [n, heads, d]; key, value: [num_keys, heads, d]; their rotated parts included.

@@ -1,9 +1,9 @@
 """One operator for the work before latent attention: ``npu_mla_prolog_v3``.
 
-In a step whose tokens all attend directly, this operator replaces the products, the norms and the
-rotations that compute queries, latents and rotated keys, the write of the cache, and the product of
-queries and key matrices. Its results have the same order of elements as those of the separate
-operators, so steps of both kinds use the same cache.
+This operator is used in a step whose tokens all attend directly. It replaces the operators that
+compute queries, latents and rotated keys, that write the cache, and that multiply queries by key
+matrices. Steps with and without this operator use the same cache, because the order of elements in
+the cache is the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dist_aclgraph.layers.int8_rows import Int8Rows
 from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentCache
 from dist_aclgraph.layers.linear import Product
 
-WEIGHTS_IN_INT8 = 2  # weight_quant_mode: rows and the weights of three products are in int8
-# The sizes that the operator has: the latents of queries and of keys, the rotated and the other
-# elements of a head, and the heads of a rank.
+WEIGHTS_IN_INT8 = 2  # weight_quant_mode: the rows, and the weights of three products, are in int8
+# The only sizes that the operator accepts: elements of the latents of queries and of keys, of a
+# head's rotated part and of its other part; and numbers of heads of a rank.
 SIZES = (1536, 512, 64, 128)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -53,7 +53,7 @@ class LatentPrologue:
         latent_norm: Tensor,
         keys: Tensor,
     ) -> LatentPrologue:
-        """Return the work of separate operators.
+        """Return the operator that does the work of separate products and norms.
 
         Args:
             down: ``queries`` and ``key_values``; all products must be ``Int8Linear``.

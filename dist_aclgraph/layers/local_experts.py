@@ -1,4 +1,4 @@
-"""The experts whose weights are on this rank.
+"""Computes the experts whose weights are on this rank.
 
 Operators: ``npu_moe_init_routing_v2`` copies each token once for each of its experts on this rank,
 sorted by expert; ``npu_grouped_matmul`` computes one product for all experts;
@@ -102,10 +102,10 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any)
 
 
 def list_type(counts: Tensor) -> int:
-    """Return how an operator must read the numbers of rows of groups.
+    """Return whether the list of the groups' rows contains ends or counts.
 
-    Operators refuse a list with one count, but accept a list with one end. The end of the only
-    group equals its count, so the list contains ends in this case.
+    Operators refuse a list with one count, but accept a list with one end. So for a single group,
+    the list contains the group's end, which equals its count.
     """
     return COUNTS if len(counts) > 1 else CUMULATIVE
 
@@ -135,7 +135,8 @@ class Xielu:
     """The activation of arXiv 2411.13010, without a gate.
 
     Attributes:
-        positive, negative: factors of the parts for positive and for other values.
+        positive, negative: factors of the function's part for positive values, and of its part for
+            other values.
     """
 
     positive: float
@@ -232,12 +233,12 @@ class LocalExperts:
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # mode 3: rows have rank 3, and choices without a row are allowed
+            drop_pad_mode=3,  # mode 3 accepts rows of rank 3, and choices without a row
         )
         return y
 
     def compute(self, rows: Rows, counts: Tensor, tally: Tensor | None) -> Tensor:
-        """Run each row through its expert: [rows, hidden] -> [rows, hidden].
+        """Compute each row's expert: [rows, hidden] -> [rows, hidden].
 
         Args:
             rows: sorted by expert; rows after the last expert's rows are not computed.

@@ -1,4 +1,4 @@
-"""Norms of rows, alone and after the addition of the residual stream."""
+"""Norms of rows: a norm alone, or a norm after the addition of the residual stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RmsNorm:
     Attributes:
         weight: [width].
         adds_one: whether the factor is ``1 + weight``. The sum is computed in float32, because in
-            bfloat16 it would lose the bits of a small weight.
+            bfloat16 the sum would lose the bits of a small weight.
     """
 
     weight: Tensor
@@ -27,7 +27,8 @@ class RmsNorm:
         """[..., width] -> the same shape."""
         npu = torch.ops.npu
         norm = npu.npu_gemma_rms_norm if self.adds_one else npu.npu_rms_norm
-        # npu_gemma_rms_norm accepts only contiguous rows, but heads are parts of wider rows.
+        # npu_gemma_rms_norm accepts only contiguous rows. Heads are not contiguous, because they
+        # are parts of wider rows.
         normed: Tensor = norm(x.contiguous() if self.adds_one else x, self.weight, self.eps)[0]
         return normed
 
@@ -64,7 +65,7 @@ class CenteredNorm:
 
 @dataclass(frozen=True)
 class NoNorm:
-    """Takes the place of a norm in layers that normalise only their results."""
+    """Replaces the norm of inputs in layers that normalise only the results of their parts."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x`` as it is."""

@@ -1,6 +1,7 @@
 """Attention of requests with many queries to keys that are read chunk by chunk.
 
-``context.prompt_parts`` plans chunks and launches. The kind of attention computes one launch.
+``context.prompt_parts`` plans chunks and launches. Each kind of attention has a function that
+computes one launch.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class DevicePart:
     chunks: tuple[DeviceChunk, ...]
 
 
-# Computes a launch. Arguments: the launch, its keys' rows of each cache, the result [n, heads, d],
-# and the log-sum-exps [n, heads, 1] float32, or None if they are not needed.
+# Computes a launch. Arguments: the launch, the rows of the launch's keys in each cache, the result
+# [n, heads, d], and the log-sum-exps [n, heads, 1] float32, or None if they are not needed.
 AttendTo = Callable[[DeviceLaunch, Sequence[Tensor], Tensor, Tensor | None], None]
 
 
@@ -117,7 +118,8 @@ def _reader(
 
     def pick(keys: Tensor) -> list[Tensor]:
         parts = torch.split(gathered.index_select(0, keys), widths, 1)
-        # Columns of one tensor would be views, which operators do not accept.
+        # One tensor for each cache: columns of a joint tensor would be views, which operators do
+        # not accept.
         return [
             part.reshape(len(keys), *shape).contiguous()
             for part, shape in zip(parts, shapes, strict=True)

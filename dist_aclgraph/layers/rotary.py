@@ -4,8 +4,9 @@
 dynamic NTK, Llama 3, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753). The tables are built
 once, outside graph capture; a step gathers rows of the tables by its position buffer.
 
-The frequencies of dynamic NTK and LongRoPE depend on the length of a request. All requests of a
-deployment use the frequencies of the longest possible request, because cached keys cannot change.
+The frequencies of dynamic NTK and LongRoPE depend on the length of a request. Cached keys cannot
+change while a request grows. So all requests of a deployment use the frequencies of the longest
+possible request.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def pairs_across_head(
 
 
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return [positions, head_dim] tables from [positions, rotary_dim] tables. The new elements, at
-    the end of each half, do not rotate.
+    """Return [positions, head_dim] tables from [positions, rotary_dim] tables. The tables' new
+    elements, at the end of each half, rotate nothing.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
@@ -120,7 +121,7 @@ class RotaryTables:
 class RotaryTableSet:
     """Owns the tables of a decoder with several rotary embeddings, or with a factor for queries.
 
-    Every table is stored once; layers name their tables by an index.
+    Every table is stored once; each layer has the indices of its tables.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class RotaryTableSet:
         self._sin: list[Tensor] = []
 
     def add(self, rope: RopeSpec) -> RopeRows | None:
-        """Return the indices of the tables of an embedding; None if it changes nothing."""
+        """Return the indices of an embedding's tables; None if the embedding rotates nothing."""
         if not rope.num_tables:
             return None
         cos, sin = rope_tables(rope, self._rotary_dim, self._max_len, torch.float32)
@@ -223,7 +224,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    # 0 for long waves, whose frequencies are divided by the factor; 1 for short waves.
+    # 0 for long waves, whose frequencies are divided by the factor; 1 for short waves, whose
+    # frequencies stay.
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 

@@ -33,7 +33,7 @@ class ExpertCopies:
     dp_rank: int
 
     def __call__(self, experts: Tensor) -> Tensor:
-        """Return the slots of the experts, both [n, top_k] int32."""
+        """Return the slot of the chosen copy of each expert; both are [n, top_k] int32."""
         (n, top_k), width = experts.shape, self.slots.shape[1]
         tokens = torch.arange(
             self.dp_rank, self.dp_rank + n, dtype=torch.int32, device=experts.device
@@ -56,8 +56,8 @@ class Router:
         renormalizes: whether the weights of a token sum to one before they are scaled.
         bias: [num_experts] float32, added to the scores only for the choice of experts.
         top_groups: number of groups from which a token may choose experts.
-        group_score: how groups are compared. "max" compares the best score of each group; "top2"
-            compares the sum of the two best scores of each group.
+        group_score: the score of a group. "max" is the best score of its experts; "top2" is the sum
+            of the two best scores.
         scale: factor of all weights.
         copies: chooses one of the copies of an expert; None if no expert has copies.
         logit_bias: [num_experts] float32, added to the logits.
@@ -78,9 +78,9 @@ class Router:
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts [n, top_k] int32 and weights [n, top_k] float32.
 
-        If experts have copies, each id names the chosen copy: a slot of an ``ExpertPlacement``.
-        Padding gets the id after the last expert's id: operators accept this id, and no rank has
-        such an expert. (Negative ids are not allowed: with a negative id, CANN 9 counts no tokens.)
+        If experts have copies, each id is the chosen copy's slot in ``ExpertPlacement``. The id of
+        padding is the last expert's id plus one: operators accept this id, and no rank has such an
+        expert. (Negative ids are not allowed: with a negative id, CANN 9 counts no tokens.)
 
         Args:
             x: [n, hidden].
@@ -100,7 +100,8 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         if self.scoring == "sigmoid" and not self.renormalizes:
-            # The operator always divides sigmoid scores by their sum, so weights are recomputed.
+            # The weights are computed again, because the operator always divides sigmoid scores by
+            # their sum.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)

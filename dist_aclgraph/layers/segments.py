@@ -11,7 +11,7 @@ RunSegment = Callable[..., tuple[Tensor, ...]]  # arguments: a segment and its i
 
 
 def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
-    """Return a function that lets ``run`` run a segment, and then calls ``work``."""
+    """Return a function that runs a segment with ``run``, and then calls ``work``."""
 
     def run_and_work(segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = run(segment, *inputs)

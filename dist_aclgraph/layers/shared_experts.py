@@ -15,7 +15,7 @@ from dist_aclgraph.layers.local_experts import Activation, swiglu
 
 
 class SideStream:
-    """One stream of a rank, for work that runs in parallel to the main stream.
+    """A separate stream of a rank, for work that runs in parallel to the main stream.
 
     The work allocates and frees its temporary tensors on this stream, and writes results to tensors
     of the main stream. Temporary tensors are freed before the main stream waits for this stream. So
@@ -31,7 +31,7 @@ class SideStream:
         stream waits for ``work``.
 
         ``work`` begins after all earlier work of the current stream. ``work`` must not contain a
-        collective, because the collectives of a group need the same order on all ranks.
+        collective, because the collectives of a group must run in the same order on all ranks.
         """
         main = runtime().current_stream()
         self._stream.wait_stream(main)

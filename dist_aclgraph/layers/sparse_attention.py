@@ -6,11 +6,11 @@ contains the index keys. ``npu_sparse_flash_attention`` attends to the chosen la
 are tensors on the device, so a captured graph needs no update of these operators.
 
 If ranks share a cache, each of them keeps all index keys and a shard of the latents. So all ranks
-choose the same keys, and no collective is needed for the choice. A token of a request with few
-queries attends to the chosen keys of each shard, on the shard's rank, and the results are merged by
-their log-sum-exps. The operator returns sums only for keys that are not in pages. So the whole
-cache is passed as the keys of one request, and the choices are slots. For requests with many
-queries, the latents of the request are gathered instead.
+choose the same keys, and no collective is needed for the choice. For a request with few queries,
+each shard's rank computes the attention to the chosen keys of its shard; then the results are
+merged by their log-sum-exps. The operator returns sums only for keys that are not in pages. So the
+whole cache is passed as the keys of one request, and the chosen keys are passed as slots. For
+requests with many queries, the latents of the request are gathered instead.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class Choice(NamedTuple):
     Attributes:
         keys: [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by
             -1.
-        own: [n, 1, top_k] int32, for the first n queries, which attend to each shard: the slots of
-            the chosen keys that this shard keeps, followed by -1. None without such queries.
+        own: [n, 1, top_k] int32, for the first n queries: the slots of the chosen keys on this
+            shard, followed by -1. Only these queries attend to chosen keys on all shards. None
+            without such queries.
     """
 
     keys: Tensor
@@ -103,7 +104,8 @@ def own_slots(chosen: Tensor, rows: ShardRows) -> Tensor:
     size = shards.tokens_per_block
     positions = chosen[: len(rows.block_table)].squeeze(1)
     kept = torch.where(shards.owners(positions) == rows.place.shard, positions, -1)
-    # Operators sort int32 on the AI CPU. As float32, positions below 2^24 are exact.
+    # Positions are sorted as float32, because operators sort int32 on the AI CPU. As float32,
+    # positions below 2^24 are exact.
     kept = kept.float().sort(-1, descending=True)[0].int()
     blocks = rows.block_table.gather(1, (kept // size).clamp(min=0).long())
     own = shards.own_slots(blocks * size + kept % size)
@@ -154,7 +156,7 @@ class SparseLatentAttention:
             index: None if this layer has no indexer. Such a layer uses ``chosen``, the keys that
                 the last earlier layer with an indexer has chosen.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
-            metadata: its slots are int64, and it has the rows on the device.
+            metadata: its slots are int64, and ``on_device`` must be set.
 
         Returns:
             The choice for this rank's tokens; None if the step has no tokens.
@@ -216,7 +218,7 @@ class SparseLatentAttention:
         """Return the choice for this rank's tokens."""
         assert cache.index_keys is not None
         n = metadata.num_direct
-        if n == 0:  # Other ranks run all tokens of the step's prompts.
+        if n == 0:  # other ranks run all tokens of this step
             return Choice(metadata.block_table.new_empty((0, 1, self.top_k)), None)
         keys = torch.ops.npu.npu_lightning_indexer(
             index.queries[:n],

@@ -1,8 +1,8 @@
 """The states of linear attention, and the slots that the tokens of a step read and write.
 
 The state of a request in one layer has two parts: the last inputs of the convolution, and a matrix
-for each value head. A state has constant size; it lies in a slot, whose number is equal in all
-layers. Slot 0 belongs to no request: padding reads and writes it.
+for each value head. All states have the same size. A state is in a slot, which has the same number
+in all layers. Slot 0 belongs to no request; padding reads and writes slot 0.
 
 The tokens of a step are in this order: tokens of direct requests, prompt tokens, padding. Names of
 shapes: n requests, t tokens, w width of the convolution.
@@ -60,7 +60,8 @@ class DirectLayout:
         lengths: [n] int32, number of tokens of each request, 1 to ``MAX_DIRECT_TOKENS``.
         starts: [n] int32, number of tokens before each request.
         windows: [t, w] int32, the inputs of the convolution for each token, as indices of rows of
-            [all tokens | w - 1 rows of each request's first state]. The token itself is last.
+            [all tokens | w - 1 rows of each request's first state]. The token's own input is the
+            last.
         ones: [n] int32, the value of ``accepted`` in steps without drafts.
         max_tokens: an upper limit of the lengths.
     """
@@ -105,8 +106,8 @@ class DirectStates:
     with ``accepted`` 1. If the next step has a single token, it must name 5 with ``accepted`` 1.
 
     Attributes:
-        slots: [t] int32. Except for slot 0, no two requests name the same slot. A padding request
-            names slot 0 for all of its tokens.
+        slots: [t] int32, the slot that each token names. Except for slot 0, no two requests name
+            the same slot. A padding request names slot 0 for all of its tokens.
         accepted: [n] int32, 1 to the request's length; 1 for padding.
         sources: [n] int32, the slot in which each request begins.
     """
@@ -160,8 +161,8 @@ class PromptStates:
     Attributes:
         lengths: [n] int32, number of tokens of each chunk.
         sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
-        slots: [n] int32, the slot that receives the state after the last token of the chunk; can
-            equal the source. No two requests name the same slot.
+        slots: [n] int32, the slot that receives the state after the last token of the chunk; may be
+            the slot in ``sources``. No two requests name the same slot.
         is_new: [n] bool, whether the request has no state yet, and begins with zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
             first state]: for each request, first the rows of its state, then its tokens.

@@ -55,9 +55,9 @@ class AllGather:
 class AllToAll:
     """Sends each token once to every rank that has an expert of the token.
 
-    A rank accepts the same number of tokens from each other rank, so the rows for each rank have
-    equal size. Tokens above this number are counted and not sent, and their results are wrong; then
-    the step must run again.
+    All ranks exchange arrays of equal size: a rank accepts the same number of tokens from each
+    other rank. Tokens above this number are counted, but not sent. Their results are wrong, so the
+    step must run again.
 
     Attributes:
         factor: number of tokens that a rank accepts from another rank, divided by the expected
@@ -75,7 +75,7 @@ class AllToAll:
         ranks = torch.arange(size, dtype=torch.int32, device=x.device)
         owner = torch.div(experts, self.local.num_local, rounding_mode="floor")
         is_wanted = (owner.unsqueeze(-1) == ranks).any(1)  # [m, ranks]
-        # index of each token among the tokens for the same rank
+        # index of each token among the tokens that are sent to the same rank
         place = is_wanted.cumsum(0, dtype=torch.int32) - 1
         fits = is_wanted & (place < capacity)
         if tally is not None:
@@ -108,7 +108,7 @@ class AllToAll:
     ) -> Tensor:
         """Return the rows to send, [num_places, columns]; unused places contain padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
-        # Add one padding token, and one place for tokens that are not sent.
+        # One padding token is added, and one place for all tokens that are not sent.
         nowhere = self.local.num_experts
         tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
         source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)
@@ -169,11 +169,14 @@ class Mc2Exchange:
             expand_scales=scales if operators.takes_scales else None,
             comm_alg=operators.comm_alg,
         )
-        # The operator does not write masked rows; a NaN in these rows would spread to other rows.
+        # Masked rows are set to zero, because the operator does not write them, and a NaN in them
+        # would spread.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
     def _experts_of_padding(self, experts: Tensor) -> Tensor:
-        """Return valid expert ids for padding, [m, top_k] or [1, top_k]; ids of a row differ."""
+        """Return valid expert ids for padding, [m, top_k] or [1, top_k]; the ids of a row are all
+        different.
+        """
         top_k, num_experts = experts.shape[1], self.local.num_experts
         # Masked rows are not sent; without a mask, padding is spread evenly over all experts.
         # ``fmod`` is used because it has an int32 kernel.

@@ -14,13 +14,13 @@ from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
 # Cache of one layer: its ``tensors`` are in blocks, its ``states`` in slots. Only the kind of
-# attention knows the cache's type.
+# attention uses the concrete type of the cache.
 Cache = Any
 
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The capacity of a layer's cache.
+    """The capacity of a layer's cache, and the types of its elements.
 
     Attributes:
         num_blocks: number of KV blocks, the dummy block included.
@@ -53,7 +53,8 @@ class LayerAttention(Protocol):
         ``attend``.
 
         Args:
-            metadata: of the step; None in piecewise graphs, which many steps use.
+            metadata: the metadata of the step; None in piecewise graphs, because steps with
+                different metadata replay these graphs.
         """
 
     def attend(
@@ -75,16 +76,14 @@ class LayerAttention(Protocol):
         """
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Inputs of ``attend``, the last one with the results -> [n, hidden], summed over the
-        ranks.
-        """
+        """Map the results, which are in ``inputs[-1]``, to [n, hidden], summed over the ranks."""
 
 
 class AttentionKind(Protocol):
     """The attention state that all layers of one kind share."""
 
     def load(self, slices: WeightSlices, index: int) -> LayerAttention:
-        """Return this rank's attention of layer ``index``."""
+        """Return the attention of layer ``index`` on this rank."""
 
     def make_cache(self, room: CacheRoom) -> Cache:
         """Return one layer's cache. Block 0 and slot 0 must not contain NaN, because padding reads
@@ -100,9 +99,9 @@ class PagedKind(AttentionKind, Protocol):
         takes_long_queries: whether a request may attend directly with any number of queries, if the
             cache is not sharded.
         ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
-        reads_device_rows: whether attention reads the lengths of requests on the device. Such
-            attention attends to chosen keys. If the cache is sharded, the lengths count the index
-            keys, which every rank keeps whole.
+        reads_device_rows: whether attention reads the lengths of requests on the device. This is
+            true for attention to chosen keys. If the cache is sharded, the lengths are numbers of
+            index keys, of which every rank has all.
     """
 
     slot_dtype: torch.dtype

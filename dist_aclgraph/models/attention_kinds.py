@@ -25,7 +25,7 @@ class AttentionKinds:
 
     Attributes:
         paged: the kind whose keys are in blocks; a decoder has exactly one such kind. Layers that
-            use the keys chosen by an earlier layer are a variant of this kind.
+            use the keys chosen by an earlier layer have a variant of this kind.
     """
 
     def __init__(
@@ -54,5 +54,7 @@ class AttentionKinds:
             self._made["linear"] = delta_kind(spec, groups, device=device, dtype=dtype)
 
     def of(self, layer: int) -> AttentionKind:
-        """Return the kind of a layer; an index after the decoder's last layer is allowed."""
+        """Return the kind of a layer; the index may be that of a next-token module, after the
+        decoder's last layer.
+        """
         return self._made[self._spec.kind_of(layer)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SUFFIX = "_scale_inv"  # End of the scales' name. Weights are multiplied by scales, not divided.
+# Ending of the names of scales. In spite of this ending, weights are multiplied by scales, not
+# divided.
+SUFFIX = "_scale_inv"
 BLOCK = (128, 128)
 
 

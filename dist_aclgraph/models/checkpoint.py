@@ -31,11 +31,11 @@ from dist_aclgraph.shapes.model_spec import RowRange, WeightNames
 from dist_aclgraph.shapes.weight_files import is_headless, tensor_files
 
 CPU = torch.device("cpu")
-# Smaller pieces need more calls. Larger pieces need more device memory, and do not fit in the CPU's
-# caches on an emulated device.
+# Smaller pieces need more calls. Larger pieces need more device memory, and on an emulated device
+# they do not fit in the CPU's caches.
 PIECE_BYTES = 4 << 20
 USUAL_NAMES = WeightNames()
-# safetensors' names of the types that have scales, and of the types that need none
+# safetensors' names of the types whose values need scales, and of the other types
 SCALED, FLOATS = ("F8_E4M3", "I8"), ("BF16", "F16", "F32", "F64")
 
 
@@ -67,7 +67,7 @@ class Checkpoint:
 
         Args:
             quantises: whether the matrices of products are converted to int8.
-            names: how the files name the tensors; callers use the usual names.
+            names: maps the usual names of tensors, which callers pass, to the names in the files.
             int4: which matrices have four bits.
         """
         self.dtype = dtype
@@ -79,7 +79,7 @@ class Checkpoint:
         self._file_of = tensor_files(self._directory)
         self.has_head = not is_headless(self._file_of)
         self._open: dict[str, Any] = {}
-        self._read_names: set[str] = set()  # stored names
+        self._read_names: set[str] = set()  # stored names of all tensors that were read
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def __contains__(self, name: str) -> bool:
@@ -213,7 +213,7 @@ class Checkpoint:
             out.narrow(dim, there.shape[dim], missing).zero_()
 
     def _gathered(self, piece: Tensor) -> Tensor:
-        """Return a piece with contiguous elements, which is valid until the next call."""
+        """Return a piece with contiguous elements, in a buffer that the next call overwrites."""
         if piece.is_contiguous():
             return piece
         if self._room.numel() < piece.nbytes:
@@ -222,7 +222,7 @@ class Checkpoint:
         return gathered.copy_(piece)
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return the form in which a product gets a matrix: ``dtype``, int8, or four bits.
+        """Return the form of a matrix in a product: ``dtype``, int8, or four bits.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -244,7 +244,7 @@ class Checkpoint:
         """Return ``[start, stop)`` along ``dim`` of an [out, in] matrix of four bits, on the host.
 
         Args:
-            rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps it.
+            rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the order.
 
         Raises:
             ConfigError: ``dtype`` is float32; or a part of the inputs does not consist of whole
@@ -316,7 +316,7 @@ class Checkpoint:
         return part.to(dtype)
 
     def _check_floats(self, name: str, source: Any) -> None:
-        """Refuse values that are not usable without scales."""
+        """Raise an error if the values need scales, which are missing."""
         self._check_type(name, source, FLOATS)
 
     def _check_type(self, name: str, source: Any, known: Sequence[str]) -> None:
@@ -384,11 +384,12 @@ class Checkpoint:
         return name if self.has_head else name.removeprefix("model.")
 
     def count_ignored(self) -> int:
-        """Return the number of tensors that belong to other parts of the model."""
+        """Return the number of tensors of other parts of the model, such as an image encoder."""
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def refuse_unread_biases(self) -> None:
-        """After all weights are read, refuse stored biases of these weights that were not read.
+        """Call this after all weights were read. Refuse stored biases that belong to these weights
+        and were not read.
 
         Tools can add biases that the model does not have. Other weights, such as the weights of
         other ranks' experts, are not checked.
@@ -444,7 +445,9 @@ class _Rows:
         return str(self._source.get_dtype())
 
     def get_shape(self) -> list[int]:
-        """Return the shape of these rows; or the stored shape, if its number of rows is wrong."""
+        """Return the shape of these rows; if the stored tensor has a wrong number of rows, return
+        its shape.
+        """
         stored = list(self._source.get_shape())
         return [self._rows.count, *stored[1:]] if stored[:1] == [self._rows.total] else stored
 

@@ -124,7 +124,7 @@ def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbeddin
 def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
-    # A decoder without a stored head only computes embeddings: its logits are not used.
+    # A decoder without a stored head only computes embeddings, so its logits are not used.
     sizes = spec.vocab_size, slices.group, spec.logit_scale
     tied = VocabularyHead(embedding.weight.t(), *sizes)
     is_tied, name = spec.tie_word_embeddings, "lm_head.weight"

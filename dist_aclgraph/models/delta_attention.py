@@ -1,5 +1,5 @@
-"""The part that all forms of linear attention with the gated delta rule have in common: the heads
-of a rank, the states, and the computation from the inputs of the rule to its results.
+"""The common part of all forms of linear attention with the gated delta rule: the heads of a rank,
+the states, and the computation from the inputs of the rule to its results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class DeltaAttention:
-    """The linear attention of one layer on this rank. Subclasses have the other two methods of
+    """The linear attention of one layer on this rank. Subclasses implement the other two methods of
     ``LayerAttention``.
 
     Attributes:
@@ -75,7 +75,7 @@ class DeltaHeads:
 
 
 class DeltaKind:
-    """State that all layers of such a kind share: the rank's heads and the rule.
+    """State that all layers of one kind of linear attention share: the rank's heads and the rule.
 
     Also loads the weights that all forms have.
     """
@@ -97,7 +97,7 @@ class DeltaKind:
         self._unit = torch.full((d,), d**-0.5, dtype=torch.float32, device=device)
 
     def make_cache(self, room: CacheRoom) -> StateCache:
-        # Padding reads and writes slot 0, so a NaN in slot 0 would stay.
+        # A NaN in slot 0 would never disappear, because padding reads and writes slot 0.
         linear, heads, device = self._linear, self._heads, self._device
         channels = 2 * len(heads.keys) * linear.key_dim + len(heads.values) * linear.value_dim
         conv = (room.num_slots, linear.conv_width - 1, channels)

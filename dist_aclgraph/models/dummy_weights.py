@@ -1,7 +1,7 @@
 """Weights without files: a checkpoint of zeros, with the shapes that follow from config.json.
 
-Answers are meaningless, but steps take the same time as with real weights. On the emulated NPU, the
-zeros count as device memory, but use no memory of the host.
+Answers are meaningless, but steps take the same time as with real weights. The emulated NPU counts
+the zeros as used device memory, although they use no memory of the host.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DummyCheckpoint:
         out.zero_()
 
     def refuse_unread_biases(self) -> None:
-        """Do nothing: no bias is stored."""
+        """Does nothing, because no bias is stored."""
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
         stored = self._int4_formats.of(self._names.stored(name))

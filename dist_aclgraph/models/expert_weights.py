@@ -46,7 +46,7 @@ def load_experts(
     load = _load_products
     if experts.is_stacked:
         load = load_stacked_products
-    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # some checkpoints join gate and up
+    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # gate and up are one stored matrix
         load = load_joined_products
     gate_up, down = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
@@ -112,7 +112,7 @@ def _load_router(
 
 
 def _load_copies(slices: WeightSlices, placement: ExpertPlacement) -> ExpertCopies | None:
-    """Return the slots of all experts; None without copies, because then slots equal ids."""
+    """Return the slots of all experts; None if no expert has copies: then slots equal ids."""
     if not placement.has_copies:
         return None
     table = slices.place(torch.from_numpy(placement.slot_table()))

@@ -1,9 +1,10 @@
 """The fused operators for layers with int8 products, and the storage format of int8 weights. Each
-can be used only with some chips, versions and types.
+of them can be used only with some chips, versions and types.
 
 The limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
-(op-plugin); none was tested on an NPU. Roundings differ: a fused operator quantises float32, while
-separate operators round to the type of activations before they quantise.
+(op-plugin); none was tested on an NPU. The results of fused and of separate operators are rounded
+differently: a fused operator quantises float32 values, but separate operators first round values to
+the type of activations.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Fusion:
         return None
 
     def misfit(self, width: int) -> str | None:
-        """Return why a place of this width does not suit the operator; None if it does."""
+        """Return why a place of this width does not suit the operator; None if the width suits the
+        operator.
+        """
         if width % self.multiple:
             return f"{self.place.format(width)}, which is no multiple of {self.multiple}"
         if self.widest is not None and width > self.widest:
@@ -98,7 +101,7 @@ FUSIONS = (
         "swiglu_quant",
         "npu_dequant_swiglu_quant",  # replaces npu_swiglu and npu_dynamic_quant
         dtypes=("bfloat16",),
-        multiple=32,  # 64 divides the width of gate and up together
+        multiple=32,  # so that the width of gate and up together is a multiple of 64
     ),
     Fusion(
         "routing_quant",
@@ -107,27 +110,30 @@ FUSIONS = (
     ),
     Fusion(
         "expert_swiglu_quant",
-        # Replaces npu_grouped_matmul and one or two operators after it. CANN 8.5 has version 1 of
-        # this operator, which needs cumulative counts. But on CANN 8.5, the operator that sorts
-        # rows does not compute cumulative counts.
+        # This operator replaces npu_grouped_matmul and one or two following operators. CANN 8.5 has
+        # version 1 of this operator, which needs cumulative counts. But on CANN 8.5, the operator
+        # that sorts rows does not compute cumulative counts.
         "npu_grouped_matmul_swiglu_quant_v2",
         dtypes=("bfloat16", "float16"),
-        multiple=32,  # the kernel writes rows one after another, in steps of 32 bytes
+        # the kernel writes rows without gaps, and each row must begin at a multiple of 32 bytes
+        multiple=32,
         widest=5120,  # the width of gate and up together is at most 10240
         cann=(9, 0),
     ),
     Fusion(
         "nz_weights",
-        # A storage format instead of an operator: products have the same results in both formats.
+        # This entry is a storage format, not an operator. Products have the same results in both
+        # formats.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        multiple=32,  # full blocks, so that weights need no more memory than in ND
+        multiple=32,  # only full blocks, so that weights need no more memory than in ND
         place="matrices of {} outputs",
     ),
     Fusion(
         "latent_prologue",
-        # Replaces all operators between the norm of a layer and latent attention. Known sources of
-        # CANN 8.5 have another order of arguments, and later documents allow more sizes.
+        # Replaces all operators between the norm of a layer and latent attention. In the known
+        # sources of CANN 8.5, the arguments have another order. Documents of later versions allow
+        # more sizes.
         "npu_mla_prolog_v3",
         dtypes=("bfloat16",),
         widths=(6144, 7168, 7680),
@@ -150,7 +156,8 @@ class Fusions:
 
     def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
         """Args:
-        obstacles: for each operator, why no place uses it, or None.
+        obstacles: for each operator, the reason why no place uses the operator; None if places may
+            use it.
         """
         self._obstacles = obstacles
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}
@@ -188,8 +195,8 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return for each operator in how many places it is used, or why it is not used. Operators
-        for which the model has no place are left out.
+        """Return for each operator the number of places that use the operator, or the reason why
+        none does. The result omits operators for which the model has no place.
         """
         return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 

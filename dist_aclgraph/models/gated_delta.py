@@ -50,7 +50,7 @@ class GatedDeltaAttention(DeltaAttention):
         """
         delta = self.delta
         if self.quantises_rows:
-            h = quantised(h)  # once for both products
+            h = quantised(h)  # quantised once, for both products
         width = delta.num_value_heads * delta.value_dim
         qkv, z = torch.split(self.qkvz(h), [delta.num_channels, width], dim=-1)
         b, a = self.gates(h).chunk(2, -1)

@@ -25,7 +25,7 @@ Norms = HeadNorms | CenteredHeadNorms | NormsOfAllHeads
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads of a rank. If there are fewer KV heads than ranks, several ranks share the same KV
+    """The heads of a rank. If there are fewer KV heads than ranks, several ranks have the same KV
     head.
     """
 
@@ -102,7 +102,8 @@ class GroupedQueryAttention:
             q, k = self.rope_rows.rotate(q, k, rope)
         if self.norms is not None and self.norms_follow_rope:
             q, k = self.norms(q, k)
-        # Queries and keys that are neither normalised nor rotated are parts of wider rows.
+        # If queries and keys are neither normalised nor rotated, they are still parts of wider
+        # rows.
         q, k = q[0].contiguous(), k[0].contiguous()
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()

@@ -21,7 +21,7 @@ from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, Int4For
 
 
 class SharedZeros:
-    """Zeros of several shapes, in one tensor that is as large as the largest shape."""
+    """Owns zeros for several shapes, in one tensor with the size of the largest shape."""
 
     def __init__(self) -> None:
         self._zeros = torch.empty(0)
@@ -68,7 +68,7 @@ class Int4Weights:
             (count, num_inputs, num_outputs // 2), dtype=torch.int8, device=device
         )
         self._scales: list[Tensor] = []  # [groups, outputs] of each matrix
-        self._sums: list[Tensor] = []  # [outputs] of each matrix, if products need them
+        self._sums: list[Tensor] = []  # sums of each matrix, [outputs], if products need sums
 
     def fill(self, index: int, parts: Sequence[Int4Matrix]) -> None:
         """Write a matrix of the stack; matrices are written in order.

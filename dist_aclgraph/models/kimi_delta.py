@@ -50,12 +50,12 @@ class KimiDeltaAttention(DeltaAttention):
         """
         delta = self.delta
         if self.quantises_rows:
-            h = quantised(h)  # once for both products
+            h = quantised(h)  # quantised once, for both products
         widths = [delta.key_dim, delta.value_dim, delta.num_value_heads]
         decays, gates, b = (x.contiguous() for x in torch.split(self.inner(h), widths, dim=-1))
         steps = softplus(self.decays(decays).float() + self.dt_bias)
         g = steps.view(len(steps), delta.num_value_heads, delta.key_dim) * self.decay
-        # The composed rule computes in float32, so beta need not be rounded.
+        # beta need not be rounded, because the plain operators compute the rule in float32.
         beta = b.float().sigmoid()
         qkv = self.qkv(h)
         return qkv, g, beta, self.gates(gates), self.room_for_results(qkv)

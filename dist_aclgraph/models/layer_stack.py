@@ -79,7 +79,7 @@ class DecoderLayer:
         index: the layer's index in the checkpoint.
         marks: marks the collectives of this rank.
         output_norms: norms of the results of attention and of the feed-forward part; None if the
-            results are added to the residual stream as they are.
+            results are added to the residual stream without a norm.
         result_scale: factor of these results.
     """
 
@@ -102,7 +102,7 @@ class DecoderLayer:
         """Return the residual stream, followed by the inputs of attention.
 
         Args:
-            metadata: of the step; None in piecewise graphs.
+            metadata: the metadata of the step; None in piecewise graphs.
         """
         self.marks.enter(self.index, BEFORE)
         h: Rows
@@ -119,14 +119,13 @@ class DecoderLayer:
         """Return two tensors: the layer's output, and the residual stream without this output.
 
         Args:
-            attended: the inputs of attention; the last one has the results.
+            attended: the inputs of attention; the last tensor contains the results of attention.
         """
         self.marks.enter(self.index, AFTER)
         norms = self.output_norms or (None, None)
         result = self._result(self.attention.output(attended), norms[0])
         if self.post_attention_norm is None:
-            # The norm is computed a second time, because its result would be one more tensor that
-            # crosses attention.
+            # The norm is computed a second time, so that attention need not pass its result on.
             assert not isinstance(self.input_norm, Int8Norm)
             h: Rows = self.input_norm(residual)
             both = result + self._result(self.feed_forward(h, slots, step), norms[1])
@@ -135,7 +134,9 @@ class DecoderLayer:
         return self._result(self.feed_forward(h, slots, step), norms[1]), residual
 
     def _result(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Return a result in the form in which it is added to the residual stream."""
+        """Return the result of a part, normalised if ``output_norms`` is set, to add it to the
+        residual stream.
+        """
         x = x if norm is None else norm(x)
         return x if self.result_scale == 1 else x * self.result_scale
 
@@ -143,8 +144,8 @@ class DecoderLayer:
 def load_layer(
     slices: WeightSlices, spec: ModelSpec, kind: AttentionKind, index: int
 ) -> DecoderLayer:
-    """Return this rank's part of layer ``index``; an index after the decoder's last layer is
-    allowed.
+    """Return this rank's part of layer ``index``, which may be the layer of a next-token module,
+    after the decoder's last layer.
     """
     prefix = f"model.layers.{index}"
     input_norm = _load_input_norm(slices, spec, f"{prefix}.input_layernorm.weight")
@@ -159,7 +160,7 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_self_attn_layernorm.weight"),
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
-    is_first = index in (0, spec.num_layers)  # of the decoder or the next-token module
+    is_first = index in (0, spec.num_layers)  # part of the decoder, or of the next-token module
     # An ``Int8Norm`` always adds a residual stream, and only one product can use its int8 rows.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
@@ -211,7 +212,7 @@ def _load_xielu(slices: WeightSlices, prefix: str) -> Xielu:
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Layers one after another, and a norm after the last layer.
+    """A sequence of layers, and a norm after the last layer.
 
     Attributes:
         rope: returns the rotary rows of positions; all layers use the same rows.
@@ -264,7 +265,7 @@ class LayerStack:
     def _segments(
         self, embed: Embed, step: ExpertStep, metadata: AttentionMetadata | None
     ) -> list[Segment]:
-        """Return the segments of the forward pass: one more than there are layers."""
+        """Return the segments of the forward pass. There is one segment more than layers."""
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -49,7 +49,8 @@ def note_nothing(num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """``[start, stop)`` along ``dim`` of an [out, in] weight, which has not been read yet.
+    """Describes a part that will be read later: ``[start, stop)`` along ``dim`` of an [out, in]
+    weight.
 
     Attributes:
         shape: shape of the whole weight.
@@ -154,8 +155,8 @@ class WeightSlices:
     def share(self, width: int) -> tuple[int, int]:
         """Return [start, stop) of this rank's part of an inner width.
 
-        If the group size does not divide the width, zero columns are added; they do not change
-        results, because silu(0) * 0 = 0.
+        If the group size does not divide the width, columns of zeros are added. These columns do
+        not change results, because silu(0) * 0 = 0.
         """
         part = -(-width // self.group.size)
         return self.group.rank * part, (self.group.rank + 1) * part
@@ -203,7 +204,7 @@ class WeightSlices:
         return in_blocks(weight) if fits else weight
 
     def norm_before(self, norm: Norm | NoNorm, quantises_rows: bool) -> Norm | NoNorm | Int8Norm:
-        """Return a norm in the form for the layers that use its results.
+        """Return a norm in the form (float or int8 results) that the layers after it need.
 
         Args:
             quantises_rows: whether only products in int8 use the results.
@@ -216,14 +217,14 @@ class WeightSlices:
     def activation(
         self, down: Product | ExpertProduct, kind: ActivationName = "silu"
     ) -> Activation:
-        """Return an activation in the form for the product that uses its results."""
+        """Return an activation in the form (float or int8 results) that the next product needs."""
         if kind != "silu":
             return geglu if kind == "gelu_pytorch_tanh" else squared_relu
         fuses = down.quantises_rows and self.fusions.use("swiglu_quant", down.weight.shape[-2])
         return swiglu_to_int8 if fuses else swiglu
 
     def inner_product(self, gate_up: ExpertProduct, down: ExpertProduct) -> InnerProduct:
-        """Return gate, up and SwiGLU of experts in the form for the product of down."""
+        """Return gate, up and SwiGLU of experts, in the form that the product of down needs."""
         width = down.weight.shape[-2]
         if (
             isinstance(gate_up, Int8GroupedProduct)
@@ -235,7 +236,7 @@ class WeightSlices:
         return ActivatedProduct(gate_up, self.activation(down))
 
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
-        """Return the form in which one operator gets its matrices.
+        """Return the common form of matrices that one operator reads.
 
         If all matrices have the same form, the result is this form. Otherwise the result is floats,
         because matrices that a checkpoint stores in floats must not be quantised.

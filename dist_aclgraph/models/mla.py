@@ -66,7 +66,8 @@ class MultiHeadLatentAttention:
         self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
     ) -> tuple[Tensor, ...]:
         """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
-        tensor for the result. If the prologue will compute these, return its int8 rows instead.
+        tensor for the result. If the prologue will compute these tensors, return the prologue's
+        int8 rows instead.
         """
         npu, sizes, heads = torch.ops.npu, self.sizes, self.latent.num_heads
         if self.prologue is not None:
@@ -109,7 +110,9 @@ class MultiHeadLatentAttention:
 
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether inputs of attention are those of the prologue."""
+    """Return whether these inputs of attention are the inputs of the prologue, not of separate
+    operators.
+    """
     return inputs[0].dtype == torch.int8
 
 
@@ -212,7 +215,8 @@ class LatentKind:
 class MultiHeadLatent(LatentKind):
     """State of the layers in which a query attends to all keys that it sees."""
 
-    takes_long_queries = False  # For direct attention, the operator accepts only few queries.
+    # In direct attention, the operator accepts only a small number of queries.
+    takes_long_queries = False
     reads_device_rows = False
 
     def load(self, slices: WeightSlices, index: int) -> MultiHeadLatentAttention:

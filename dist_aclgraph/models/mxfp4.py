@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of values and powers
+# endings of the names of the tensors with values and with powers
+BLOCKS, SCALES = "_blocks", "_scales"
 STORED = ("U8",)  # the type of values and powers, in safetensors' words
 GROUP = 32  # values that share a power
 _BIAS = 127  # subtracted from a stored power

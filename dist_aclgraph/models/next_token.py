@@ -1,8 +1,8 @@
 """The module of a checkpoint that predicts one token further than the decoder.
 
 The module mixes the hidden state at a position with the token after this position, and runs one
-decoder layer on the result. The embedding and the head are those of the decoder, although
-checkpoints contain copies of both for the module. Reference: the DeepSeek-V3 report, section 2.2.
+decoder layer on the result. The module uses the decoder's embedding and head, although checkpoints
+contain separate copies for the module. Reference: the DeepSeek-V3 report, section 2.2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reads a checkpoint into the page cache before ranks copy slices from it.
 
-So the disk reads while slices are converted. The chunks of each file are divided among the ranks of
-a node. Together, the ranks request each byte once, from the first to the last. The ranks need
-slices of the same tensors at about the same time, so this order is useful for all of them.
+So the disk reads chunks while the process converts slices. The chunks of each file are divided
+among the ranks of a node. Together, the ranks request each byte once, from the first to the last.
+This order is useful for all ranks, because the ranks need slices of the same tensors at about the
+same time.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ def turns(sizes: Sequence[int], rank: Neighbour) -> Iterator[tuple[int, int, int
 
 
 def read_ahead(files: Sequence[Path], rank: Neighbour) -> threading.Thread | None:
-    """Let the system read this rank's chunks of the files while this process works.
+    """Start a thread that requests this rank's chunks of the files, so that the system reads them
+    while this process works.
 
     Returns:
-        The thread that requests the chunks; None if the files do not fit into memory, so that only
-        the system's normal read-ahead is used.
+        The thread; None if the files do not fit into memory. Then only the system's own read-ahead
+        is used.
     """
     try:
         sizes = [file.stat().st_size for file in files]
     except OSError:
-        return None  # The loader will report the error.
+        return None  # ignored, because the loader will report the error
     if sum(sizes) > MEMORY_SHARE * _available_bytes():
         return None
     thread = threading.Thread(target=_ask, args=(files, sizes, rank), daemon=True)

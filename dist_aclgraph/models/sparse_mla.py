@@ -92,7 +92,8 @@ class MultiHeadSparseAttention:
 
     @property
     def quantises_rows(self) -> bool:
-        # An indexer needs the rows in floats, and multiplies them by the weights of its heads.
+        # If the layer has an indexer, rows must be floats, because the indexer multiplies them by
+        # the weights of its heads.
         return self.indexer is None and self.down.quantises_rows
 
     def project(
@@ -128,7 +129,7 @@ class MultiHeadSparseAttention:
         metadata: AttentionMetadata,
         earlier: Choice | None,
     ) -> Choice | None:
-        """Return the choice of keys of each query."""
+        """Return the keys that the indexer chooses for each query."""
         q, q_rope, kv, *index, out = inputs
         rows = IndexRows(*index) if self.indexer is not None else None
         return self.sparse(q, q_rope, kv, out, rows, rope, cache, metadata, earlier)
@@ -138,7 +139,7 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """State that all sparse layers share; it is the state of latent attention."""
+    """State that all sparse layers share: the same state as for latent attention."""
 
     takes_long_queries = True
     reads_device_rows = True
@@ -209,10 +210,11 @@ class SparseLatent(LatentKind):
         return slices.matrix(name, (out, width), 0, 0, out).rearranged(self._half_split)
 
     def _half_split(self, columns: Tensor) -> Tensor:
-        """Move neighbouring elements of a rotated pair to the two halves of the rotated part.
+        """Move the two neighbouring elements of each rotated pair to the two halves of the rotated
+        part.
 
-        The order of elements changes no product of index queries and index keys. So one form of
-        rotation is enough for all checkpoints.
+        Products of index queries and index keys do not depend on the order of elements. So one form
+        of rotation is enough for all checkpoints.
 
         Args:
             columns: [n, index heads * 128]; the first elements of a head are rotated.

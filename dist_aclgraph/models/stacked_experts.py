@@ -44,7 +44,7 @@ def load_stacked_products(
     gate_up_bias = stack("gate_up_proj_bias", (2 * width,), 0, 2 * start, 2 * stop)
     down_bias = stack("down_proj_bias", (hidden,), 0, 0, hidden)
     if stop - start < width and slices.group.rank > 0:
-        down_bias.zero_()  # only one of the ranks that share an expert adds the expert's bias
+        down_bias.zero_()  # of the ranks that share an expert, only one rank adds the expert's bias
     return (
         GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
         GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),
@@ -76,7 +76,8 @@ def load_joined_products(
             f"quantization is w8a8; {prefix} is stored as one tensor for all experts, which cannot "
             "be converted to int8: leave quantization out"
         )
-    last = max(start, min(stop, width))  # The last ranks can have zeros in place of rows.
+    # The last ranks can have rows of zeros instead of stored rows.
+    last = max(start, min(stop, width))
 
     def read(name: str, outs: int, ins: int, dim: int, first: int, end: int) -> Tensor:
         """Return [first, end) of dimension ``dim`` of [out, in] matrices, as [experts, in, out]."""
@@ -97,5 +98,5 @@ def load_joined_products(
 
 
 def _bias(bias: Tensor) -> Tensor:
-    """Return a bias in the type that the operator needs for weights of the bias's type."""
+    """Convert a bias to the type that the operator requires with weights of the bias's type."""
     return bias.float() if bias.dtype == torch.bfloat16 else bias

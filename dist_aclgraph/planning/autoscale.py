@@ -1,4 +1,7 @@
-"""Decides how many groups a deployment needs for its requests, by a rule with hysteresis."""
+"""Decides how many groups a deployment needs.
+
+The load at which groups are added is higher than the load at which groups are removed.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from dist_aclgraph.config import AutoscaleConfig
 
 @dataclass(frozen=True)
 class Demand:
-    """The load of the groups that accept requests.
+    """The load of all groups that accept requests, together.
 
     Attributes:
         groups: number of these groups, 1 or more.
         running, waiting: numbers of running and of waiting requests in all these groups.
-        rows: number of requests that one group can run at once.
+        rows: number of requests that one group can run at the same time.
         missing: number of lost groups, which will be replaced.
     """
 
@@ -32,7 +35,8 @@ class Autoscaler:
     One group is added if more than ``target_waiting`` requests per group have been waiting for
     ``up_s`` without a break. One group is removed if two conditions have been true for ``down_s``
     without a break: no request was waiting, and the running requests would have filled at most half
-    of the other groups. So after the removal, the other groups can run all requests at once.
+    of the other groups. So after the removal, the other groups can run all requests at the same
+    time.
     """
 
     config: AutoscaleConfig
@@ -40,7 +44,7 @@ class Autoscaler:
     _idle_since_s: float | None = None
 
     def decide(self, now_s: float, demand: Demand) -> int:
-        """Return the wanted number of groups; lost groups are not counted."""
+        """Return the wanted number of groups, without lost groups, which are replaced anyway."""
         config, groups = self.config, demand.groups
         is_busy = demand.waiting > config.target_waiting * groups
         is_idle = not demand.waiting and 2 * demand.running <= (groups - 1) * demand.rows
@@ -51,7 +55,8 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # Lost groups are replaced as long as the restart budget allows; do not request them twice.
+        # Lost groups are replaced anyway, as long as the restart budget allows. So no further
+        # groups are requested in their place.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

@@ -21,11 +21,12 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run_mode: FULL graphs contain attention; with PIECEWISE graphs, attention runs between the
             pieces.
-        query_len: number of tokens of each request; 0 accepts any mixture of prefill and decode.
+        query_len: number of tokens of each request; 0 if the graphs accept any mixture of prefill
+            and decode.
         buckets: sizes in tokens, ascending.
         refused: sizes that some rank could not capture; no rank tries these sizes again.
         max_buckets: the largest number of captured buckets that every rank could have at the same
-            time; None before a capture has failed.
+            time; None if no capture has failed yet.
     """
 
     run_mode: RunMode
@@ -36,14 +37,14 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Name in plain words, for tables and ledgers."""
+        """Name for readers of tables and ledgers."""
         return f"{self.run_mode.lower()} {'decode' if self.query_len else 'mixed'}"
 
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A full graph of mixed batches holds one request more than the maximum number of running
-        requests; the additional request gets the padding tokens.
+        A full graph of mixed batches has room for one request more than the maximum number of
+        running requests; the padding tokens belong to the additional request.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)
@@ -62,7 +63,7 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         """Return the family without one graph, and with at most ``limit`` of the other graphs.
 
         Both changes are permanent: the size of the graph is not tried again, and the family never
-        gets more than ``limit`` sizes.
+        has more than ``limit`` sizes.
         """
         left = [b for b in self.buckets if without is None or b != without.num_tokens]
         if limit is not None:
@@ -111,7 +112,7 @@ def asked_sizes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the keys of the configuration's ``graph`` that request these sizes.
 
-    Keys that the mode does not use are left out.
+    The result omits keys that the mode does not use.
     """
     if mode == "FULL_AND_PIECEWISE":
         return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}
@@ -121,7 +122,9 @@ def asked_sizes(
 
 
 def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the graphs that may be captured while serving, for shapes that are not in the plan."""
+    """Return the families of lazy graphs: while serving, they may be captured in addition to the
+    plan.
+    """
     mode, lazy = config.graph.mode, config.graph.lazy
     found = []
     if config.recovery.exact:
@@ -137,7 +140,8 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
-    if config.recovery.exact:  # graphs of different sizes can round differently, so use one size
+    # only one size, because graphs of different sizes can round differently
+    if config.recovery.exact:
         buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
 
@@ -151,10 +155,10 @@ def _mixed_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
 
 
 class BufferSizes(NamedTuple):
-    """The largest sizes of inputs and outputs of all graphs."""
+    """The largest sizes that the inputs and the outputs of any graph have."""
 
     num_tokens: int
-    num_reqs: int  # number of rows of block tables
+    num_reqs: int  # number of rows of the block tables
     num_samples: int  # number of rows of logits
 
 
@@ -198,8 +202,8 @@ def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
 def kv_sizes(config: Config, max_len: int) -> tuple[int, ...]:
     """Return the KV lengths for which each decode bucket has a graph; none if lengths are sent.
 
-    The lengths are in tokens, ascending, and whole blocks. Each is twice the previous one, and the
-    last one holds a request of ``max_len`` tokens.
+    The lengths are numbers of tokens, ascending, and multiples of the block size. Each length is
+    twice the previous length; the last length is enough for a request of ``max_len`` tokens.
     """
     if config.graph.updates == "sent":
         return ()

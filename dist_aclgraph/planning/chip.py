@@ -21,7 +21,7 @@ MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as its runtime describes it.
+    """The properties of one device that its runtime reports.
 
     Attributes:
         name: e.g. Ascend910B1.
@@ -43,7 +43,7 @@ class Chip:
         """Refuse a type, a head size or a block size that attention does not support on this chip.
 
         Args:
-            whose: the device in plain words.
+            whose: a text that names the device, for messages.
 
         Raises:
             ConfigError: the message names key, value, limit and remedy.
@@ -69,11 +69,11 @@ class Chip:
     def counts_shared_blocks(self, config: Config, facts: ModelFacts) -> bool:
         """Whether attention refuses lengths that together need more blocks than the cache has.
 
-        Attention counts a shared block once for each request that uses it, and also counts the
+        For this check, attention counts a shared block once for each request, and also counts the
         lengths of padding.
         """
         parallel = config.parallel
-        # Each rank attends to its cache with the queries of all ranks that share the cache.
+        # A rank computes attention to its cache for the queries of all ranks that share the cache.
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)
@@ -87,10 +87,11 @@ class Chip:
         return facts.indexer is not None or self._has_split_fuse(config, facts)
 
     def _has_split_fuse(self, config: Config, facts: ModelFacts, head_ranks: int = 1) -> bool:
-        """Whether attention uses the tiling of CANN 9; unsupported calls use the tiling of CANN 8.
+        """Whether attention uses the tiling of CANN 9. For calls that this tiling does not support,
+        CANN 9 uses the tiling of CANN 8.
 
         Args:
-            head_ranks: number of ranks whose heads attend together.
+            head_ranks: number of ranks whose heads are in one call of attention.
         """
         tp = config.parallel.tp
         heads = heads_per_rank(facts.num_heads, tp, is_latent=facts.mla)
@@ -136,7 +137,8 @@ class Chip:
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # Each token or piece of a prompt is a separate row, and the rows use the same blocks.
+            # Each token of a prompt, or each piece of a prompt, is a separate row, and these rows
+            # use the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

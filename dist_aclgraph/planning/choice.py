@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-NO_GAIN = 1 - 1e-9  # relative difference that rounding can cause between equal costs
+NO_GAIN = 1 - 1e-9  # largest relative difference between equal costs that rounding can cause
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -48,16 +48,17 @@ def choices(
     """Return the best set of buckets for every number of buckets up to ``max_buckets``.
 
     A batch of n tokens costs as much as the smallest bucket that holds n tokens; the expected cost
-    is the sum over n of weight times cost. Batches above the largest size always run without a
-    graph, so they are not counted. Time: O(max_buckets * len(sizes)**2).
+    is the sum over n of weight times cost. The sum does not include batches above the largest size,
+    which always run without a graph. Time: O(max_buckets * len(sizes)**2).
 
     Args:
         sizes: candidates, ascending.
         weights: frequency of each number of live tokens.
-        costs: cost of one step at each size, all in the same unit.
+        costs: cost of one step at each size; all costs have the same unit.
     """
     up_to = _weight_up_to(sizes, weights)
-    # pays[j, i]: cost of the batches larger than size i - 1, up to size j, if bucket j runs them.
+    # pays[j, i]: cost of the batches that are larger than size i - 1 and at most size j, if they
+    # run in bucket j.
     pays = (up_to[1:, None] - up_to[None, :]) * np.asarray(costs, np.float64)[:, None]
     n = len(sizes)
     pays[np.tri(n, n + 1, 0) == 0] = np.inf
@@ -98,8 +99,8 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
     """Return a step's cost at each size: seconds if any time was measured, else padded tokens.
 
     Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
-    proportional to the tokens. A measured time also contains pauses of the host. So if a larger
-    size took less time, this smaller time is used.
+    proportional to the tokens. A measured time can include pauses of the host. So if the step of a
+    larger size took less time, that time is used instead.
     """
     if not seconds:
         return [float(size) for size in sizes]

@@ -1,9 +1,9 @@
-"""The memory that KV blocks and states pass through on their way to and from files."""
+"""The memory for KV blocks and states while they are copied to files or from files."""
 
 from __future__ import annotations
 
 NUM_SLOTS = 4
-NUM_STATE_SLOTS = 2  # for recurrent states, which can be large
+NUM_STATE_SLOTS = 2  # number of slots for recurrent states, whose slots can be large
 # A slot holds as many blocks as fit in SLOT_BYTES, but at least 1 and at most MAX_BLOCKS.
 SLOT_BYTES = 32 << 20
 MAX_BLOCKS = 64
@@ -19,7 +19,8 @@ def blocks_per_slot(block_bytes: int) -> int:
 
 
 def slot_bytes(block_bytes: int, state_bytes: int = 0) -> int:
-    """Return the bytes of all slots of a rank, on the device; as many bytes are in pinned memory.
+    """Return the bytes of all slots of a rank on the device. The slots use the same number of bytes
+    of pinned memory.
 
     Args:
         state_bytes: bytes of the state of a request in all layers, on one rank.

@@ -1,6 +1,6 @@
 """Chooses the graph that a batch replays, from tables of the graphs that exist on every rank.
 
-A batch without a graph in the tables runs eagerly, and is counted with the reason.
+If the tables have no graph for a batch, the batch runs eagerly, and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GraphDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0
-        # Number of steps by live tokens since the last ``take_traffic``.
+        # By number of live tokens, number of steps since the last ``take_traffic``.
         self._decode_seen: Counter[int] = Counter()
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()
@@ -99,7 +99,8 @@ class GraphDispatcher:
     def take_traffic(self) -> Traffic:
         """Return the frequency of each batch size since the last call.
 
-        Any thread may call this; a step that another thread counts at the same time can be lost.
+        Any thread may call this; if another thread counts a step at the same time, this step can be
+        lost.
         """
         decode, self._decode_seen = self._decode_seen, Counter()
         mixed, self._mixed_seen = self._mixed_seen, Counter()
@@ -149,9 +150,10 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Make one table per kind of graph, in the order in which the dispatcher tries the kinds.
+        """Make one table for each kind of graph. The dispatcher searches the tables in this order.
 
-        FULL comes before PIECEWISE. Graphs that accept only decode batches come first.
+        Tables of FULL graphs are before tables of PIECEWISE graphs, and graphs that accept only
+        decode batches are first.
         """
         kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
         for graph in sorted(self.graphs):

@@ -19,15 +19,16 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 
 # Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
-# all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
-# times were not measured on an NPU.
+# all_gather. To send this many bytes, a link of 20 GB/s needs as much time as two dozen small
+# operators; this was not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-# Minimum capacity in rows per rank, because a few tokens are spread less evenly than many tokens.
+# Minimum capacity in rows per rank. With few tokens, ranks get very different numbers of rows.
 MIN_CAPACITY = 16
 
 
 def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
-    """Return how many rows a rank may send to each rank in an all-to-all of ``num_rows`` tokens.
+    """Return the maximum number of rows that a rank may send to each rank in an all-to-all of
+    ``num_rows`` tokens.
 
     Args:
         factor: capacity as a multiple of the expected number of rows; all choices of experts are
@@ -129,10 +130,10 @@ class ExchangeRule:
     def decide(self, num_tokens: int) -> Decision:
         """Return the exchange and the reason for it.
 
-        All exchanges communicate twice per layer. all_gather is the simplest: every token reaches
-        its experts, and no index is computed. So another exchange is chosen only if it saves bytes.
-        MC2 sends only the tokens that chose an expert. An all-to-all needs additional capacity for
-        uneven routing; if the capacity is too small, the step must run again.
+        Each exchange communicates twice per layer. all_gather is the simplest exchange: every token
+        reaches its experts, and no index is computed. So another exchange is chosen only if it
+        saves bytes. MC2 sends only the tokens that chose an expert. An all-to-all needs additional
+        capacity for uneven routing; if the capacity is too small, the step must run again.
         """
         mc2 = self.mc2
         if mc2 is None:
@@ -161,7 +162,7 @@ class ExchangeRule:
         """Return the decisions for all batch sizes, from one token to ``max_tokens``."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            # Batches of ``first`` to ``last`` tokens have equal slices.
+            # For all batches of ``first`` to ``last`` tokens, a rank's slice has the same size.
             last = min(self.max_tokens, first + self.tp - 1)
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
@@ -206,7 +207,7 @@ class ExchangeRule:
             )
         if self.mc2 is None or self.setting != "mc2":
             return
-        # A batch that is too large for MC2's operators uses another exchange.
+        # A batch may be too large for MC2, because it then uses another exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

@@ -2,7 +2,7 @@
 
 Every rank has the same number of *slots*; each slot has the weights of one expert. With redundant
 experts, there are more slots than experts, so some experts have several copies. The placement is
-data, made once from numbers that are equal on all ranks.
+computed once, from numbers that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def place_experts(
 
     Without redundant experts, each rank has neighbouring experts. Otherwise, each additional copy
     is given to the expert with the largest load per copy. Then the slots are given to the ranks:
-    slots with large loads first, each slot to the rank with the smallest load. Copies of an expert
-    are on different ranks if enough ranks have free slots.
+    the slot with the largest load first, and each slot to the rank with the smallest load so far.
+    Copies of an expert are on different ranks if enough ranks have free slots.
 
     Args:
         redundant: number of additional copies.
@@ -99,7 +99,7 @@ def place_experts(
     for expert in order:
         share, taken = load[expert] / counts[expert], list[tuple[float, int]]()
         for _ in range(counts[expert]):
-            if not open_ranks:  # Fewer ranks have free slots than the expert has copies.
+            if not open_ranks:  # The expert has more copies than there are ranks with free slots.
                 open_ranks, taken = sorted(taken), []
             total, rank = heapq.heappop(open_ranks)
             chosen[rank].append(expert)

@@ -1,6 +1,6 @@
 """Lazy graphs: graphs for shapes that are not in the plan, but are frequent enough to be captured.
 
-This module only decides, and keeps an LRU list of a few shapes, chosen by their expected savings.
+This module only decides. Its LRU list contains a few shapes with the largest expected savings.
 The caller reports the result of each decision: a shape enters the list after every rank has
 captured it; a shape whose capture failed is not tried again for some time. Savings are counted in
 tokens: all tokens of an eager step, and the avoidable padding of a step that replayed a larger
@@ -21,7 +21,7 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class LazyChange:
-    """A decision to release ``victim`` (unless it is None), and then to capture ``graph``."""
+    """A decision: first release ``victim``, unless it is None; then capture ``graph``."""
 
     graph: BatchDescriptor
     victim: BatchDescriptor | None = None
@@ -33,7 +33,7 @@ class LazyGraphs:
     Args:
         families: kinds and sizes that may be captured lazily.
         capacity: maximum number of lazy graphs at the same time.
-        min_tokens: number of tokens; a graph is captured after it could have saved this number.
+        min_tokens: a graph is captured after it could have saved this number of tokens.
         retry_steps: number of steps for which a failed shape is not tried again.
     """
 
@@ -59,7 +59,7 @@ class LazyGraphs:
         # Number of the step in which each shape failed last.
         self._failed: dict[BatchDescriptor, int] = {}
         self._evicted: Counter[BatchDescriptor] = Counter()
-        self.has_change = False  # whether ``next_change`` would return a change
+        self.has_change = False  # whether ``next_change`` would return a change at present
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
@@ -95,8 +95,8 @@ class LazyGraphs:
         self.has_change |= self._pays(shape)
 
     def next_change(self) -> LazyChange | None:
-        """Return the capture of the shape with the largest savings, and reset its savings; None if
-        no shape could have saved enough.
+        """Return the decision to capture the shape with the largest savings, and reset these
+        savings; None if no shape could have saved enough.
         """
         if not self.has_change or not self._capacity:
             return None
@@ -119,7 +119,9 @@ class LazyGraphs:
         self._used[graph] = None
 
     def leave(self, graph: BatchDescriptor) -> None:
-        """Record that the graph was released, or that the plan contains it now."""
+        """Remove the graph from the lazy graphs, because it was released, or because the plan
+        contains it now.
+        """
         self._used.pop(graph, None)
         self._wasted.pop(graph, None)
         self.has_change = any(map(self._pays, self._wasted))

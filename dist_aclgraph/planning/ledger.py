@@ -10,7 +10,7 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # a prediction with a smaller relative error causes no warning
+TOLERANCE = 0.10  # largest relative error of a prediction without a warning
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):
@@ -19,7 +19,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     term: str
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
-    measured: int | None = None  # set by the rank that captures
+    measured: int | None = None  # set by the rank after its capture
     parts: dict[str, int] = {}  # the predicted streams of each owner, if known
 
     @property
@@ -30,10 +30,11 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return prediction and measurement in words, and the part of the price nearest to the gap.
+        """Return a sentence with prediction and measurement, and with the part of the price that is
+        closest to the gap.
 
-        The gap is the difference of the two numbers. The part is only a guess at the cause: devices
-        report how many streams are free, but not the owners of used streams.
+        The gap is the difference between prediction and measurement. The named part may not be the
+        cause: devices report the number of free streams, but not the owners of used streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:
@@ -93,7 +94,8 @@ class Ledger(msgspec.Struct, kw_only=True):
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
         """Set the measured cost of ``term``; a term without a prediction gets the prediction 0.
 
-        Streams are ignored if captures do not change the device's count of free streams.
+        The measured streams are ignored if captures do not change the device's count of free
+        streams.
         """
         if unit == "streams" and not self.counts_streams:
             return

@@ -1,4 +1,4 @@
-"""MC2, the operators that send tokens to their experts: limits, and when MC2 is worth using.
+"""MC2, the operators that send tokens to their experts: its limits, and the rule for its use.
 
 The limits come from the operators' documents; none was tested on an NPU.
 """
@@ -16,11 +16,12 @@ from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # limits of experts and of rows on an A2 with CANN 8
+# maximum numbers of experts and of rows, on an A2 with CANN 8
+MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 
 class Mc2Batch(NamedTuple):
-    """The sizes of one dispatch and combine.
+    """The sizes of one dispatch and of its combine.
 
     Attributes:
         num_rows: number of tokens of the rank with the most tokens.
@@ -70,9 +71,10 @@ class Mc2Operators:
         pays_from_ep: smallest number of ranks for which other projects use MC2.
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
         takes_scales: whether the weights of experts are sent with the tokens in both directions.
-        takes_mask: whether the operators can leave out rows.
+        takes_mask: whether the operators accept a mask of rows that are not sent.
         ranks_of_node: necessary number of ranks on each node; None if any number is possible. A
-            group fills its nodes, so this is also the necessary number of NPUs of a node.
+            group uses all NPUs of its nodes, so this is also the necessary number of NPUs of a
+            node.
     """
 
     name: str
@@ -89,7 +91,7 @@ class Mc2Operators:
     ranks_of_node: int | None = None
 
 
-# Among the possible algorithms, the first one is preferred.
+# The first possible algorithm in this list is preferred.
 MC2_OPERATORS = (
     Mc2Operators(
         "A2",

@@ -2,8 +2,8 @@
 
 The sizes of weights and step buffers equal the runtime's allocations. The sizes of HCCL's buffers
 come from the vendor's document of HCCL_BUFFSIZE and were not measured: each communicator has an
-input buffer and an output buffer of this size. The sizes of activations are estimates; they might
-be too high, but should not be too low.
+input buffer and an output buffer of this size. The sizes of activations are estimates, which may be
+too high, but should not be too low.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MemoryPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one device: the used part, and the part for graphs and KV blocks.
+    """The memory of one device: the parts in use, and the rest, for graphs and KV blocks.
 
     Attributes:
         device_bytes: all bytes of the device, or its free bytes before the model is loaded.
@@ -200,9 +200,9 @@ def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
-    """Return the end of an error message: how to make a part of the memory smaller."""
+    """Return the end of an error message, which says how to make a part of the memory smaller."""
     limits = config.scheduler
-    # MC2 has only one domain, so this is its buffer size.
+    # the size of MC2's only buffer, because MC2 has only one domain
     own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)
     remedies = {
         EAGER_STEPS: f"lower scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens})",
@@ -280,7 +280,8 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
     max_len = spec.max_model_len(config)
-    # Logits, the greatest logit of each row, and the hidden states from which drafting begins.
+    # Sizes of: logits, the greatest logit of each row, and the hidden states from which drafting
+    # begins.
     outputs = num_samples * (vocab_size + 1) + (num_tokens * spec.hidden_size if k else 0)
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * spec.num_rope_tables * (max_len + SPARE_POSITIONS) * rope_dim

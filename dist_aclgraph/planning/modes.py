@@ -25,7 +25,7 @@ class GraphSupport:
     Attributes:
         attention_updates: for which batches captured attention accepts new lengths: "any", or
             "uniform" if all requests must have the same number of tokens (latent and linear
-            attention). Sparse attention reads lengths on the device, so it accepts any.
+            attention). Sparse attention accepts "any", because it reads lengths on the device.
         is_encoder_decoder: whether the model reads an encoder's states.
         shares_context: whether ranks split prompts or share the cache of a request.
     """
@@ -37,7 +37,7 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Unsupported modes, the mode that replaces them, and the reason as a sentence."""
+    """A rule: some unsupported modes, the mode that replaces them, and the reason as a sentence."""
 
     modes: tuple[GraphMode, ...]
     applies: Callable[[GraphSupport], bool]
@@ -101,7 +101,7 @@ def with_possible_mode(
 
 
 def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) -> str | None:
-    """Return why graphs cannot have a mask in place of updates; None if they can."""
+    """Return why graphs cannot use a mask instead of updated lengths; None if they can."""
     parallel, block_size = config.parallel, config.kv.block_size
     reasons = (
         (
@@ -141,7 +141,7 @@ def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) ->
 
 
 def _split_sizes(config: Config) -> dict[str, object]:
-    """Return the keys for two kinds of batches, in place of the keys of graphs for all batches.
+    """Return the keys for two kinds of graphs, which replace the keys of graphs for all batches.
 
     Without drafts, a decode batch has one token for each request.
     """

@@ -34,12 +34,16 @@ __all__ = [
 ]
 
 LATER_SHARE = 4  # At most a quarter of a rank's streams is reserved for later graphs.
-NAMED_RANKS = 8  # An error message names at most 8 ranks, and counts the others.
+# An error message names at most 8 ranks, and contains only the number of the other ranks.
+NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The smallest limit of any rank on one resource. ``owner`` is that rank, or the group."""
+    """The smallest limit of any rank on one resource.
+
+    ``owner`` is the rank with this limit, or the group.
+    """
 
     limit: Limit
     owner: str
@@ -58,8 +62,8 @@ def negotiate(
 
     The plan is the same on all ranks, because all members of a group must replay a collective in a
     graph. The order of the offers does not change the plan. The plan obeys every limit that the
-    budget model returns for any rank. If a family gets a bucket, it gets the largest size that fits
-    in memory. Units: streams and bytes.
+    budget model returns for any rank. If a family has any bucket in the plan, it has the largest
+    size that fits in memory. Units: streams and bytes.
 
     Args:
         families: families with all candidate sizes; empty if the workload's mode is NONE.
@@ -155,7 +159,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield additional limits that failed captures have shown."""
+    """Yield the additional limits that follow from failed captures."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -205,7 +209,8 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return the affordable number of buckets of each family, with the lowest expected cost.
+    """Return, for each family, the number of buckets: the affordable numbers with the lowest
+    expected cost.
 
     The batches of a family without a bucket run eagerly, which costs more than other families can
     save. So choices are compared in this order: number of families without a bucket, weight of
@@ -247,7 +252,7 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Return the families without the sizes that need more memory than a rank offers, and the
+    """Remove the sizes that need more memory than a rank offers; return the families, and the
     reasons.
     """
     fitting, reasons, lacking = [], [], []

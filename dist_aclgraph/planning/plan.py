@@ -28,7 +28,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     mode: GraphMode
     families: tuple[GraphFamily, ...] = ()  # empty if no graph is captured
-    max_num_seqs: int = 0  # maximum number of requests that run at once
+    max_num_seqs: int = 0  # maximum number of requests that run together
     budget_model: BudgetModelName
     reasons: tuple[str, ...] = ()  # reasons for the choice of buckets, the oldest first
 
@@ -64,12 +64,12 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
-        """Return the next version of the plan, with the number of graphs that ranks could capture.
+        """Return the next version of the plan, with as many graphs as the ranks could capture.
 
         If an operator failed, only the failed graph is removed. If streams or memory ran out, the
-        family of the failed graph keeps as many buckets as it had captured; if possible, it keeps
-        the smallest and the largest size. If this family had captured no bucket, the family with
-        the most captured buckets loses one bucket, because that family has used the resources.
+        family of the failed graph gets as many buckets as it had captured, if possible with the
+        smallest and the largest size. If this family had captured no bucket, the family with the
+        most captured buckets loses one bucket, because that family has used the resources.
 
         Raises:
             GraphError: the graph is not part of the plan.
@@ -107,7 +107,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_report(plan: GraphPlan) -> dict[str, Any]:
-    """Return a plan as plain values."""
+    """Return a plan as numbers, texts, lists and dictionaries."""
     return {
         "version": plan.version,
         "hash": plan.hash,
@@ -151,7 +151,7 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     @property
     def undone(self) -> str:
-        """One sentence for reports: the failure, and what was undone."""
+        """A sentence for reports: the failure, and the actions that were undone."""
         return (
             f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "
             f"{self.message}"
@@ -165,7 +165,10 @@ class Shrink(msgspec.Struct, frozen=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The decision to capture no more graphs. Then the epoch ends, or serving continues."""
+    """The decision to capture no more graphs.
+
+    Before serving, the epoch then ends; otherwise serving continues.
+    """
 
     reason: str
 
@@ -177,7 +180,7 @@ def decide_after_failure(plan: GraphPlan, failure: CaptureFailure) -> CaptureDec
     """Return the decision after a failed capture; it is the same on every rank."""
     failed = failure.graph
     if failure.cause == "timeout":
-        # A silent rank can block its peers inside a collective.
+        # A rank that does not answer can block its peers inside a collective.
         return GiveUp(
             f"rank {failure.rank} did not answer while capturing {failed}"
             + (f": {failure.message}" if failure.message else "")

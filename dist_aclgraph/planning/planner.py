@@ -1,6 +1,7 @@
 """Planner: computes a deployment's graph plans from its configuration, its model and offers.
 
-The controller gets the offers from ranks; the commands ``plan`` and ``simulate`` assume offers.
+In a deployment, the ranks send the offers to the controller. The commands ``plan`` and ``simulate``
+assume offers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Planner:
         mode_reasons: reasons for changes of the graph mode.
         cache_spec: the KV cache of one rank.
         max_model_len: maximum length of a request.
-        families: graphs that are captured if every rank has enough streams and memory.
+        families: graphs that are captured before serving if every rank has enough streams and
+            memory.
         lazy_families: graphs that may be captured while serving.
     """
 
@@ -93,7 +95,7 @@ class Planner:
 
     @property
     def largest_graphs(self) -> list[BatchDescriptor]:
-        """The largest graph of each family, without repetitions; lazy families come last."""
+        """The largest graph of each family, without duplicates; lazy families are last."""
         max_num_seqs = self.config.scheduler.max_num_seqs
         families = (*self.families, *self.lazy_families)
         return list(
@@ -106,7 +108,7 @@ class Planner:
         Raises:
             StreamBudgetError: a rank has too few streams or bytes for a single bucket.
         """
-        # Equal offers limit a plan equally, so only the first of equal offers is used.
+        # Of several equal offers, only the first is used, because equal offers set the same limits.
         first_of = {content_of(offer): offer for offer in reversed(offers)}
         kept, capacity = keep_room(
             list(first_of.values()),
@@ -133,12 +135,13 @@ class Planner:
         )
 
     def reserved_bytes(self, plan: GraphPlan, offers: Sequence[StreamOffer]) -> dict[int, int]:
-        """Return, by rank, the bytes that a plan's graphs and lazy graphs need.
+        """Return, by rank, the bytes that the plan's graphs and the lazy graphs need together.
 
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # Lazy graphs that do not fit now get no memory; otherwise the cache would get no memory.
+        # No memory is reserved for lazy graphs that do not fit now; otherwise no memory would be
+        # left for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}
@@ -183,5 +186,8 @@ class Planner:
 
 
 def content_of(offer: StreamOffer) -> bytes:
-    """Return an encoding of an offer without its rank; it is the same for equal offers."""
+    """Return the encoded fields of an offer, without the rank.
+
+    Equal fields have equal encodings.
+    """
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))

@@ -24,7 +24,8 @@ from dist_aclgraph.planning.traffic import Traffic, weights_of
 
 MIN_GAIN = 0.05  # fraction of the expected cost that a new plan must save
 MIN_WEIGHT = 256.0  # minimum number of observed steps, after decay
-# A plan keeps only its latest reasons, because plans are sent to ranks and change again and again.
+# A plan contains only this number of its latest reasons, because plans change often and are sent to
+# all ranks.
 MAX_REASONS = 32
 
 
@@ -52,7 +53,8 @@ def choose_again(
     budget_model: BudgetModel,
     config: GraphConfig,
 ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-    """Return a better plan for the traffic, and the actions that lead to it; None if there is none.
+    """Return a better plan for the traffic, and the actions that lead to this plan; None if no plan
+    is better.
 
     Args:
         step_seconds: measured time of a step, by replayed graph.
@@ -76,8 +78,8 @@ def choose_again(
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
     """Return the offer with step times as additional probes; prices come from the first probes.
 
-    A kind of graph gets an additional probe only if it already has a probe. Additional probes have
-    no streams and no bytes, so as first probes they would give the kind the price 0.
+    A kind of graph gets an additional probe only if it already has a probe. An additional probe has
+    no streams and no bytes. As the first probe of a kind, it would set the price of the kind to 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (
@@ -100,8 +102,8 @@ def propose(
 ) -> GraphPlan | None:
     """Return the next version of a plan, or None if no other plan is much better for the traffic.
 
-    The new plan has the same families with the same largest buckets. So every batch that replays a
-    graph with the old plan will also replay a graph with the new plan.
+    The new plan has the same families with the same largest buckets. So if a batch replays a graph
+    of the old plan, it will also replay a graph of the new plan.
 
     Args:
         traffic: traffic since the first use of the plan, with decay.
@@ -124,7 +126,7 @@ def propose(
             version=plan.version + 1,
             max_num_seqs=plan.max_num_seqs,
         )
-    except StreamBudgetError:  # The ranks have captured more than the budget model allows.
+    except StreamBudgetError:  # the ranks have captured more graphs than the budget model allows
         return None
     if not _keeps_reach(plan, new):
         return None
@@ -143,7 +145,7 @@ def _with_old_graphs(
 ) -> GraphPlan:
     """Return the new plan, extended by the graphs of the old plan that fit within the limits.
 
-    Otherwise a little noise in the traffic would release a graph that is captured again later.
+    Otherwise, small changes of the traffic would release a graph, and later capture it again.
     """
     rank_limits = tightest_limits(share_cards(offers), new.families, budget_model)
     limits = [item.limit for item in rank_limits]
@@ -169,10 +171,10 @@ def transition(
 ) -> tuple[Action, ...]:
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
-    Captures come before releases, and the largest graph is captured first. If too few streams or
-    bytes are free for the next capture, a graph that is not in the new plan is released first.
-    After each action, every limit that both plans obey is still obeyed, and the largest bucket of
-    each family exists.
+    All captures are before the releases, and the largest graph is captured first. If too few
+    streams or bytes are free for the next capture, a graph that is not in the new plan is released
+    first. Limits that both plans obey are also obeyed after each action, and the largest bucket of
+    each family always exists.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.

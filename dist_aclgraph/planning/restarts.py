@@ -40,7 +40,8 @@ class Backoff:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def could_not_begin(self, now_s: float) -> None:
-        """Record that an attempt did not begin: resources were missing, or another change ran.
+        """Record that an attempt did not begin, because resources were missing, or another change
+        ran.
 
         The next attempt follows soon, even during a pause, because the obstacle can disappear at
         any time.
@@ -48,7 +49,7 @@ class Backoff:
         self._next_s = now_s + self._first_s
 
     def succeeded(self) -> None:
-        """Record that an attempt succeeded; the next failure counts as the first one."""
+        """Record that an attempt succeeded; the next failure counts as the first failure."""
         self._pause_s = self._first_s
 
 
@@ -75,17 +76,19 @@ class RestartBudget(Backoff):
     def ages_s(self, now_s: float) -> tuple[float, ...]:
         """Return how many seconds ago each restart of the last hour was; any thread may call this.
 
-        A process with another clock can make a copy of the budget from these ages.
+        From these ages, a process with another clock can make a copy of the budget.
         """
         taken_s = tuple(self._taken_s)
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
 
     def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
-        """Replace this budget's restarts by restarts of these ages, in seconds; see ``ages_s``."""
+        """Replace the restarts that this budget has counted by restarts of these ages, in seconds;
+        see ``ages_s``.
+        """
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:
-        """If a restart is allowed, count it; return whether it is allowed."""
+        """Return whether a restart is allowed; if so, count the restart."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):
@@ -94,20 +97,22 @@ class RestartBudget(Backoff):
         return True
 
     def give_back(self) -> None:
-        """Stop counting the oldest restart, because a process has served for a long time."""
+        """Remove the oldest restart from the count, because a process has served long enough."""
         if self._taken_s:
             self._taken_s.popleft()
 
 
 class StartLimit:
-    """Decides how long the processes of a group may take to start, from the time of earlier starts.
+    """Computes the time limit for the start of a group's processes, from the durations of earlier
+    starts.
 
-    Ray does not report the death of a process that has not registered yet. Only a time limit
-    detects such a death. Each start that exceeds the limit doubles the limit, because the machine
-    might be busy.
+    Ray does not report the death of a process that has not registered yet, so only a time limit
+    detects such a death. The limit doubles after each start that exceeds it, because the cause
+    might be a busy machine.
 
     Attributes:
-        slowest_s: how long the slowest earlier start took; None if no start has succeeded.
+        slowest_s: duration of the slowest earlier start, in seconds; None if no start has
+            succeeded.
     """
 
     def __init__(self, slowest_s: float | None = None) -> None:
@@ -122,7 +127,7 @@ class StartLimit:
         return min(longest_s, usual_s * float(2**self._num_exceeded))
 
     def note(self, took_s: float) -> None:
-        """Record how long the processes of a successful start took."""
+        """Record the duration of a successful start."""
         self.slowest_s = max(self.slowest_s or 0.0, took_s)
         self._num_exceeded = 0
 

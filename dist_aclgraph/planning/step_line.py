@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
-ONE_SIZE = 1e-9  # If the relative difference of sizes is smaller, a slope is a rounding error.
+# relative differences of sizes below this value are too small to compute a slope
+ONE_SIZE = 1e-9
 
 
 class Line(NamedTuple):
@@ -39,9 +40,9 @@ class LineFit:
         self.count += 1
 
     def line(self) -> Line:
-        """Return the fitted line; its values are not negative.
+        """Return the fitted line, with values of at least 0.
 
-        At least one step must have been added.
+        Call this only after at least one step was added.
         """
         weight, tokens, seconds, squares, products = self._sums.tolist()
         spread = weight * squares - tokens**2

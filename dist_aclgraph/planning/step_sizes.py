@@ -11,8 +11,9 @@ SPARE_POSITIONS = 16
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
     """Return the width of the block table: blocks for the tokens and for 3 k positions of drafts.
 
-    A step verifies k drafts after the last token, and drafting adds k positions. If only the device
-    knows which drafts were accepted, a step can begin up to k positions later than the host knows.
+    A step verifies k drafts after the last token, and drafting adds another k positions. If the
+    host has not read the number of accepted drafts yet, the step can begin up to k positions after
+    the position that the host assumes.
     """
     return -(-(num_tokens + 3 * num_drafts) // block_size)
 
@@ -25,7 +26,8 @@ def input_sizes(
     has_state: bool = False,
     has_lens: bool = False,
 ) -> list[int]:
-    """Return the sizes of a graph's integer inputs, in their order, without the block table.
+    """Return the sizes of a graph's integer inputs, in the order of the inputs, without the block
+    table.
 
     The inputs are token ids, positions and slots, then the places. If the graph verifies drafts,
     the places are replaced by the fields ``rows``, ``most``, ``behind`` and ``slots`` of

@@ -15,7 +15,8 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-# The weights of the prior, divided by all weights. So a size without traffic can also get a bucket.
+# The weight of the prior, as a part of all weights. Because of the prior, a size without traffic
+# can get a bucket, too.
 PRIOR_SHARE = 0.02
 
 
@@ -42,7 +43,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
-    """Return the traffic after ``elapsed``; each ``half_life`` halves its weight.
+    """Return the traffic after the time ``elapsed``, in which each ``half_life`` halves the
+    weights.
 
     ``elapsed`` and ``half_life`` must have the same unit, seconds or steps.
     """

@@ -1,11 +1,11 @@
 """Chooses the recovery of a lockstep group after a failure, by one pure function.
 
-RESUME keeps all processes: their devices' work is aborted, their communicators are resumed, and the
-interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
-is lost: requests are computed again from their first token. REJOIN keeps the running processes and
-their weights: lost processes are started again on the same NPUs, and all processes join a new
-group; KV and graphs are lost. REBUILD replaces the group by another group, which can run on other
-NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
+With RESUME, all processes continue: the work of their devices is aborted, their communicators are
+resumed, and the interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like
+RESUME, but the KV is lost: requests are computed again from their first token. With REJOIN, the
+running processes and their weights stay, lost processes are started again on the same NPUs, and all
+processes join a new group; KV and graphs are lost. REBUILD replaces the group by another group,
+which can run on other NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ SOUND_STEPS = 100
 # The maximum number of consecutive resumptions of a group, for each kind of failure; 0 means that
 # the group never resumes. If a failure follows soon after a resumption, its cause still exists.
 TRIES: dict[DeviceFault, int] = {
-    # The peers of a failed rank report this fault, so the fault of the failed rank sets the limit.
+    # The peers of a failed rank report this fault. So the fault of the failed rank determines the
+    # limit.
     "stopped": 2,
-    "link": 2,  # A link can fail for only a moment.
+    "link": 2,  # A link may fail for a moment only, and then work again.
     "remote": 1,  # The peers report the cause.
     "retry": 1,
     "suspect": 1,
-    "operator": 1,  # If the failure repeats, the cause is the operator's input or the chip.
-    "uce_kv": 1,  # The memory is repaired, and the KV is computed again.
+    "operator": 1,  # If the failure happens again, its cause is the operator's input or the chip.
+    "uce_kv": 1,  # RECOMPUTE repairs the memory and computes the KV again.
     "uce_tensor": 0,  # Weights, or tensors at addresses that graphs contain, are lost.
-    "uce": 0,  # It is unknown which contents are lost.
+    "uce": 0,  # never: it is unknown which contents are lost
     "ecc": 0,  # The memory cannot be repaired.
 }
 
 # Faults after which the KV cache may have lost its values.
 LOSES_KV: frozenset[DeviceFault | None] = frozenset({"uce_kv"})
 
-# Faults after which a process may join another group: its weights are intact, or the faulty part of
-# its memory is known and can be released. After an unknown error, a process must not join another
-# group.
+# Faults after which a process may join another group, because its weights are intact, or because
+# the faulty part of its memory is known and can be released. After an unknown error, a process must
+# not join another group.
 MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
-# A group that has served for this time counts as sound. If a rejoined group fails earlier, its
-# remaining processes do not rejoin again.
+# If a group fails earlier than this time after a REJOIN, its remaining processes do not rejoin
+# again.
 SOUND_S = 60.0
 
 
@@ -58,11 +59,13 @@ class Failure:
     """The known facts about a failed group.
 
     Attributes:
-        faults: the fault of each rank that reported one; None means an unknown error.
+        faults: the reported fault of each rank that has reported a fault; None means an unknown
+            error.
         lost: ranks whose process has exited or does not answer.
         in_a_row: number of resumptions since the last ``SOUND_STEPS`` steps without a failure.
         may_resume: whether the configuration allows stopping and restarting devices.
-        is_over: whether the group's epoch has ended and its requests already run in other groups.
+        is_over: whether the group's epoch has ended, so that its requests already run in other
+            groups.
         size: number of ranks of the group.
         served_s: seconds since processes of an earlier group joined this group; None if all its
             processes are new.

@@ -202,7 +202,10 @@ class _Child:
         return Outcome(DIED, text=text, was_asked=self.has_begun)
 
     def end(self) -> None:
-        """End the process. A process that hangs in the driver cannot be ended, and stays."""
+        """End the process.
+
+        A process that hangs in the driver cannot be ended, so it continues to exist.
+        """
         self.pipe.close()
         self._process.join(END_S if self.is_done else 0)
         if self._process.is_alive() and self._process.pid:

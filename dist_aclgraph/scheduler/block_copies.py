@@ -28,24 +28,25 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
 
-# A batch of at least BATCH_BLOCKS blocks is written at once. Each batch needs some launches on the
-# workers' hosts. So a smaller batch waits until the last batch began MAX_TURNS decisions ago, or
-# until no step runs.
+# A batch of at least BATCH_BLOCKS blocks is written without delay. A smaller batch waits until the
+# last batch began MAX_TURNS decisions ago, or until no step runs, because each batch costs some
+# launches on the workers' hosts.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
-# blocks are left for requests.
+# blocks are free for requests.
 MAX_HELD = 1 / 8
-MAX_LOADING = 1 / 2  # share of the pool that several reading jobs may hold together
+MAX_LOADING = 1 / 2  # maximum part of the pool that several reading jobs may hold together
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
 
 @dataclass
 class CopyCounts:
-    """Counts of blocks since the start of an engine."""
+    """Numbers of blocks since the start of an engine."""
 
     saved: int = 0
-    unsaved: int = 0  # blocks that were not written, because time or room was too short
+    # blocks that were not written, because the time or the free room was not enough
+    unsaved: int = 0
     loaded: int = 0
     missed: int = 0  # blocks whose files were found, but could not be read
 
@@ -55,9 +56,9 @@ class _Copy:
     """A copy job that runs.
 
     Attributes:
-        kind: what the job does; see ``JobKind``.
+        kind: the kind of the job, see ``JobKind``.
         held: the blocks that the job holds, in table order.
-        block_ids: the blocks that are copied, the last blocks of ``held``.
+        block_ids: the copied blocks, which are the last blocks of ``held``.
         request: the request that waits for the blocks; None if no blocks are read.
         waits_for: the workers that have not ended the job.
         num_whole: the smallest ``num_whole`` of the workers that have ended the job.
@@ -95,14 +96,14 @@ class BlockCopies:
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
         self._ranks = frozenset(ranks)
         self._num_jobs = 0
-        self.num_ended = 0  # number of jobs that all workers have ended
+        self.num_ended = 0  # number of jobs that have ended on all workers
         self._running: dict[int, _Copy] = {}
         # Block id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
-        self._num_turns = 0  # decisions since a batch last began
+        self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
-        # Blocks and states that a rank could not read, the oldest first. After they are computed,
-        # they are written again, even if some ranks still have their files.
+        # Blocks and states that a rank could not read, the oldest first. After these blocks and
+        # states are computed, they are written again, even if some ranks still have the files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
@@ -127,23 +128,23 @@ class BlockCopies:
 
     @property
     def is_looking(self) -> bool:
-        """Whether blocks that wait to be written are looked up."""
+        """Whether a look-up of blocks that wait to be written is running."""
         return self._existing is not None
 
     @property
     def _num_free(self) -> int:
-        """Number of additional blocks that copy jobs may hold."""
+        """Number of further blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # every reference of a job to a block counts as a used block
+        if self._pool.counts_shared:  # the pool may count each reference as a used block
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 
     # ---- from the device to files
 
     def note_stored(self, request: Request, index: int) -> None:
-        """Let a request's block wait to be written to a file, because it has entered the prefix
-        cache.
+        """Add a request's block to the blocks that wait to be written to files, because the block
+        has entered the prefix cache.
         """
         block_hash = request.hashes[index]
         self._pending.append((request.block_ids[index], block_hash, index))
@@ -153,12 +154,12 @@ class BlockCopies:
             self.counts.unsaved += 1
 
     def note_checkpoint(self, block_hash: BlockHash) -> None:
-        """Let a stored checkpoint wait to be written to a file."""
+        """Add a stored checkpoint to the checkpoints that wait to be written to files."""
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Return True if none of these blocks waits to be written or is being written, or if copy
-        jobs are too late.
+        """Return False if one of these blocks waits to be written or is being written. If copy jobs
+        are too late, always return True.
         """
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
@@ -200,8 +201,8 @@ class BlockCopies:
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
         depths: list[int] = []
-        # Since the look-up began, some of its blocks may have left ``_pending``. Then the last
-        # blocks of this loop were not looked up; workers skip blocks that have files.
+        # During the look-up, some of its blocks may have left ``_pending``. Then this loop also
+        # includes blocks that were not looked up. Workers skip blocks that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -237,15 +238,15 @@ class BlockCopies:
     def find(
         self, hashes: Sequence[BlockHash], first: int = 0, fetch: FetchBlocks | None = None
     ) -> Answer[int]:
-        """Look up how many leading blocks a request can have without computing them: ``first``
-        blocks that are cached, and the following blocks that have files. If the model has recurrent
-        state, the last of these blocks must also have a checkpoint with a file.
+        """Look up the number of leading blocks that a request need not compute: ``first`` cached
+        blocks, and the following blocks that have files. If the model has recurrent state, the last
+        of these blocks must also have a checkpoint with a file.
 
         Args:
             fetch: fetches the blocks that have no files; then the files are looked up again.
         """
         wanted = hashes[first:]
-        if not wanted:  # answer at once, so that the request does not wait for a disk
+        if not wanted:  # an answer without a look-up, so that the request does not wait for a disk
             return lambda: first
         ask = partial(self._look_ups.ask, lambda files: first + self._count(wanted, files))
         if fetch is None:
@@ -253,13 +254,14 @@ class BlockCopies:
         return find_or_fetch(ask, fetch, hashes)
 
     def _count(self, hashes: Sequence[BlockHash], files: Files) -> int:
-        """Return how many leading blocks have files. May run on the thread for look-ups.
+        """Return the number of leading blocks that have files. This function may run in the thread
+        for look-ups.
 
         The binary search assumes that no file exists after the first missing file, because files of
         later blocks are deleted first (``block_files``). If the assumption is wrong, the result may
-        be too large, and a missing file is noticed when it is read. The first file is always looked
-        up, because the files of a prefix can be deleted before the files of later blocks: while the
-        device's cache has the prefix, no request reads its files.
+        be too large; then reading the missing file fails. The first file is always looked up,
+        because the files of a prefix can be deleted before the files of later blocks: as long as
+        the prefix is in the device's cache, no request reads the files.
         """
 
         def is_missing(index: int) -> bool:
@@ -275,8 +277,8 @@ class BlockCopies:
         return next(ends, 0)
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Let the files of these blocks be deleted, because the blocks might contain NaN. Until the
-        files are deleted, no request begins to read them, and blocks that are being read do not
+        """Mark the files of these blocks for deletion, because the blocks might contain NaN. Until
+        the files are deleted, no request begins to read them, and blocks that are being read do not
         enter the prefix cache.
         """
         self._upkeep.condemn(hashes)
@@ -286,8 +288,8 @@ class BlockCopies:
         checkpoint after the last block.
 
         Returns False if copies are late, if no checkpoint is free, if a block's file must be
-        deleted (``condemn``), or if too many blocks are being read. The number of blocks is limited
-        because a disk may never answer, and the other requests need blocks, too.
+        deleted (``condemn``), or if too many blocks are being read. The number of blocks is
+        limited, because other requests also need blocks, and a disk may never answer.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
             return False
@@ -333,9 +335,10 @@ class BlockCopies:
         """Return the copy jobs that workers must begin now.
 
         Args:
-            is_idle: whether no step runs; then small batches are written at once, because their
+            is_idle: whether no step runs; then small batches are written without delay, because the
                 launches delay no step.
-            may_touch: whether files of cached blocks may be touched now, which must be rare.
+            may_touch: whether the jobs may touch files of cached blocks. This must be true only
+                rarely.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)
@@ -422,8 +425,8 @@ class BlockCopies:
         return copy.request
 
     def _leave_condemned(self, copy: _Copy, count: int) -> int:
-        """Return how many of the ``count`` leading blocks that were read may be used. Blocks that
-        were condemned meanwhile are cleaned.
+        """``count`` leading blocks were read; return how many of them may be used. Blocks that were
+        condemned meanwhile are cleaned.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)
@@ -485,7 +488,7 @@ def _find_existing(
 
 
 def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:
-    """Add hashes to ``known``; if there are too many, forget the oldest ones."""
+    """Add hashes to ``known``; if there are too many, remove the oldest hashes."""
     known |= dict.fromkeys(hashes)
     while len(known) > MAX_PENDING:
         del known[next(iter(known))]

@@ -33,7 +33,7 @@ NO_LACK = Lack(np.empty(0, np.intp), np.empty(0, np.int32))
 def missing_blocks(rows: RunningRows, decode_len: int, block_size: int) -> Lack:
     """Return the decoding requests that lack blocks.
 
-    Drafts beyond the last possible token of a request get no block.
+    No block is needed for drafts after the last possible token of a request.
 
     Args:
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
@@ -47,7 +47,7 @@ def missing_blocks(rows: RunningRows, decode_len: int, block_size: int) -> Lack:
 
 
 def give_blocks(rows: RunningRows, pool: BlockPool, lack: Lack) -> list[int]:
-    """Allocate the missing blocks; the pool has enough free blocks.
+    """Allocate the missing blocks. The pool must have enough free blocks.
 
     Returns:
         Flat records (row, index in the block table, block id).

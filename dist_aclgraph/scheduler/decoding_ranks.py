@@ -25,7 +25,7 @@ def land_decoding(
     Returns:
         The ranks whose results are not applied yet; the outputs of the ranks that only decode.
     """
-    if len(ranks) == 1:  # operations on the columns of one rank are faster
+    if len(ranks) == 1:  # for one rank, operations on its own columns are faster
         return ranks, []
     found = [rank for rank, new in zip(ranks, brought, strict=True) if rank.only_decodes(new)]
     found = list(compress(found, rows.stay_below_limit(*_sizes(found))))

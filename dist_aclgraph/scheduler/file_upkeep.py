@@ -2,8 +2,8 @@
 
 A file is deleted if its block might contain NaN: the block may have been written before the logits
 of its request showed the NaN. While the device's cache has a prefix, the prefix's files are not
-read, even if many requests use the prefix. So some of these files are touched every ``TOUCH_S``:
-a tier keeps the files that were used last.
+read, even if many requests use the prefix. So some of these files are touched every ``TOUCH_S``,
+because a tier deletes the files whose last use is oldest.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import islice
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-MAX_CONDEMNED = 4096  # maximum number of blocks that are known to be condemned
+MAX_CONDEMNED = 4096  # maximum number of condemned blocks that are recorded
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
-TOUCH_S = 10.0  # seconds between the beginnings of two such jobs
+TOUCH_S = 10.0  # minimum number of seconds between the beginnings of two such jobs
 
 
 class FileUpkeep:
@@ -24,13 +24,14 @@ class FileUpkeep:
     """
 
     def __init__(self) -> None:
-        # The value says whether a job already deletes the files; the oldest block is first.
+        # The key is a block's hash, the oldest first. The value is true if a job already deletes
+        # the files.
         self._condemned: dict[BlockHash, bool] = {}
         self._used: dict[BlockHash, int] = {}  # hash, and number of blocks before the block
         self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Let the files of blocks be deleted. Until then, no request reads them."""
+        """Mark the files of blocks for deletion. Until they are deleted, no request reads them."""
         for block_hash in hashes:
             self._condemned.pop(block_hash, None)
         self._condemned |= dict.fromkeys(hashes, False)
@@ -41,7 +42,8 @@ class FileUpkeep:
         return block_hash in self._condemned
 
     def take_condemned(self, busy: Collection[BlockHash]) -> list[BlockHash]:
-        """Return the blocks whose files must be deleted now. ``end_deletion`` must follow.
+        """Return the blocks whose files must be deleted now. Call ``end_deletion`` after the
+        deletion.
 
         Args:
             busy: blocks that are being copied; their files are deleted later.
@@ -58,10 +60,10 @@ class FileUpkeep:
         return not all(self._condemned.values())
 
     def end_deletion(self, hashes: Sequence[BlockHash], *, is_done: bool) -> None:
-        """Record that a job has deleted files, or was dropped."""
+        """Record that a job has deleted files, or that the job was dropped."""
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
-                continue  # the block was condemned again meanwhile
+                continue  # skipped: the block was condemned again meanwhile
             if is_done:
                 del self._condemned[block_hash]
             else:
@@ -80,7 +82,9 @@ class FileUpkeep:
                 self._used_states[state] = None
 
     def take_used(self) -> tuple[dict[BlockHash, int], list[BlockHash]]:
-        """Return the used blocks with their depths, and the used checkpoints; forget them."""
+        """Return the used blocks with their depths, and the used checkpoints; then clear both
+        lists.
+        """
         used, self._used = self._used, {}
         states, self._used_states = list(self._used_states), {}
         return used, states

@@ -15,7 +15,7 @@ from dist_aclgraph.steps.copies import CopyJob
 
 
 class GroupCopies:
-    """Decides the copies of all ranks. A request waits until its files are read.
+    """Decides which blocks of all ranks are copied. A request waits until its files are read.
 
     Args:
         pools: the blocks of each data-parallel rank.
@@ -55,7 +55,7 @@ class GroupCopies:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy job runs, or blocks are still to be written."""
+        """Whether a copy job runs, or blocks wait to be written."""
         return any(copies.is_busy for copies in self.ranks)
 
     def counts(self) -> dict[str, int]:
@@ -80,11 +80,11 @@ class GroupCopies:
             self._waiting.end_fetching([request])
 
     def have_ended(self, request: Request) -> bool:
-        """Return whether no block of an ended request is still to be written to a file."""
+        """Return whether no block of an ended request waits to be written to a file."""
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """Until a copy job of a data-parallel rank ends, let no request wait for the rank's jobs.
+        """Let no request wait for a data-parallel rank's copy jobs until one of these jobs ends.
         Return how many requests waited for reads.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())

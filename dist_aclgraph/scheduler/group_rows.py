@@ -73,7 +73,8 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return for each rank whether all requests stay below their limits with one more token.
+        """Return for each rank whether all requests stay below their limits if each gets one more
+        token.
 
         Args:
             ranks: [n], different ranks.
@@ -86,9 +87,8 @@ class GroupRows(Columns):
     def land_tokens(self, ranks: Places, lens: Places, tokens: IntArray) -> Landed:
         """Apply ``RunningRows.land_tokens`` to all requests of several ranks.
 
-        Args:
-            ranks, lens: as in ``stay_below_limit``.
-            tokens: [num_requests], one for each request, rank by rank.
+        Args: ranks, lens: see ``stay_below_limit``. tokens: [num_requests], one for each request,
+            rank by rank.
         """
         is_used = self._is_used(lens)
         place, at = np.nonzero(is_used)
@@ -109,6 +109,6 @@ class GroupRows(Columns):
         return found
 
     def _is_used(self, lens: Places) -> npt.NDArray[np.bool_]:
-        """Return [n, capacity]: whether a rank has a request at the index."""
+        """Return [n, capacity]: true at the indices at which a rank has a request."""
         is_used: npt.NDArray[np.bool_] = np.arange(self._capacity) < lens[:, None]
         return is_used

@@ -1,4 +1,4 @@
-"""The results of a step, for all requests at once."""
+"""The results of a step, for all requests together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NO_PLACES: Places = np.empty(0, np.intp)
 
 
 class StepOutputs(Struct, frozen=True):
-    """New tokens of the sampled requests of a step. Iteration yields one delta per request.
+    """The new tokens of the requests that a step has sampled. Iteration yields one delta per
+    request.
 
     Attributes:
         requests: [num_reqs].
@@ -84,7 +85,9 @@ class StepOutputs(Struct, frozen=True):
 
     @property
     def each_logprobs(self) -> tuple[RowLogprobs | None, ...]:
-        """[num_new], a report or None for each token, even if ``logprobs`` is empty."""
+        """[num_new], for each token, its report or None; of this length even if ``logprobs`` is
+        empty.
+        """
         return self.logprobs or (None,) * self.num_tokens
 
     def __len__(self) -> int:
@@ -95,10 +98,10 @@ class StepOutputs(Struct, frozen=True):
         return self.deltas(np.arange(len(self), dtype=np.int32)).each(names)
 
     def deltas(self, numbers: IntArray, picked: Places | None = None) -> StepDeltas:
-        """Return the message that tells one client the results of its requests.
+        """Return the message with the results of one client's requests.
 
         Args:
-            numbers: [n], the numbers that the client gave its requests.
+            numbers: [n], the client's own numbers of its requests.
             picked: [n], ascending indices of the client's requests; None means all requests.
         """
         notes = self._notes()

@@ -43,19 +43,19 @@ class Prefixes:
 
     def _may_share(self, request: Request) -> bool:
         """Whether a request may start with blocks that another request has computed."""
-        needs_logits = request.sampling.prompt_logprobs >= 0  # cached tokens have none
+        needs_logits = request.sampling.prompt_logprobs >= 0  # cached tokens have no logits
         return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:
         """Look up the files of the blocks after ``shared``, and begin to read them; return whether
         the request must wait for the look-up or for the copy job.
 
-        No job begins if no file is found, or if too few blocks are free to start the request. Each
-        time that a request waits, its files are looked up once.
+        No job begins if no file is found, or if too few blocks are free to start the request. Files
+        are looked up once in each wait of a request.
         """
         copies, pool = self._copies, self._pool
-        # The next step cleans dirty blocks, and would overwrite the contents that a copy job has
-        # read into such a block.
+        # Dirty blocks are not used, because the next step cleans them, and would overwrite the
+        # contents that a copy job has read.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
@@ -87,8 +87,8 @@ class Prefixes:
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]
-            # A request can end before the last draft that its step accepted. The tokens after its
-            # end are not kept.
+            # A request can end before the last draft that its step accepted. Tokens after the end
+            # are dropped.
             num_kept = min(int(rows.computed[index] - rows.flying[index]), len(request.tokens))
             num_full = num_kept // size
             if self._pool.prefix_cache and not request.is_suspect:
@@ -102,7 +102,7 @@ class Prefixes:
     def begin_checkpoints(
         self, rows: RunningRows, chunks: Sequence[Chunk], flight: Flight
     ) -> bytes:
-        """Choose a checkpoint for each prompt whose chunk ends where the state must be copied.
+        """Choose a checkpoint for each prompt whose state must be copied at the end of its chunk.
 
         Stores the checkpoints in ``flight``.
 
@@ -128,8 +128,8 @@ class Prefixes:
         return pack_ints(records) if records else b""
 
     def end_checkpoints(self, flight: Flight) -> None:
-        """Store the checkpoints that a step has written. Drop a checkpoint if its request has left,
-        or if its last block is not in the prefix cache.
+        """Store the checkpoints that a step has written. Drop a checkpoint if its request was
+        removed, or if its last block is not in the prefix cache.
         """
         checkpoints = self._pool.checkpoints
         for index, block_hash in flight.kept:

@@ -1,10 +1,10 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
 There are no phases: in each step, a request runs known tokens that are not computed yet. A new
-request runs its prompt, in chunks. A request that decodes runs the tokens that it sampled last. A
-preempted request runs its prompt and its output again. Requests that decode are scheduled first; a
-step can always contain all of them. The other requests get the remaining tokens of the step, in the
-order of their deadlines.
+request runs its prompt, in chunks. A request that decodes runs its last sampled token and its
+drafts. A preempted request runs its prompt and its output again. Requests that decode are scheduled
+first; a step can always contain all these requests. The other requests get the remaining tokens of
+the step, in the order of their deadlines.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._changes = RowChanges(index, rows)
         self._ends = RequestEnds()
-        self._steady: RankStep | None = None  # the last step, if the next step can repeat it
+        self._steady: RankStep | None = None  # the last step, if the next step may repeat it
         # The builder of quiet steps. A quiet step decodes the same requests as the previous step,
         # and runs nothing else. A step that is not quiet removes the builder.
         self._quiet_builder: StepBuilder | None = None
@@ -110,7 +110,7 @@ class RankScheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Number of additional requests that could run."""
+        """Number of further requests for which the rank has rows."""
         return len(self._free_rows)
 
     @property
@@ -207,8 +207,8 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Whether the step may start the request.
 
-        False if the rank has no free row, or the step has no free token. Also False if the last try
-        found too few blocks, and no block has become free since then.
+        False without a free row or a free token of the step. Also False if the last attempt to
+        start this request found too few free blocks, and their number has not grown since.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -221,8 +221,8 @@ class RankScheduler:
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
 
-        Allocates the blocks of all known tokens at once, so that a prompt never lacks blocks when
-        half of it is computed. Returns False if too few blocks are free.
+        The blocks of all known tokens are allocated now, so that a half-computed prompt never lacks
+        blocks. Returns False if too few blocks are free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -309,16 +309,16 @@ class RankScheduler:
         return [] if self.pool.checkpoints is None else self._preempt(self.running)
 
     def lose_kv(self) -> list[Request]:
-        """Forget all blocks, even cached blocks; return the running requests, which wait again."""
+        """Free all blocks and clear the prefix cache; return the requests, which wait again."""
         victims = self._preempt(self.running)
         self.pool.clear()
         self._refused = None
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without the requests that have left since its decision.
+        """Return the only step in flight, without requests that were removed since its decision.
 
-        The blocks of these requests may be in the prefix cache now, so they must not be written.
+        The blocks of these requests must not be written: they may be in the prefix cache now.
         """
         (flight,) = self._flights
         is_there = flight.places >= 0
@@ -330,7 +330,7 @@ class RankScheduler:
         return step
 
     def again(self, step: RankStep) -> RankBatch:
-        """Return the message that lets workers run the only step in flight again.
+        """Return the message with which workers run the only step in flight again.
 
         Workers already have the step's rows; the message adds the tokens of the previous step.
         """
@@ -392,7 +392,7 @@ class RankScheduler:
         """Let requests wait for their grammars; return the requests that lose their rows, with
         these rows.
 
-        A request that the oldest step sampled without a mask is taken out of all steps in flight,
+        A request that the oldest step sampled without a mask is removed from all steps in flight,
         and does not run while a rank compiles its grammar. Other requests run meanwhile. If the
         model has recurrent state, the request loses its row, because its last tokens run again.
 
@@ -413,8 +413,8 @@ class RankScheduler:
                 self._preempt(list(victims))
                 for request, row in victims.items():
                     request.compiled_row = row
-                # Workers report compilations by row number, so these rows are given to other
-                # requests last.
+                # Workers report compilations by row number, so other requests get these rows only
+                # if no other row is free.
                 left = list(victims.values())
                 self._free_rows = [*left, *(row for row in self._free_rows if row not in left)]
         if self._steady is None and rows.held.any():
@@ -519,7 +519,7 @@ class RankScheduler:
             self._margin = margin
 
     def _keep_reports(self, flight: Flight, new: NewTokens) -> None:
-        """Give log-probabilities of prompts and hidden states to the requests that want them."""
+        """Store log-probabilities of prompts, and hidden states, in the requests that want them."""
         requests = self.rows.requests
         for prompt in new.prompts:
             if (place := flight.places[prompt.place]) >= 0:
@@ -545,8 +545,8 @@ class RankScheduler:
     def abort(self, request: Request) -> None:
         """Remove a running request, and drop its results of steps in flight.
 
-        These steps can still write the request's blocks; they end before a later step uses the
-        blocks for other requests.
+        Steps in flight can still write to the request's blocks. This does no harm: a later step,
+        which uses the blocks for other requests, begins after these steps.
         """
         self._release([request])
 
@@ -589,7 +589,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return a step without the requests that have left since the step was decided."""
+    """Return a step without the requests that were removed since its decision."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

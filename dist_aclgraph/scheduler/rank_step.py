@@ -50,10 +50,10 @@ class NewTokens(NamedTuple):
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
-        prompts: log-probabilities of prompts, for requests that want them.
+        prompts: the requested log-probabilities of prompts.
         failed: the reasons of failed requests, by index among the sampled requests.
-        embeddings: hidden states of the requests that ask for them, by index among the sampled
-            requests; float32 [hidden].
+        embeddings: the requested hidden states, by index among the sampled requests; float32
+            [hidden].
     """
 
     token_ids: IntArray
@@ -124,11 +124,11 @@ class StepBuilder:
             tokens.
         budget: number of tokens that may still be added to the step.
         max_chunk: maximum number of tokens of one prompt while other requests want to run.
-        is_open: whether waiting requests may be started.
+        is_open: whether the step may start waiting requests.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.
-        kind: the work that the step may contain. "mixed" allows any work; "decode" allows only
-            requests whose prompt is computed; "prompt" allows only a chunk of one prompt.
+        kind: the work that the step may contain: with "mixed", any work; with "decode", only
+            requests whose prompt is computed; with "prompt", only a chunk of one prompt.
         checkpoints: the checkpoints of a model with recurrent state; else None. A chunk ends where
             its state is copied to a checkpoint.
     """
@@ -169,7 +169,8 @@ class StepBuilder:
         """Add chunks of running requests that have not sampled a token, in order of service.
 
         Args:
-            before: add only requests that are served before this waiting request; None adds all.
+            before: only requests that are served before this waiting request are added; if None,
+                all are added.
         """
         while self.unserved and self.budget > 0:
             index = self.unserved[0]
@@ -180,7 +181,7 @@ class StepBuilder:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs in the step."""
+        """Whether any request runs in the step."""
         return bool(self.num_decoding or self.chunks)
 
     @property
@@ -199,7 +200,7 @@ class StepBuilder:
             chunk.length += more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # leaves out requests that arrive later
+        if isinstance(indices, slice):  # excludes requests that get a row after this decision
             indices = slice(0, num_decoding)
         if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
@@ -307,7 +308,7 @@ class RankStep:
         )
 
     def _check_indices(self, result: StepResult) -> None:
-        """Check that the result names only requests of this step."""
+        """Check that the result contains only indices of requests of this step."""
         num_samples = len(self.num_logits)
         if not all(0 <= prompt.place < self.num_reqs for prompt in result.prompts):
             raise self._mismatch(result, "prompts of other requests")
@@ -317,7 +318,8 @@ class RankStep:
             raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
     def read_unmasked(self, result: StepResult) -> IntArray:
-        """Return [n], indices of the sampled requests for which one rank had no grammar mask.
+        """Return [n], indices among the sampled requests: the requests for which one rank had no
+        grammar mask.
 
         Raises:
             WorkerError: the result does not fit this step.
@@ -336,7 +338,7 @@ class RankStep:
         return counts
 
     def _samples(self, result: StepResult, packed: bytes, brought: str) -> IntArray:
-        """Return the indices among the sampled requests that a result names."""
+        """Return the indices, among the sampled requests, that a result contains."""
         if not packed:
             return NO_INTS
         indices = unpack_ints(packed)
@@ -359,7 +361,7 @@ class Flight:
 
     Attributes:
         indices: [num_reqs], current index of each request among the running requests; -1 if the
-            request has left.
+            request was removed.
         is_quiet: whether no request can reach its maximum length or fill a block in this step.
         cleaned: blocks that are set to zero before this step.
         kept: the checkpoints that this step writes: index of the request among the step's records,
@@ -379,7 +381,7 @@ class Flight:
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 
     def move(self, moves: Places) -> None:
-        """Update the indices after some running requests have left.
+        """Update the indices after the removal of some running requests.
 
         Args:
             moves: the result of ``RunningRows.remove``.
@@ -389,7 +391,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the maximum of each number over all steps; perhaps no single step has this shape.
+    """Return the maximum of each number over all steps. The result may be the shape of no step.
 
     The query length is 0 if the steps have different query lengths.
     """

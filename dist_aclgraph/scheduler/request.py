@@ -28,18 +28,19 @@ class Request:
             request is scheduled.
         arrival: order of arrival; the scheduler sets ``arrival``, ``deadline`` and
             ``max_total_tokens``.
-        deadline: number of the step by which the prompt should have run. At arrival, the deadline
-            is the current step plus one step for each ``SchedulerConfig.prompt_share`` tokens. The
-            request with the earliest deadline is served first. So short prompts overtake a long
-            prompt, until the long prompt has waited as long as its computation takes.
+        deadline: number of the step by which the whole prompt should have run. At arrival, the
+            deadline is the current step plus one step for each ``SchedulerConfig.prompt_share``
+            tokens. The request with the earliest deadline is served first. So short prompts run
+            before a long prompt, until the long prompt has waited for as many steps as its
+            computation needs.
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         compiled_row: previous row of a request that waits for its grammar; workers compile the
             grammar for this row. -1 for other requests.
         block_ids: the block table.
-        hashes: hashes of the first full blocks, computed when they are needed. A preemption keeps
-            the hashes.
+        hashes: hashes of the first full blocks, computed when they are needed. A preemption does
+            not delete the hashes.
         prompt_end: position where the output begins. If a request was submitted again, the last
             part of its submitted prompt is existing output.
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
@@ -48,15 +49,16 @@ class Request:
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
-        admitted_s: when the request last left the queue; the owner measures this time.
+        admitted_s: when the request was last removed from the queue; the owner measures this time.
         prefill_s: time from ``admitted_s`` to the first token; the owner measures this time.
-        has_looked: whether the files of the request's blocks were looked up during this wait.
-        look_up: returns how many leading blocks are cached or have files, or None while the files
-            are looked up; None if no look-up runs.
+        has_looked: whether the files of the request's blocks were looked up since the request began
+            to wait.
+        look_up: function that returns the number of leading blocks that are cached or have files;
+            it returns None while the files are looked up. None if no look-up runs.
         fetch: fetches blocks that another group has computed; used at most once, None if there is
             no such group.
-        is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
-            again without shared blocks.
+        is_suspect: whether the logits were NaN or infinite once. Such a request is computed again
+            without shared blocks.
     """
 
     __slots__ = (
@@ -141,13 +143,14 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        # Before ``min_tokens``, stop tokens are forbidden; but a grammar may allow nothing else.
+        # Before ``min_tokens``, stop tokens are forbidden, but not with a grammar: it may allow no
+        # other token.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
     @property
     def has_output(self) -> bool:
-        """Whether the request came with output, because another group has begun it."""
+        """Whether the request was submitted with output, because another group has begun it."""
         return self.prompt_end < self.num_prompt_tokens
 
     @property
@@ -168,10 +171,11 @@ class Request:
         self.look_up = None
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """Return how many new tokens the request gets if a stop token ends the request; else None.
+        """If a stop token ends the request, return how many of the new tokens the request gets;
+        else None.
 
         Args:
-            num_known: number of the request's tokens before the new ones.
+            num_known: number of the request's tokens before the new tokens.
         """
         for count, token_id in enumerate(new, 1):
             if token_id in self.stop_ids and num_known + count > self.min_total_tokens:

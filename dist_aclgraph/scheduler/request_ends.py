@@ -35,7 +35,7 @@ class RequestEnds:
     def cut(
         self, rows: RunningRows, sampled: Indices, new: NewTokens, *, is_quiet: bool
     ) -> tuple[NewTokens, dict[int, FinishReason]]:
-        """End the finished requests at their last token.
+        """Find the requests that finish, and cut the tokens after their ends.
 
         Args:
             sampled: [num_samples], index of each sampled request; ``new`` has their tokens.

@@ -1,8 +1,9 @@
 """Chooses the lockstep group of a request, by the cached prefix and the waiting work.
 
 An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
-that it has sent to the group, up to the size of the group's cache. Replicas of the ingress tell
-each other only one number per group: the number of tokens of their requests that wait at the group.
+that it has sent to the group, up to the size of the group's cache. For each group, replicas of the
+ingress send each other only one number: the number of tokens of their requests that wait at the
+group.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# Each open request counts as this many tokens, in addition to the uncomputed tokens of its prompt,
-# because the request runs in every step until its end.
+# The router adds this number of tokens for each open request to the uncomputed tokens of its
+# prompt, because the request runs in every step until its end.
 REQUEST_TOKENS = 64
-# A cached token counts twice, because it saves time for this request and for the requests that wait
-# behind it.
+# The factor of cached tokens is 2, because a cached token saves time for this request, and also for
+# the requests that wait behind it.
 WORTH_OF_CACHED = 2
 
 
@@ -33,7 +34,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
     Args:
         waiting: number of tokens that wait at each group; at least one group.
         cached: number of the prompt's tokens that each group has in its cache.
-        first: index of the preferred group among equal ones.
+        first: index of the preferred group among equal groups.
     """
     count = len(waiting)
     return min(
@@ -45,7 +46,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
     """Return the hashes of the full blocks of a prompt that a prefix cache can supply.
 
-    As in the scheduler, the last token is never cached, because its logits are needed.
+    As in the scheduler, the last token never comes from the cache, because its logits are needed.
 
     Args:
         prompt: int32 [num_prompt_tokens].
@@ -62,7 +63,7 @@ class PrefixMemory:
     """The hashes of blocks that were sent to a group.
 
     The memory holds at most one hash for each block of the group's cache. When it is full, the
-    least recently used hashes are dropped. The memory does not know the real contents of the cache.
+    least recently used hashes are dropped. The real contents of the cache may differ.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -73,15 +74,16 @@ class PrefixMemory:
         return len(self._known)
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of the first blocks are known."""
+        """Return the number of leading blocks whose hashes are in the memory."""
         for count, block_hash in enumerate(hashes):
             if block_hash not in self._known:
                 return count
         return len(hashes)
 
     def note(self, hashes: Sequence[BlockHash]) -> None:
-        """Record blocks that the group is about to compute or to reuse."""
-        # Later blocks are dropped first, because a prefix without its beginning cannot be found.
+        """Record blocks that the group will compute or reuse."""
+        # The last blocks are dropped first, because a block is useless if a block before it was
+        # dropped.
         for block_hash in reversed(hashes):
             self._known[block_hash] = None
             self._known.move_to_end(block_hash)
@@ -125,13 +127,13 @@ class _Open:
 
 @dataclass
 class RoutedCounts:
-    """The requests sent to a group since the router began.
+    """Counts of the requests that this router has sent to a group.
 
     Attributes:
         routed_requests: number of requests.
         routed_prompt_tokens: number of prompt tokens of these requests.
-        routed_cached_tokens: number of prompt tokens that the router assumed to be in the group's
-            cache.
+        routed_cached_tokens: number of prompt tokens that were in the group's cache, as the router
+            assumed.
     """
 
     routed_requests: int = 0
@@ -144,8 +146,8 @@ class RequestRouter:
     """Owns the open requests of one ingress, and the estimated load and cache of each group.
 
     Args:
-        first: index of the preferred group among equal ones; replicas have different values, so
-            that they do not all begin with the same group.
+        first: index of the preferred group among equal groups. Each replica has another value, so
+            that not all replicas begin with the same group.
     """
 
     first: int = 0
@@ -154,14 +156,14 @@ class RequestRouter:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add a group, or change the size of a known group's cache. Groups can differ in size."""
+        """Add a group, or change the size of a known group's cache. Each group has its own size."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)
             self.counts.setdefault(group, RoutedCounts())
             return
         known.memory.num_blocks = cache_blocks
-        if known.tokens_per_block != tokens_per_block:  # The known value was only a guess.
+        if known.tokens_per_block != tokens_per_block:  # the earlier value was a guess
             known.tokens_per_block = tokens_per_block
             known.memory.clear()
 
@@ -171,7 +173,9 @@ class RequestRouter:
         self.counts.pop(group, None)
 
     def forget_cache(self, group: str) -> None:
-        """Reset a group that was started again: its cache is empty, and no request waits there."""
+        """Reset a group that was started again: the group's cache is empty, and no request waits at
+        the group.
+        """
         known = self._groups[group]
         known.memory.clear()
         known.others_tokens = 0
@@ -218,7 +222,8 @@ class RequestRouter:
         return [each.hex() for size in sizes for each in block_hashes(prompt, cache_salt, size)]
 
     def uncached(self, prompt: bytes, cache_salt: str, among: Collection[str]) -> int:
-        """Return how many tokens of a prompt each of the groups would at least have to compute.
+        """Return the number of a prompt's tokens that the group with the longest cached prefix
+        would compute.
 
         Args:
             prompt: int32 [num_prompt_tokens].

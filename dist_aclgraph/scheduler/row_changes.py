@@ -1,4 +1,4 @@
-"""RowChanges: the changes of a rank's rows that its workers do not know yet."""
+"""RowChanges: the changes of a rank's rows that were not sent to the workers yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowChanges:
         self._dp_rank = dp_rank
         self._rows = rows
         self._appended: IntArray = NO_PAIRS  # row, token id
-        # Rows that workers must get again from their first token.
+        # Rows that must be sent to the workers again, with all their tokens.
         self._renewed: list[RowStart] = []
         self._knows_nothing = False  # Whether workers have lost all rows.
 
@@ -44,7 +44,7 @@ class RowChanges:
         self._appended = appended
 
     def renew(self, index: int) -> None:
-        """Send the row of a running request again from its first token."""
+        """With the next message, send all tokens of a running request's row again."""
         self._rows.settle(index)
         request = self._rows.requests[index]
         self._renewed.append(request.start(self._dp_rank, request.row))
@@ -55,7 +55,7 @@ class RowChanges:
         self._renewed = [start for start in self._renewed if start.row not in rows]
 
     def lose_rows(self) -> None:
-        """Send all rows again, because workers have lost them."""
+        """With the next message, send all rows again, because workers have lost them."""
         self._appended = NO_PAIRS
         self._knows_nothing = True
 

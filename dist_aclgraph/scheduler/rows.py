@@ -57,18 +57,19 @@ class Columns:
         key: ``Request.key``.
         computed: number of tokens whose KV is in the cache; it grows up to ``known``.
         known: number of existing tokens, prompt and output.
-        flying: number of tokens in ``computed`` that steps in flight compute.
+        flying: number of the tokens in ``computed`` that steps in flight are computing.
         slack: number of drafts in steps in flight; all these drafts may be accepted.
         received: number of tokens in ``known`` that the host has.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
-        started: number of tokens that the request had when its row began; later tokens were sampled
-            in this row.
-        prompt_end: tokens before this position are computed in chunks. Existing tokens after this
-            position are computed one per step, as when they were sampled.
+        started: number of the request's tokens at the time when it got the row; further tokens were
+            sampled in this row.
+        prompt_end: tokens before this position are computed in chunks. Existing tokens from this
+            position on are computed in the same way as when they were sampled: one token per step.
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
-        next_full: value of ``computed`` at which one more block is full.
-        can_verify: 1 if drafts may be accepted, 0 if penalties make tokens depend on drafts.
+        next_full: value of ``computed`` at which the next block becomes full.
+        can_verify: 1 if drafts may be accepted; 0 if penalties are set, which would make tokens
+            depend on drafts.
         held: ``WAITS`` while the request waits for its grammar and does not run; ``TRIES`` if it
             runs one token per step, to learn whether its grammar is compiled; else 0.
     """
@@ -184,7 +185,7 @@ class RunningRows(Columns):
         keep = np.ones(len(self.requests), bool)
         keep[indices] = False
         self._columns[:, :num_kept] = self._columns[:, : len(self.requests)][:, keep]
-        self.held[num_kept : len(self.requests)] = 0  # no request has these columns now
+        self.held[num_kept : len(self.requests)] = 0  # these columns belong to no request now
         self.requests = list(compress(self.requests, keep))
         self._update_names()
         self._index_of_row[self.row] = np.arange(num_kept)

@@ -2,7 +2,7 @@
 
 Requests wait in one queue, in the order of their deadlines. When a request is admitted, it is given
 to one data-parallel rank. All ranks run the same steps, even ranks without work. All ranks replay
-the graph that the largest batch needs.
+the same graph, which is large enough for the largest batch.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Scheduler:
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
         num_drafts: number of drafts that workers make for each sampled request.
-        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first one owns its output.
+        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first worker owns its output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
         exact: whether other requests must not change the shape of the step that computes a token.
             Then a step contains either a chunk of one prompt on each rank, or requests whose prompt
-            is computed. Output that a request had before it came to this engine is computed token
-            by token, as when the output was sampled.
+            is computed. If another engine has sampled a part of a request's output, this part is
+            computed token by token, as when it was sampled.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
     """
 
@@ -136,7 +136,7 @@ class Scheduler:
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
-        self.admitted: list[Request] = []  # requests that the last decision took from the queue
+        self.admitted: list[Request] = []  # requests that the last decision started
         self.num_admitted_tokens = 0
         # Number of tokens of admitted requests that were found in the prefix cache.
         self.num_cached_tokens = 0
@@ -184,7 +184,7 @@ class Scheduler:
             )
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
-        # Requests that will have a row in the next step do not count as waiting.
+        # The limit does not apply to requests that will get a row in the next step.
         num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting and not request.has_output:
             raise QueueFullError(
@@ -198,7 +198,7 @@ class Scheduler:
         self.waiting.add([request])
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
-        """End a request at once, even while a step runs it.
+        """End a request immediately, even while a step runs it.
 
         The request's results of steps in flight are dropped. Returns None if the request is unknown
         or finished.
@@ -242,8 +242,7 @@ class Scheduler:
         for kind in self._kinds:
             builders = self._build(kind, lacks)
             if any(builder.has_work for builder in builders):
-                # The chosen kind is tried last in the next decision, so that no kind waits for
-                # ever.
+                # The next decision tries this kind last, so that no kind waits for ever.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
@@ -368,7 +367,7 @@ class Scheduler:
     def lose_kv(self) -> None:
         """Let every request wait and start again at its first token, because all KV is lost.
 
-        No step may be in flight. Clients do not get any token twice.
+        No step may be in flight. No token is sent to a client twice.
         """
         assert not self._in_flight, "rewind() comes first"
         for rank in self.ranks:
@@ -401,7 +400,7 @@ class Scheduler:
     # ---- the decision
 
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
-        """Give the first waiting request to a rank; return False if no rank can start it.
+        """Start the first waiting request on a rank; return False if no rank can start it.
 
         The rank with the longest cached prefix is preferred, then the rank with the fewest running
         requests, then the rank with the most free blocks.
@@ -424,7 +423,7 @@ class Scheduler:
         return False
 
     def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan:
-        """Make the plan for all ranks from their builders."""
+        """Make the step's plan from the builders of all ranks."""
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
         self._rows.take_off(
@@ -452,7 +451,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all results that the steps need, and its padding fits."""
+        """Whether a graph computes all results that the steps need, and its padding has room."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -477,7 +476,7 @@ class Scheduler:
     def _run_again(self) -> StepPlan | None:
         """Send the step in flight again, with an exchange whose capacity is enough for all tokens.
 
-        The step writes the same KV again. Returns None if all requests of the step have left.
+        The step writes the same KV again. Returns None if all requests of the step were removed.
         """
         self._is_void = False
         plan, _ = self._in_flight.pop()
@@ -516,7 +515,7 @@ class Scheduler:
         """Let requests wait while any worker of their data-parallel rank compiles their grammar.
 
         Args:
-            told: the results of the workers that compile grammars.
+            told: the results of the workers that are compiling grammars.
         """
         unmasked: list[set[int]] = [set() for _ in self.ranks]
         compiling: list[set[int]] = [set() for _ in self.ranks]

@@ -14,7 +14,7 @@ def store_block(pool: BlockPool, request: Request, index: int, block_id: int) ->
     Blocks of requests with a salt are not reported, because they are private.
 
     Args:
-        index: position of the block in the request; its hash must be known.
+        index: index of the block in the request. The block's hash must be known.
     """
     hashes, events, size = request.hashes, pool.events, pool.block_size
     is_new = pool.store(block_id, hashes[index])

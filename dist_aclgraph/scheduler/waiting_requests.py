@@ -20,7 +20,7 @@ class WaitingRequests:
         self.queue: deque[Request] = deque()
         # Requests that wait until their blocks are looked up in files, or read from files.
         self._fetching: set[Request] = set()
-        # Requests whose grammars are compiled, with their last rank and row.
+        # Requests that wait for the compilation of their grammars, with their last rank and row.
         self._compiling: dict[Request, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class WaitingRequests:
             insort(self.queue, request, key=_order)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that waits for anything."""
+        """Remove a waiting request, whatever it waits for."""
         if request in self._fetching:
             self._fetching.remove(request)
         elif self._compiling.pop(request, None) is None:
@@ -51,7 +51,10 @@ class WaitingRequests:
         return any(request.look_up is not None for request in self._fetching)
 
     def wait_for_files(self, request: Request) -> None:
-        """Let a request wait for its files. The caller removes it from the queue."""
+        """Add a request to the requests that wait for files.
+
+        The caller removes the request from the queue.
+        """
         self._fetching.add(request)
 
     def end_looking(self) -> None:
@@ -79,7 +82,8 @@ class WaitingRequests:
         return bool(self._compiling)
 
     def wait_for_grammars(self, rows: Mapping[Request, int], dp_rank: int) -> None:
-        """Let requests wait for their grammars, which the workers of a rank compile.
+        """Add requests to the requests that wait for their grammars, which the workers of a rank
+        compile.
 
         Args:
             rows: the requests, with the rows that they had.

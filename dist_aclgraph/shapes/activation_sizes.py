@@ -3,7 +3,7 @@ shape.
 
 The estimate was never compared with an NPU. It is usually too high, because it sums all tensors of
 a layer, although some tensors are freed before the layer's end, and because it counts every
-exchange of tokens as an all-gather. The workspaces of operators are left out.
+exchange of tokens as an all-gather. The workspaces of operators are not included.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ def prompt_bytes(
     # keys and values of all ranks as separate tensors.
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
-        # With one shard, latents are read from the cache directly. With several shards, they are
-        # packed before the gather (2 / dcp) and gathered (1); then they are selected and split (2)
-        # for each piece of the prompt that the rank runs.
+        # With one shard, latents are read from the cache directly. With several shards, there are
+        # copies, whose sizes in parentheses are multiples of all latents: packed before the gather
+        # (2 / dcp), gathered (1), and selected and split for each piece of the prompt on the rank
+        # (2).
         copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
         elements = round(chunk_tokens * copies * kept)
         elements += num_tokens * forms * (kept + spec.indexer.head_dim)

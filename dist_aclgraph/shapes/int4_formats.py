@@ -1,4 +1,5 @@
-"""Matrices in four bits: which matrices of a checkpoint have them, and how they are multiplied.
+"""Finds the matrices of a checkpoint whose values have four bits, and how these matrices are
+multiplied.
 
 Two tools write such checkpoints. ModelSlim lists all tensors with their types in
 ``quant_model_description.json``. compressed-tensors describes groups of matrices by patterns in
@@ -16,7 +17,7 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.json_files import read_json_object
 from dist_aclgraph.shapes.model_config import ModelConfig
 
-DESCRIPTION = "quant_model_description.json"  # from ModelSlim: types of all tensors
+DESCRIPTION = "quant_model_description.json"  # ModelSlim's file with the types of all tensors
 # With int8 rows, the operators accept only groups of this size (document aclnnGroupedMatmulV5).
 INT8_GROUP = 256
 SMALLEST_GROUP = 32  # npu_weight_quant_batchmatmul accepts groups of 32, 64, 96, ... inputs
@@ -84,7 +85,7 @@ class Int4Formats:
     """The matrices of a checkpoint that have four bits.
 
     Attributes:
-        described: ModelSlim's matrices, by their stored name without ``.weight``.
+        described: ModelSlim's matrices, by stored name without ``.weight``.
         groups: groups of compressed-tensors; the first group with a matching pattern counts.
         ignored: patterns of matrices that are in no group.
     """

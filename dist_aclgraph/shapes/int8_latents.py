@@ -1,7 +1,7 @@
 """Latents in int8 in the KV cache: the size of a row, and the models that can have such a cache.
 
-The operator of sparse latent attention reads the scales from the rows of the cache, so nothing must
-be calibrated: each token's latent is quantised when it is written.
+Each token's latent is quantised when it is written, and the operator of sparse latent attention
+reads the scales from the rows of the cache. So no calibration is needed.
 """
 
 from __future__ import annotations

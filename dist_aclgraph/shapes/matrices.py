@@ -79,8 +79,8 @@ def _attention(spec: ModelSpec, tp: int) -> Elements:
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> Elements:
-    """Return the matrices of latent attention. The matrices that multiply the latent are left out,
-    because they are never quantised.
+    """Return the matrices of latent attention. The result omits the matrices that multiply the
+    latent, because they are never quantised.
     """
     hidden, heads, rank = spec.hidden_size, spec.num_heads // tp, latent.q_rank
     query = heads * (latent.plain_dim + latent.rope_dim)

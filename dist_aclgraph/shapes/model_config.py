@@ -48,8 +48,8 @@ class ModelConfig:
 
     Attributes:
         path: path of the file, for error messages.
-        raw: the object; its keys have the usual names. In a model with several parts, keys of the
-            text part replace keys at the top level.
+        raw: the object, with each key under its most common name. If a model has several parts, the
+            keys of the text part replace the keys of the top level.
         generation: the object of generation_config.json; empty without this file.
     """
 

@@ -17,7 +17,8 @@ from dist_aclgraph.shapes.rope_spec import RopeSpec
 # The function of a feed-forward part without experts. It is applied to the gate; without a gate, to
 # the inner values. relu2 is the square of ReLU; xielu has two weights per layer (arXiv 2411.13010).
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
-# Kinds of attention. A "chosen" layer uses the keys that an earlier "sparse" layer has chosen.
+# Kinds of attention. A "chosen" layer attends to the keys that an earlier "sparse" layer has
+# chosen.
 LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]
 
 
@@ -143,8 +144,8 @@ class WeightNames:
 
     Attributes:
         prefix: beginning of the names of all tensors of the decoder.
-        changes: pairs: a part of a usual name, and its replacement in the checkpoint. All pairs are
-            applied, one after another.
+        changes: pairs of a part of a usual name, and the part's replacement in the checkpoint. All
+            pairs are applied, one after another.
         of_experts: further pairs, for the tensors of routed experts only.
         ranges: tensors that are rows of a stored tensor, such as the queries in one tensor of
             queries, keys and values.
@@ -174,7 +175,9 @@ class WeightNames:
 
 @dataclass(frozen=True)
 class LayerRope:
-    """Another rotary embedding than that of most layers, and the layers that have it."""
+    """A rotary embedding that differs from the embedding of most layers, and the layers that have
+    it.
+    """
 
     rope: RopeSpec
     layers: frozenset[int]

@@ -24,7 +24,8 @@ BY_LENGTH = ("dynamic", "longrope")
 # key of the growth of queries with their positions
 QUERY_GROWTH = "llama_4_scaling_beta"
 STRETCH = "alpha"  # key of a factor that stretches the base of a Hunyuan's embedding
-MROPE_SECTION = "mrope_section"  # key of the frequencies for times, rows and columns of images
+# key of the sections of frequencies for the time, the row and the column in an image
+MROPE_SECTION = "mrope_section"
 UNROTATED = "none"  # kind of an embedding that rotates nothing
 
 
@@ -222,7 +223,7 @@ def _kind(scaling: ModelConfig) -> str:
     if kind == "mrope" and scaling.has(MROPE_SECTION):
         return "default"  # positions of texts are equal in all sections
     if kind == "dynamic" and scaling.has(STRETCH):
-        return "default"  # only the base differs, for any length of requests
+        return "default"  # changes only the base, in the same way for all lengths of requests
     return "longrope" if is_longrope else kind
 
 

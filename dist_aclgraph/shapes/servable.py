@@ -20,7 +20,7 @@ def read_servable_spec(config: Config) -> ModelSpec:
         ModelError: as ``read_model_spec``.
     """
     spec, parallel = read_model_spec(config.model, config.model_overrides), config.parallel
-    # config.json can name next-token modules that our code for its family does not load.
+    # config.json can describe next-token modules that our code for this family does not load.
     check_drafts(config, spec)
     if spec.has_sinks and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(

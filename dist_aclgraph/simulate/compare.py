@@ -1,8 +1,8 @@
-"""Dispatches the batches of a simulation again with other sets of graphs.
+"""Dispatches the batches of a finished simulation again, with other sets of graphs.
 
 Other graphs would change the time of steps, and therefore the composition of batches; this effect
-is ignored. All rows have the same batches. The set of graphs changes during the simulation only in
-the first row.
+is ignored. All rows have the same batches. Only in the first row does the set of graphs change
+during the simulation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHER_MODES: tuple[GraphMode, ...] = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 def compare(
     deployment: AssumedDeployment, group: SimulatedGroup, negotiated: NegotiatedPlan
 ) -> list[dict[str, Any]]:
-    """Return a row for each set of graphs: padding, eager steps, and streams.
+    """Return a row for each set of graphs, with padding, eager steps, and streams.
 
     ``is_affordable`` returns whether the ranks could capture the set; ``usable`` is the number of
     streams of the rank with the fewest streams.
@@ -93,7 +93,7 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # Use the same ranks, but reserve streams for the lazy graphs of this mode.
+            # The offers of the same ranks, with streams reserved for the lazy graphs of this mode.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

@@ -1,4 +1,4 @@
-"""The rates at which simulated copies of KV blocks move."""
+"""The rates at which the simulation copies KV blocks, in bytes per second."""
 
 from __future__ import annotations
 

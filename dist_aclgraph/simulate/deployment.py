@@ -31,7 +31,8 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-NPU_STREAMS_TAKEN = 69  # a 910C with CANN 9.0 had 1979 free streams before groups were joined
+# streams in use on a 910C with CANN 9.0 before groups were joined: 1979 streams were free
+NPU_STREAMS_TAKEN = 69
 # Number of streams of torch_npu and the runner, counted on the emulator.
 EMULATOR_STREAMS_TAKEN = 34
 
@@ -63,7 +64,7 @@ class AssumedDeployment:
         unknown_shape: the reason why the sizes of weights are not computed from the decoder's
             shape; "" if they are computed from it.
         offers: offers of all ranks, in the order of ranks.
-        exchange: chooses the exchange with experts of other ranks.
+        exchange: chooses how tokens are exchanged between ranks with different experts.
     """
 
     planner: Planner
@@ -190,8 +191,9 @@ class AssumedDeployment:
 
     @property
     def copied_blocks(self) -> dict[str, int]:
-        """Number of data parallel ranks' blocks that fit in each tier of a node, by the tier's
-        name; empty if no copies are kept. The bytes of checkpoints of states are ignored.
+        """By the tier's name, the number of blocks that fit in each tier of a node; a block here is
+        a data parallel rank's block, with its parts on all workers. Empty if no copies are kept.
+        The bytes of checkpoints of states are ignored.
         """
         kv, files = self.config.kv, self.files_per_block
         sizes = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
@@ -250,7 +252,7 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return the different offers; of offers that differ only in their rank, return the first."""
+    """Return the different offers: of offers that differ only in their rank, only the first."""
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
         found.setdefault(content_of(offer), offer)
@@ -270,7 +272,7 @@ def _check_chip(config: Config) -> None:
 
 
 def _check_nodes(config: Config) -> None:
-    """Refuse a tensor parallel group with more ranks than a node has NPUs, as a real start does."""
+    """As in a real start, refuse a tensor parallel group with more ranks than a node has NPUs."""
     parallel, device = config.parallel, config.device
     if device.kind != "npu" or parallel.tp_across_nodes:
         return

@@ -137,7 +137,8 @@ class _Running:
 
 
 class SimulatedCopies:
-    """Runs the copy jobs of one group. The workers of a data-parallel rank take the same time.
+    """Runs the copy jobs of one group. All workers of a data-parallel rank need the same time for a
+    job.
 
     Args:
         block_bytes: bytes of a block on each NPU.
@@ -177,8 +178,8 @@ class SimulatedCopies:
         return self._running[0].end_s if self._running else math.inf
 
     def advance(self, now_s: float, *, is_idle: bool) -> bool:
-        """End the jobs whose time is over, and begin the jobs that the scheduler decides now;
-        return True if a job has ended, or if blocks wait although no job runs.
+        """End the jobs whose end time has passed, and begin the jobs that the scheduler decides
+        now; return True if a job has ended, or if blocks wait although no job runs.
 
         Args:
             is_idle: whether no step is in flight.

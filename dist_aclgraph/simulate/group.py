@@ -1,6 +1,7 @@
-"""The loop of one simulated lockstep group, with the real scheduler, dispatcher and graph changes.
+"""The loop of one simulated lockstep group. The scheduler, the dispatcher and the decisions about
+graph changes are real.
 
-Three things are not real: the clock advances by the assumed time of each step, captures always
+Three parts are simulated: the clock advances by the assumed time of each step, captures always
 succeed, and tokens are meaningless.
 """
 
@@ -43,7 +44,7 @@ from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
 IDLE_POLL_S = 0.1  # seconds between two graph changes of an idle group
-MAX_VERSIONS = 256  # number of latest plan versions that are kept
+MAX_VERSIONS = 256  # number of the latest plan versions in the result
 STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
 # Index of num_logits in a record of ``RankBatch.scheduled``; length of a record.
 LOGITS, RECORD = 3, 4
@@ -53,7 +54,7 @@ OnProgress = Callable[[], None]
 
 @dataclass
 class SimulatedRanks:
-    """The ranks of a group. One reply represents the replies of all ranks; every capture succeeds.
+    """The ranks of a group. One reply is used for all ranks, and every capture succeeds.
 
     Attributes:
         captures, releases: numbers of captured and of released graphs.
@@ -80,7 +81,7 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """Counts of events other than steps."""
+    """Numbers of events, without steps."""
 
     generated_tokens: int = 0
     finished: int = 0
@@ -183,7 +184,7 @@ class SimulatedGroup:
     def play_batches(
         self, batches: Iterator[Batch], max_seconds: float, on_progress: OnProgress
     ) -> None:
-        """Dispatch one batch after another, as if the scheduler had decided these batches."""
+        """Dispatch batches one after another, as if the scheduler had decided them."""
         for batch in batches:
             if self.clock_s >= max_seconds:
                 return
@@ -205,7 +206,9 @@ class SimulatedGroup:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are left, or are handed over to another group."""
+        """Whether the group has unfinished requests, or requests that it hands over to another
+        group.
+        """
         return self.scheduler.has_work or bool(self._handing_over)
 
     def take_handed_over(self) -> list[Request]:
@@ -216,8 +219,8 @@ class SimulatedGroup:
         return ready
 
     def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
-        """Advance the clock to ``until_s``, and yield the results of each step. If copies
-        change while no step runs, yield empty results.
+        """Advance the clock to ``until_s``, and yield the results of each step. If copy jobs begin
+        or end while no step runs, yield empty results.
 
         If ``until_s`` is infinite, stop when all work is done.
         """
@@ -339,7 +342,7 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Carry out the captures and releases that are due; return whether anything changed."""
+        """Do the captures and releases that are due; return whether there were any."""
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases
@@ -360,7 +363,7 @@ class SimulatedGroup:
         return bool(captures or releases)
 
     def _look_again(self) -> None:
-        """If an update is due, choose the buckets again, as the controller does."""
+        """Choose the buckets again if an update is due, as the controller does."""
         if not self._history.is_due(self.clock_s):
             return
         self._is_unseen = False

@@ -34,14 +34,14 @@ class Latencies:
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # a request that runs again is not counted again
+            if name in self._arrived_s:  # requests that run again are not counted again
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:
             request = outputs.requests[index]
             begun_s = self._begun_s.pop(request.request_id, None)
             num_further = len(request.tokens) - request.num_prompt_tokens - 1
-            if num_further and begun_s is not None:  # not begun by another group
+            if num_further and begun_s is not None:  # no other group has begun the request
                 self.per_token_s.append((now_s - begun_s) / num_further)
 
 
@@ -56,7 +56,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def latency_report(latencies: Latencies, num_tokens: int, seconds: float) -> dict[str, Any]:
-    """Return the latencies of a group, and its tokens per second, as plain values."""
+    """Return the latencies of a group, and its tokens per second, as values for JSON."""
     return {
         "first_token_s": quantiles(latencies.first_token_s),
         "per_token_s": quantiles(latencies.per_token_s),

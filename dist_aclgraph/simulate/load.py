@@ -1,4 +1,5 @@
-"""The load of a simulation: batches or requests, read line by line from a trace, or drawn randomly.
+"""The load of a simulation: batches or requests, which are read line by line from a trace, or drawn
+at random.
 
 A trace is a file of JSON lines, or of CSV with a header. Each line is either
 
@@ -29,8 +30,8 @@ from dist_aclgraph.errors import ConfigError
 MAX_LINE_BYTES = 1 << 16
 MAX_TOKENS = 1 << 20  # maximum number of tokens of a batch or a prompt
 SPREAD = 0.7  # standard deviation of the logarithm of drawn lengths
-CHUNK = 1024  # number of requests that are drawn at once
-SHOWN = 80  # number of characters of a bad line that an error message shows
+CHUNK = 1024  # number of requests that are drawn in one call
+SHOWN = 80  # number of characters that an error message shows of an invalid line
 
 REQUEST_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 BATCH_COLUMNS = (("decode",), ("num_reqs", "query_len"), ("tokens",))
@@ -77,7 +78,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Prefixes that prompts share. The n-th prefix is n times as rare as the first one.
+    """Prefixes that prompts share. The first prefix is n times as frequent as the n-th prefix.
 
     Attributes:
         count: number of different prefixes.

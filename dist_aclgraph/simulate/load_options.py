@@ -1,4 +1,4 @@
-"""The load to play: its options, and requests that are drawn by them."""
+"""The load to play: its options, and the requests that are drawn according to the options."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def draw_load(
 
     Args:
         share: fraction of the deployment's load that is drawn.
-        first: index of the group that gets these requests; of the first group, if several groups
-            get them.
+        first: index of the group that gets these requests; if several groups get them, index of the
+            first of these groups.
 
     Raises:
         ConfigError: the prefixes are too long.
@@ -114,7 +114,7 @@ def draw_load(
 
 
 def until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]:
-    """Yield the requests that arrive up to a time."""
+    """Yield the requests that arrive until a given time."""
     for arrival in arrivals:
         if arrival.arrival_s > max_seconds:
             return

@@ -1,5 +1,5 @@
-"""A load that several groups share. This module compares two rules for sending requests to groups.
-It also compares the deployment with copies of KV and without them.
+"""Simulates a load that several groups share. The simulation compares two rules for sending
+requests to groups, and a deployment with copies of KV and without copies.
 
 All groups run at the same time, each with its own clock. The group with the earliest clock runs the
 next step. When a request is sent, all groups have been simulated up to the request's arrival.
@@ -61,7 +61,8 @@ class RoutedLoad:
     """Plays a load on several groups.
 
     Args:
-        choose_role: ``RequestRouter.for_role`` for this load; None if all groups do all work.
+        choose_role: ``RequestRouter.for_role`` for this load; None if all groups do both kinds of
+            work.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class RoutedLoad:
         self._routing = routing
         self._groups = {str(index): group for index, group in enumerate(groups)}
         self._choose_role = choose_role
-        self._arrivals: dict[str, Arrival] = {}  # requests that a prefill group has
+        self._arrivals: dict[str, Arrival] = {}  # requests that a prefill group is computing
 
     def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
-        """Serve all requests; return the results as plain values."""
+        """Serve all requests; return the results as values for JSON."""
         sent = dict.fromkeys(self._groups, 0)
         for number, coming in enumerate(arrivals):
             self._pass_time(coming.arrival_s)
@@ -126,7 +127,7 @@ class RoutedLoad:
             name = request.request_id
             coming = self._arrivals.pop(name)
             for other in self._groups.values():
-                if not other.is_busy:  # the clock of an idle group stands still
+                if not other.is_busy:  # the clock of an idle group has not advanced
                     for _ in other.play_until(group.clock_s, lambda: None):
                         pass
             self._send(name, coming, request.tokens[request.num_prompt_tokens :].tolist())
@@ -159,7 +160,7 @@ class RoutedLoad:
         }
 
     def _loaded_tokens(self) -> Counter[str]:
-        """Return how many tokens were read from each tier of files."""
+        """Return the number of tokens whose KV was read from each tier of files."""
         found: Counter[str] = Counter()
         for group in self._groups.values():
             if group.copies is not None:
@@ -184,10 +185,10 @@ def compare_copies(
     num_prefill: int,
     prefill_from: int,
 ) -> list[dict[str, Any]]:
-    """Play one load with copies of KV and without them; return the results with copies first.
+    """Play one load with copies of KV and without them; return both results, with copies first.
 
     Args:
-        make_groups: returns new groups; the argument says whether copies are kept.
+        make_groups: returns new groups; its argument is whether copies are kept.
         num_prefill: number of prefill groups, if copies are kept.
         prefill_from: minimum number of uncached tokens of their prompts.
     """
@@ -208,7 +209,9 @@ def compare_routing(
     make_arrivals: Callable[[], Iterable[Arrival]],
     on_arrival: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Play one load with each rule, on new groups each time; return the ingress's rule first."""
+    """Play one load with each rule, on new groups each time; return the results, the ingress's rule
+    first.
+    """
     rows = []
     for name in (BY_CACHE, BY_COUNT):
         groups = make_groups()

@@ -33,7 +33,7 @@ from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-MAX_GROUPS = 8  # maximum number of simulated groups; largest kinds come first
+MAX_GROUPS = 8  # maximum number of simulated groups; kinds with more groups are preferred
 
 # Argument: the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]
@@ -62,7 +62,7 @@ def simulate(
     with_comparison: bool = False,
     on_progress: OnProgress = lambda share: None,
 ) -> dict[str, Any]:
-    """Play a load, and return the results as plain values that JSON can encode.
+    """Play a load, and return the results as values for JSON.
 
     Equal arguments lead to equal results, except for ``speed``, which depends on this machine.
 
@@ -170,7 +170,7 @@ def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
 
 
 def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
-    """Return the results of one group, as plain values."""
+    """Return the results of one group, as values for JSON."""
     counts, counters = group.counts, group.dispatcher.report()
     lazy = group.dispatcher.lazy
     offer = group.tightest
@@ -213,7 +213,9 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
 
 
 def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
-    """Return how often drafts were verified, and the mean number of tokens of a verification."""
+    """Return the number of verifications of drafts, and the mean number of tokens that a
+    verification yields.
+    """
     verified = stats["drafts"]
     each = 1 + stats["accepted_tokens"] / verified if verified else 1.0
     return {"verifications": verified, "tokens_per_verification": each}

@@ -1,4 +1,4 @@
-"""Counts of a simulation, in addition to the dispatcher's: steps over time, and by batch size."""
+"""Counts of a simulation that the dispatcher does not have: steps over time, and by batch size."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class LastStep:
 
 
 class WatchedDispatcher(GraphDispatcher):
-    """A dispatcher that remembers its last call."""
+    """A dispatcher that stores the arguments and the result of its last call."""
 
     last: LastStep
 
@@ -148,7 +148,7 @@ class WatchedDispatcher(GraphDispatcher):
 def replay_batches(
     by_batch: Mapping[tuple[int, int], Shares], dispatcher: GraphDispatcher
 ) -> Shares:
-    """Return the counts that the same batches would have with another set of graphs."""
+    """Return the counts for the same batches, but with another set of graphs."""
     found = Shares()
     for (num_tokens, query_len), shares in by_batch.items():
         num_reqs = num_tokens // query_len if query_len else 1

@@ -1,7 +1,7 @@
 """The time of a step in a simulation.
 
-Either the time is assumed: a constant, plus a time per padded token. Or it was measured: the times
-are read from the report of a deployment.
+The time is either assumed or measured. An assumed time is a constant, plus a time per padded token.
+Measured times are read from the report of a deployment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepTimes:
         measured: measured times by mode and bucket, which replace ``base_s`` and ``token_s``. Times
             between two measured sizes are interpolated; above the largest measured size, times are
             proportional to tokens.
-        source: origin of the measured times, in plain words.
+        source: a text that names the origin of the measured times.
     """
 
     base_s: float = STEP_MS / 1e3

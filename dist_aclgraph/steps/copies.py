@@ -1,5 +1,5 @@
 """Messages about copy jobs. The engine sends each worker the jobs that begin. The worker replies
-at once with the results of the jobs that have ended.
+immediately with the results of the jobs that have ended.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from typing import Literal
 
 import msgspec
 
-# "save" writes blocks of a device to files, and "load" reads them. "delete" deletes files, and
-# "touch" makes them the most recently used ones; both use no device.
+# "save" copies blocks from a device to files, and "load" copies blocks from files to a device.
+# "delete" deletes files, and "touch" marks files as the most recently used files; these two kinds
+# use no device.
 JobKind = Literal["save", "load", "delete", "touch"]
 
 
@@ -23,7 +24,7 @@ class CopyJob(msgspec.Struct, frozen=True):
     kind: JobKind
     block_ids: bytes  # int32 [n]
     hashes: bytes  # [n, HASH_BYTES], names of the blocks' files
-    depths: bytes  # int32 [n], number of blocks before each block in its prompt
+    depths: bytes  # int32 [n], for each block, the number of blocks before it in its prompt
     checkpoints: bytes = b""  # int32 [k]
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
 
@@ -33,7 +34,7 @@ class CopyJob(msgspec.Struct, frozen=True):
 
     @property
     def is_upkeep(self) -> bool:
-        """Whether the job uses files alone."""
+        """Whether the job uses only files, not the device."""
         return self.kind in ("delete", "touch")
 
 

@@ -34,7 +34,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
     error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # in the first delta, if requested
-    embedding: bytes = b""  # float32 [hidden], in the only delta of a request that asks for it
+    embedding: bytes = b""  # float32 [hidden], in the only delta of a request for a hidden state
     # In the first delta: time from the end of the wait in the engine's queue to the first token.
     prefill_s: float = 0.0
 
@@ -67,7 +67,7 @@ NO_NOTE = Note(-1)
 class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
     """The results of one step for the requests of one client: one delta per request, as columns.
 
-    ``numbers`` are the numbers that the client gave its requests in ``Submit``.
+    ``numbers`` are the client's numbers of its requests, from ``Submit``.
     """
 
     numbers: bytes  # int32 [num_reqs]
@@ -94,7 +94,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
             raise NotAMessageError(f"{len(self.logprobs)} reports are about {num_new} tokens")
 
     def each(self, names: Mapping[int, str]) -> Iterator[RequestDelta]:
-        """Yield the delta of each request in ``names``, the requests that the client still knows.
+        """Yield the delta of each request that is in ``names``, the client's unfinished requests.
 
         Args:
             names: request ids by number.
@@ -131,6 +131,6 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def last_words(number: int, error: Exception) -> StepDeltas:
-    """Return a delta that ends one request with an error."""
+    """Return the delta that ends a request with an error."""
     note = Note(0, finish_reason="error", error=str(error), error_kind=type(error).__name__)
     return StepDeltas(pack_ints([number]), ends=pack_ints([0]), notes=(note,))

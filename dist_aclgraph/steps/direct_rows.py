@@ -74,7 +74,8 @@ def _pieces(step: HostStep, split: PromptSplit, rank: int) -> DirectRows:
     ends, kv_lens = step.query_ends, step.kv_lens
     owners = np.array([piece.request for piece in pieces], np.int32)
     lens = np.array([piece.stop - piece.start for piece in pieces], np.int32)
-    # For each piece: how many keys of the request come after the last key that the piece sees.
+    # For each piece, the number of the request's keys after the last key to which the piece
+    # attends.
     behind = ends[owners] - np.array([piece.stop for piece in pieces], np.int32)
     return DirectRows(
         ends[:count].tolist() + (split.num_whole_tokens + np.cumsum(lens)).tolist(),

@@ -34,7 +34,7 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return the same places; ``behind`` is set where ``is_moved`` [S] is true."""
+        """Return a copy, in which ``behind`` is set where ``is_moved`` [S] is true."""
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
 

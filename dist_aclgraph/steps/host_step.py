@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class HostStep:
     """The work of one step on one rank, in batch order; ``DeviceStep`` uses the same names.
 
-    The arrays are never modified. If a value does not change, it may be the same array as in the
-    previous step, so an existing copy of the array stays valid.
+    The arrays are never modified. An unchanged value may be the same array object as in the
+    previous step; then a copy of the previous array stays valid.
 
     Attributes:
         rows: [num_reqs], row of each request.

@@ -1,8 +1,8 @@
 """Pads a step's lengths to the size of a full graph.
 
 Invariants: there is one query end and one KV length for each row of the graph; query ends do not
-decrease, and the last one is the graph's number of tokens; KV lengths are at least one. If the
-cache is sharded, a row is a token; otherwise a row is a request.
+decrease, and the last query end is the graph's number of tokens; KV lengths are at least one. If
+the cache is sharded, a row is a token; otherwise a row is a request.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the lengths of steps to graphs.
 
-    The same lengths are often padded twice: when the worker guesses the next step, and when the
-    step arrives. So this object keeps the last result.
+    This object keeps its last result, because the same lengths are often padded twice: when the
+    worker guesses the next step, and when the step arrives.
 
     Args:
-        place: indices of the rank; KV lengths count the keys that this rank keeps.
+        place: indices of the rank; KV lengths are numbers of keys that this rank keeps.
         num_drafts: k, number of drafts of each request that decodes.
     """
 
@@ -77,9 +77,10 @@ class GraphLens:
         return ends
 
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
-        """Return lengths with one row per token. A token sees this shard's keys up to its position.
+        """Return lengths with one row per token. A token attends to the keys of this shard up to
+        the token's position.
 
-        A row without keys still has length one; its result is discarded.
+        A row without keys has length one, too, and its result is discarded.
         """
         assert graph.query_len, "mixed batches are not captured where the cache is sharded"
         index = np.arange(1 - graph.query_len, 1, dtype=np.int32)
@@ -124,7 +125,8 @@ def _share(num_tokens: int, num_reqs: int) -> int:
 
 
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
-    # Every padding request keeps the query length; its KV length covers its queries.
+    # Every padding request has the same query length as the other requests, and its KV length
+    # includes its queries.
     missing = graph.num_reqs - len(kv_lens)
     padded: list[int] = kv_lens.tolist() + [max(graph.query_len, PADDING_KV_LEN)] * missing
     return padded

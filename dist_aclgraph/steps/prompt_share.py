@@ -14,16 +14,17 @@ from dist_aclgraph.steps.host_step import HostStep
 
 @dataclass(frozen=True)
 class PromptShare:
-    """The facts about other ranks that one rank needs.
+    """The facts that one rank needs about the tokens of other ranks.
 
     Attributes:
         rank: the rank that uses this share.
         written: [ranks * num_tokens], for each token of each rank, the slot of this rank's cache to
-            which the token's KV is written; first the tokens of rank 0, then those of rank 1, and
-            so on. If all ranks run the same token, only this rank's copy of it has a slot.
+            which the token's KV is written; first the tokens of rank 0, then the tokens of rank 1,
+            and so on. If all ranks run the same token, only the token's element for this rank has a
+            slot.
         positions: [ranks * num_tokens], positions of the same tokens.
         owners: [num_places], the rank that runs the token at each place.
-        landings: [num_places], index of the token at each place among the owner's tokens.
+        landings: [num_places], for each place, the token's index in the owner's list of tokens.
     """
 
     split: PromptSplit
@@ -38,7 +39,7 @@ def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     """Return one rank's share of a step, or the step itself if no prompt is long enough.
 
     The share contains the requests of the whole step, but only the tokens and places of this rank.
-    For a place that another rank runs, the index is 0.
+    In ``places``, the index is 0 if another rank runs the place's token.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

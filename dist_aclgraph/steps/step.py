@@ -2,7 +2,7 @@
 each worker its part of the plan, a RankPlan. Each worker replies with one StepResult.
 
 Messages are plain MessagePack: msgspec encodes them, and any MessagePack library can read them.
-Integer arrays are sent as little-endian int32 bytes. Workers keep the running batch, so the engine
+Integer arrays are sent as little-endian int32 bytes. Workers store the running batch, so the engine
 sends only changes. The batch has one *row* for each running request; the scheduler chooses the row
 from [0, max_num_seqs).
 """
@@ -33,9 +33,10 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
-    prompt_logprobs: int = -1  # like ``logprobs``, for positions of the prompt
+    # number of most probable tokens to report at positions of the prompt; -1 reports nothing
+    prompt_logprobs: int = -1
     num_prompt_tokens: int = 0  # position where the output begins
-    suppressed: tuple[int, ...] = ()  # stop token ids, forbidden before min_tokens
+    suppressed: tuple[int, ...] = ()  # stop token ids, which are forbidden before min_tokens
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
     biases: bytes = b""  # float32 [n], added to the logits of these tokens
@@ -132,7 +133,8 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The decision of one step, for every rank of a lockstep group. The plan stays in the engine.
+    """The decision of one step, for every rank of a lockstep group. The whole plan is not sent to
+    workers.
 
     Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
     eagerly. ``exchange`` sends tokens to their experts; None if no token must be sent. ``largest``
@@ -145,7 +147,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     step: int
     plan_version: int
     graph: BatchDescriptor | None
-    batches: tuple[RankBatch, ...]  # one per data-parallel rank of the lockstep group
+    batches: tuple[RankBatch, ...]  # one element for each data-parallel rank of the lockstep group
     exchange: ExchangeKind | None = None
     largest: StepSize = StepSize()
 
@@ -226,11 +228,11 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     requests whose tokens are meaningless, because this rank had not compiled their grammars yet.
     ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
     hidden state of each request that asks for it, float32 [hidden], after the final norm.
-    ``waited_us`` is the time that the worker waited for this result after the device had enough of
-    the next step; 0 if no step was queued. If the worker measures its host time, ``timings_us``
-    contains the host time of each stage, from plan to result. ``overlapped_us`` contains the host
-    time during which the device worked, and the host time between two steps. ``counted`` contains
-    the number and the bytes of the step's collectives, if the device counts them.
+    ``waited_us`` is the time that the worker waited for this result after enough work of the next
+    step was queued; 0 if no step was queued. If the worker measures its host time, ``timings_us``
+    contains the host time of each stage, from plan to result. ``overlapped_us`` contains host time
+    for which no step waits: while the device works, and between two steps. ``counted`` contains the
+    number and the bytes of the step's collectives, if the device counts them.
     """
 
     epoch: int
@@ -256,10 +258,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows now, so that they send the result of the last step.
+    """Tells workers that no step follows immediately, so that they send the result of the last
+    step.
 
-    Without a pause, workers with two steps in flight send a result only after the next step is
-    queued.
+    Otherwise, workers with two steps in flight send a result only after the next step is queued.
     """
 
     epoch: int
@@ -286,7 +288,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Tells workers to leave the step loop."""
+    """Tells workers to end the loop that runs steps."""
 
     epoch: int
 

@@ -33,8 +33,8 @@ class AddedTokens:
     special: list[AddedToken]
 
     def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Add the tokens: a new token gets the next free id; a known token keeps its id and gets
-        its flags.
+        """Add the tokens: a new token gets the next free id; the id of a known token does not
+        change, but its flags are replaced.
         """
         tokenizer.add_tokens(self.described)
         tokenizer.add_special_tokens(self.special)

@@ -132,7 +132,7 @@ class ChatTemplate:
             raise InvalidParameterError(
                 f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs"
             )
-        # SmolLM3's template reads the tools by this name.
+        # SmolLM3's template reads the tools from a variable with this name.
         named = {"xml_tools": options.tools} if options.tools else {}
         request = {
             "template": self.sources[name],
@@ -181,8 +181,8 @@ class ChatTemplate:
         )
 
     def _why_ended(self, code: int) -> str:
-        """Return why the template's process ended, from its exit code, as a part of an error
-        message.
+        """Return the part of an error message that says why the template's process ended with this
+        exit code.
         """
         if code == -signal.SIGPROF:
             return f"takes more than {self._limits.cpu_s:g} s of processor time"
@@ -192,7 +192,8 @@ class ChatTemplate:
 
     def _take_process(self) -> ChildProcess:
         try:
-            process = self._idle.pop()  # atomic: no other thread gets the same process
+            # ``pop`` is atomic, so no other thread gets the same process
+            process = self._idle.pop()
         except IndexError:
             imports, first = (jinja2, markupsafe), asdict(self._limits)
             return ChildProcess(template_process, imports, first, self._limits.wait_s)

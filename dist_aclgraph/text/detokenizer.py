@@ -41,12 +41,12 @@ class Detokenizer:
         self._without = tokenizer.unspoken_ids if skip_special_tokens else tokenizer.nameless_ids
         self._window = self._context(prompt_ids)
         before = self._decode(self._window)
-        # The bytes at the end of the prompt can become a character of the output. Otherwise, the
-        # replacement character of these bytes belongs to the prompt.
+        # The bytes at the end of the prompt may be the beginning of a character of the output. If
+        # they are not, their replacement character belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
         # Number of characters of the window's text that were returned or belong to the prompt.
         self._num_shown = len(before) - self._is_open
-        self._held: list[int] = []  # tokens whose own text is not certain yet
+        self._held: list[int] = []  # tokens whose texts are not certain yet
         self._new = ""  # returned text that is not yet divided among tokens
         self._token_texts: list[str] = []
 
@@ -73,7 +73,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """Return the text that was held back; no token may be fed afterwards."""
+        """Return the text that was held back. No token may be added after this call."""
         rest = self._decode(self._window)[self._num_shown :] if self._held else ""
         new = self._without_prompt(rest)
         self._new += new
@@ -97,8 +97,8 @@ class Detokenizer:
     def _context(self, ids: Sequence[int]) -> list[int]:
         """Return the last tokens, on which the text of the next tokens depends.
 
-        The first returned token is outside any run of byte tokens. Tokens without a text are left
-        out.
+        The first returned token is outside any run of byte tokens. The result omits tokens without
+        a text.
         """
         context: list[int] = []
         for token_id in reversed(ids):

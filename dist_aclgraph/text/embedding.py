@@ -11,7 +11,7 @@ from dist_aclgraph.sampling import SamplingParams
 
 # Parameters of a request for a hidden state. The engine samples one token, which is not used.
 EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, returns_embedding=True)
-SMALLEST_NORM = 1e-12  # avoids a division by zero; a state of zeros stays zero
+SMALLEST_NORM = 1e-12  # avoids a division by zero, so that a state of zeros stays zero
 
 
 def embeddings_of(

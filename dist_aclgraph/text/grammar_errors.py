@@ -9,7 +9,8 @@ TOO_AMBIGUOUS = (
     "it is too ambiguous, because its rules can read the same text in too many ways; give each "
     "text one reading, and repeat a rule with * instead of naming the rule within itself"
 )
-TOO_MANY_STATES = "too many states"  # a part of the library's error message
+# part of the library's error message at this limit
+TOO_MANY_STATES = "too many states"
 LINE = re.compile(r"(?:at )?(\d+)\(\d+\): ")  # matches the position of an error
 _TOO_MANY = re.compile(r"Too many items|Current row has \d+ items")
 

@@ -15,7 +15,7 @@ PARSER_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,
     "max_items_in_row": 1 << 13,  # a choice of n texts has n items, an object of n keys about 4n
-    "verbose_errors": False,  # errors do not contain the grammar
+    "verbose_errors": False,  # so that errors do not contain the grammar
 }
 
 

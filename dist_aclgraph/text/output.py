@@ -79,7 +79,8 @@ class OutputText:
         self._rows: list[RowLogprobs] = []  # reports of tokens whose text is not certain yet
         self._reader = reader
         self._max_calls = max_calls
-        self._unread: deque[int] = deque()  # tokens that the reader gets when their text is certain
+        # tokens that are passed to the reader when their text is certain
+        self._unread: deque[int] = deque()
         self._events: list[Event] = []
         self._has_all_calls = False
 
@@ -127,7 +128,7 @@ class OutputText:
                 self._take_content(self._matcher.finish())
             elif self._matcher.matched is None:
                 text += self._feed(left, 0) + self._matcher.finish()
-            if self._is_ended:  # text that has just become certain may contain a stop string
+            if self._is_ended:  # the text that has become certain may contain a stop string
                 finish_reason = "stop"
             is_asked = has_end_token and token_ids[-1] in self._stop_ids
             self.stop_reason = token_ids[-1] if is_asked else self._matcher.matched

@@ -1,5 +1,5 @@
-"""Scores the relevance of documents with a generative model: the prompt of Qwen3-Reranker, and the
-score in its answer.
+"""Scores the relevance of documents with a generative model such as Qwen3-Reranker: makes the
+prompt, and reads the score from the answer.
 
 The model answers with one token, yes or no, whether a document is relevant to a query. The score is
 the probability of yes, if the model may answer only these two tokens.
@@ -60,10 +60,10 @@ class RerankPrompts:
 
         Args:
             instruction: the task for which the document must be relevant; None means a web search.
-            max_tokens: largest number of tokens of the text between the prompt's fixed parts. With
-                ``most``, the text may have any number of tokens.
-            most: maximum number of tokens of the prompt; if it has more, the end of the document is
-                left out. None sets no limit.
+            max_tokens: largest number of tokens of the text between the prompt's fixed parts. If
+                ``most`` is set, the text may have any number of tokens.
+            most: maximum number of tokens of the prompt; if the prompt would have more, the end of
+                the document is cut off. None sets no limit.
 
         Raises:
             RequestTooLongError: the text has more than ``max_tokens`` tokens.

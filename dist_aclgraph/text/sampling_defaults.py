@@ -35,7 +35,7 @@ def read_sampling_defaults(config: Config) -> dict[str, Any]:
     found = {name: value for name, value in given.items() if value is not None}
     for name in ("top_k", "max_tokens"):
         if isinstance(value := found.get(name), float) and value.is_integer():
-            found[name] = int(value)  # some files have 50.0
+            found[name] = int(value)  # some files contain 50.0 instead of 50
     try:
         SamplingParams(**found)
     except InvalidParameterError as e:

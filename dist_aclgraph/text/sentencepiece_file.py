@@ -52,12 +52,13 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
         raise ModelError(f"{path} is not a model of SentencePiece ({e}); {REMEDY}") from None
     if not model.pieces:
         raise ModelError(f"{path} is not a model of SentencePiece (it has no pieces); {REMEDY}")
-    if any(piece.type == Piece.UNUSED for piece in model.pieces):  # they are divided into others
+    # they would be divided into other pieces
+    if any(piece.type == Piece.UNUSED for piece in model.pieces):
         raise UnsupportedModelError(f"{path} has unused pieces, which are not supported: {REMEDY}")
     tokenizer = Tokenizer(_read_model(path, model))
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)
-    if described.get("legacy", True):  # text after an added token gets the prefix, too
+    if described.get("legacy", True):  # text after an added token also has the prefix
         steps += [normalizers.Prepend(SPACE)] * has_prefix
         steps.append(normalizers.Replace(" ", SPACE))
     else:

@@ -28,7 +28,8 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 NAMES_OF_KINDS = {"json": "the JSON schema", "regex": "the regex", "lark": "the form of the answer"}
 MAX_PROCESSES = 2
 MAX_KEPT_CHARS = 1 << 24  # maximum number of characters of all kept sources and grammars
-WAIT_S = 30.0  # limit of a reply; the process first prepares its vocabulary
+# time limit of a reply; it includes the time in which the process prepares its vocabulary
+WAIT_S = 30.0
 _Key: TypeAlias = tuple[str, str, str, str]  # salt, kind, text, options
 # Every rank keeps compiled grammars.
 BOUNDS = {"cpu_s": 1, "memory_bytes": 1 << 30, "compiled_bytes": 1 << 26}
@@ -111,7 +112,7 @@ class GrammarCompiler:
         return Compiled(reply["grammar"], bool(reply["slow"]), int(reply["bytes"]))
 
     def knows(self, source: StructuredOutputs, salt: str = "") -> bool:
-        """Return whether ``compile`` has the result already."""
+        """Return whether the result of ``compile`` for these arguments is already known."""
         return _key_of(source, salt) in self._known
 
     def _ask(self, source: Mapping[str, Any]) -> dict[str, str]:

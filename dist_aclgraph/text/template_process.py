@@ -32,10 +32,10 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 LENGTH_BYTES = 4
-OUT_OF_MEMORY = 3  # exit code
+OUT_OF_MEMORY = 3  # exit code at the limit of memory
 MAX_ERROR_CHARS = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# The first form is the one that transformers uses.
+# transformers uses the first form.
 FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {},
     {"as_text": True},
@@ -44,7 +44,7 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"has_short_ids": True},
     {"has_short_ids": True, "has_content": True},
 )
-LENGTH_OF_SHORT_ID = 9  # templates of Mistral refuse ids of calls with another length
+LENGTH_OF_SHORT_ID = 9  # templates of Mistral refuse calls whose ids have another length
 END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template can strip the space
 
 
@@ -143,9 +143,9 @@ def _with_calls(
 
     Args:
         as_text: whether arguments are JSON text, and not an object.
-        has_content: whether a message that has only calls gets an empty content.
-        has_short_ids: whether ids of calls, and of the messages with their results, get nine
-            characters.
+        has_content: whether an empty content is added to a message that has only calls.
+        has_short_ids: whether ids of calls, also in the messages with results, are replaced by ids
+            of nine characters.
     """
     found, calls = {**message}, message.get("tool_calls")
     if has_short_ids and (call_id := message.get("tool_call_id")) is not None:

@@ -14,7 +14,7 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.json_files import read_text
 from dist_aclgraph.text.token_bytes import byte_of_char
 
-NUM_RESERVED = 256  # ids after the vocabulary's, for added tokens
+NUM_RESERVED = 256  # number of ids for added tokens, after the ids of the vocabulary
 # The pattern of Kimi's tokenizer (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py, ``pat_str``):
 # each match is divided into tokens by itself. Oniguruma reads it in the same way.
 _UPPER, _LOWER = (
@@ -42,8 +42,8 @@ def read_tiktoken(path: Path, added: Mapping[int, AddedToken]) -> Tokenizer:
     the lowest rank is merged first.
 
     Args:
-        added: added tokens by id. Ids after the vocabulary's that are not in this mapping are
-            reserved tokens.
+        added: added tokens by id. If an id after the ids of the vocabulary is not in this mapping,
+            the id is a reserved token.
 
     Raises:
         ModelError: the file cannot be read.

@@ -43,7 +43,7 @@ class TokenBytes:
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None:  # a row of the model that has no token in the tokenizer
+        if token is None:  # a row of the model for which the tokenizer has no token
             return b""
         if token_id in self.byte_ids:
             return bytes.fromhex(token[3:5])

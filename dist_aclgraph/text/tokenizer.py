@@ -35,7 +35,7 @@ from dist_aclgraph.token_ids import check_token_ids
 
 # The files that can contain a tokenizer; the first one that exists is used.
 FILES = JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
-MIN_LONGEST_TOKEN = 64  # in characters, because normalisers may shorten texts
+MIN_LONGEST_TOKEN = 64  # counted in characters, not tokens, because normalisers may shorten texts
 # The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
 # of this many characters.
 PART_CHARS = 1 << 16
@@ -186,7 +186,7 @@ class Tokenizer:
         return encoding
 
     def _too_long(self, found: str, most: int) -> RequestTooLongError:
-        # Clients recognise the error by its first words.
+        # Clients recognise this error by the first words of its message.
         return RequestTooLongError(
             f"This model's maximum context length is {min(most, self.context_len)} tokens; the "
             f"text has {found}, and at most {most} tokens are taken",
@@ -347,7 +347,7 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
     """Return whether spaces before punctuation are removed from texts. For BPE models, a second key
-    in tokenizer_config.json must request it, too.
+    in tokenizer_config.json must also request this.
     """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)

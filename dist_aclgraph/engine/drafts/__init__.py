@@ -1,1 +1,1 @@
-"""Drafts of several tokens: proposes them, counts the accepted ones, copies them to the host."""
+"""Proposes drafts of several tokens, counts the accepted drafts, copies drafts to the host."""

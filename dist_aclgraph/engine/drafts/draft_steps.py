@@ -84,7 +84,8 @@ class DraftSteps:
         return self._drafter.drafts
 
     def move(self, inputs: DeviceStep) -> None:
-        """Add the number of accepted drafts to the positions, and select the matching slots.
+        """Add the numbers of accepted drafts to the positions, and select the slots of the new
+        positions.
 
         Changes positions, slots and draft slots of a graph's static inputs in place.
         """
@@ -104,7 +105,7 @@ class DraftSteps:
         """Return the number of accepted drafts of each request, [num_reqs] int32, padding included.
 
         Args:
-            sampled: [>= num_samples * (k + 1)] int32, first the tokens of live requests.
+            sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come first.
         """
         assert inputs.drafts is not None
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)
@@ -134,7 +135,7 @@ class DraftSteps:
         Args:
             hidden: [num_tokens, hidden]; sampled: [num_tokens] int32.
             accepted: the result of ``count``.
-            tasks: records the operators of the captured graph; None runs them eagerly.
+            tasks: records the operators of the captured graph; if None, the operators run eagerly.
         """
         assert inputs.drafts is not None
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)

@@ -3,16 +3,17 @@
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
 at each of these places. A draft is accepted if it equals the token that was sampled at the previous
 place. The token that is sampled at the last accepted place is an additional result. So sampling
-never depends on the drafts: greedy or random, a request gets the same tokens as without drafts.
-(For deterministic drafts this is rejection sampling: a draft is accepted with its probability under
-the target model; if it is rejected, another token of the target model is sampled.)
+never depends on the drafts: with any sampling parameters, a request gets the same tokens as without
+drafts. (For deterministic drafts this is rejection sampling: a draft is accepted with its
+probability under the target model; if it is rejected, another token of the target model is
+sampled.)
 
-Then the next-token module runs on the same places with the sampled tokens, and proposes k tokens,
-one after another, starting at the last accepted place. Only the device knows the number of accepted
-drafts, and no work of the host may depend on this number. So every request keeps k + 1 places in
-each run of the module. Only the last accepted place and the later places write to the cache. The
-causal mask hides the places after the last accepted place, and no place reads memory that was never
-written.
+Then the next-token module runs on the same places, with the sampled tokens as inputs. It proposes k
+tokens, one after another; the first one follows the token that was sampled at the last accepted
+place. Only the device knows the number of accepted drafts, and no work of the host may depend on
+this number. So every request keeps k + 1 places in each run of the module. Only the last accepted
+place and the later places write to the cache. The causal mask hides the places after the last
+accepted place, and no place reads memory that was never written.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class DraftPass(NamedTuple):
         token_ids, positions: [n] int32.
         slots: [n] int32; a negative slot is padding.
         written: [n] int32, slots of the cache write; a token with -1 is not written.
-        hidden: [n, hidden], hidden states of the previous places.
+        hidden: [n, hidden], for each place, the hidden state of the previous place.
     """
 
     iteration: int
@@ -159,7 +160,7 @@ class Drafter:
 
 
 def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
-    """Count the drafts before the first rejected one.
+    """Count the drafts before the first rejected draft.
 
     Args:
         sampled: [num_reqs, k + 1] int32, the target model's choice at each place.
@@ -171,6 +172,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # Find the smallest index of a rejected draft; accepted drafts are excluded by adding k.
+    # The result is the smallest index of a rejected draft: k is added to the indices of accepted
+    # drafts, so that they are never the smallest.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

@@ -19,7 +19,7 @@ MAX_MASK_S, TOKEN_S = 1.0, 0.02
 
 
 class NotReadyError(Exception):
-    """The next mask is not computed yet, or its grammar is not compiled yet."""
+    """The next mask is not computed yet, or the row's grammar is not compiled yet."""
 
 
 class Row:
@@ -28,8 +28,8 @@ class Row:
     Attributes:
         is_shared: whether other requests use states of the same lexer.
         num_seen: number of tokens of the output that the state includes.
-        complaint: why the request must end (its masks take too much CPU time); empty if it
-            continues.
+        complaint: error text if the masks take too much CPU time, so that the request must end;
+            otherwise empty.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class Row:
         self._matcher: llguidance.LLMatcher | None = None
         self.permitted = permitted
         self.is_shared = is_shared
-        self._end_words = end_words  # the bits of tokens that end an output
+        self._end_words = end_words  # mask with the bits of the tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
         self._seen: list[int] = []  # the first ``num_seen`` tokens of the output; empty if shared
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
-        self._answer: int | None = None  # number of tokens before the answer
+        self._answer: int | None = None  # number of tokens of the output before the answer
         self.complaint = ""
         self._spent_s = 0.0
-        self._num_charged = 0  # number of tokens whose masks have cost ``_spent_s``
+        self._num_charged = 0  # number of tokens for whose masks ``_spent_s`` was spent
         self._rewind_phase()
 
     @property
@@ -95,7 +95,7 @@ class Row:
             self._answer = 0
         elif self._answer is not None and self.num_seen < self._answer:
             self._answer = None
-        if self.num_seen == 0:  # The first token decides whether the output begins with reasoning.
+        if self.num_seen == 0:  # no token has begun reasoning yet
             self._opens = False
             self._answer = None if structure.think_end >= 0 else 0
 
@@ -118,7 +118,10 @@ class Row:
         self._rewind_phase()
 
     def add(self, token: int) -> bool:
-        """Add the next token of the output; return false, and add nothing, if it is forbidden."""
+        """Add the next token of the output.
+
+        If the token is forbidden, add nothing and return false.
+        """
         structure = self.structure
         if self._answer is None:
             if self._is_thinking:
@@ -151,9 +154,9 @@ class Row:
         """Return the row's own matcher, in its initial state, for the next request in the row; None
         if that request must not use this matcher.
 
-        A request that waits for its grammar may have to leave the row and return to it. If the
-        grammar was compiled at each return, the request might wait for ever. The matcher keeps the
-        lexer's states, which differ between requests, so only the same request may use it again.
+        A request that waits for its grammar may lose the row and get it again. If the grammar was
+        compiled again each time, the request might wait for ever. The matcher keeps the lexer's
+        states, which differ between requests, so only the same request may use it again.
 
         Args:
             output: the output of the next request in the row.
@@ -175,7 +178,7 @@ class Row:
         """Count the CPU time of masks; set ``complaint`` if it exceeds the limit."""
         self._spent_s += took_s
         self._num_charged += num_tokens
-        # ``num_tokens`` can be large, because the tokens of a continued output are added at once.
+        # ``num_tokens`` can be large: all tokens of a continued output are added in one call.
         if (
             took_s > MAX_MASK_S + TOKEN_S * num_tokens
             or self._spent_s > MAX_MASK_S + TOKEN_S * self._num_charged

@@ -25,7 +25,7 @@ MAX_KEPT_BYTES = 1 << 28  # maximum memory of all grammars that are kept for fur
 # its lexer gets more states; we measured up to 100 MB with the maximum number of states.
 MAX_KEPT = 64
 # We measured that a compiled grammar usually needs up to 500 bytes for each of its characters. Some
-# grammars need much more, for example a grammar of the multiples of a large number.
+# grammars need much more, for example a grammar that accepts the multiples of a large number.
 BYTES_OF_CHAR = 500
 
 
@@ -33,8 +33,9 @@ class Grammars:
     """Owns the compiled grammars of a rank.
 
     Args:
-        read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If the call
-            fails, compiling the first grammar raises the error.
+        read_vocabulary: reads the checkpoint's tokenizer. The constructor starts this call in a
+            separate thread. If the call fails, the compilation of the first grammar raises the
+            error.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -53,7 +54,7 @@ class Grammars:
         return kept is None or not kept.cancelled()
 
     def stop_sharing(self, structure: Structure) -> None:
-        """From now on, compile a structure's grammar for each request.
+        """From now on, compile a structure's grammar separately for each request.
 
         All copies of a matcher share the states of its lexer, and the library limits the number of
         these states. When several requests together have reached the limit, no copy can be used any
@@ -66,7 +67,8 @@ class Grammars:
             self._kept[key] = nothing
 
     def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
-        """Return the matcher of a structure's grammar as a future; begin to compile a new grammar.
+        """Return the matcher of a structure's grammar as a future. If the grammar is new, begin to
+        compile it.
 
         The caller copies the matcher, because requests with the same grammar and salt share it
         while ``shares`` returns true.
@@ -87,11 +89,11 @@ class Grammars:
         return coming
 
     def submit_slow(self, work: Callable[[list[int]], T], output: list[int]) -> Future[T]:
-        """On a thread, do work that can take seconds, after all earlier work of this kind."""
+        """Queue work that can take seconds. One separate thread does all such work, in order."""
         return self._slow.submit(work, output)
 
     def consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        """Add an allowed token to a matcher, without Python's lock; return whether this succeeded.
+        """Add an allowed token to a matcher while Python's global lock is free; return success.
 
         The library releases the lock only if it adds tokens to several matchers. So a second
         matcher also gets a token; its result is not used.
@@ -105,8 +107,8 @@ class Grammars:
         return added
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
-        """Limit the kept grammars. A grammar that is not compiled yet stays, because a request
-        waits for it.
+        """Drop the oldest grammars above the limits. A grammar that is not compiled yet is kept,
+        because a request waits for it.
         """
         for key, kept in list(self._kept.items()):
             if self._num_bytes <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:

@@ -2,8 +2,8 @@
 
 A row's mask is a function of its grammar and its output. So every rank that samples computes the
 mask itself, and nothing is sent between ranks. Before each step, a row's matcher is moved to the
-end of the row's output: forward by new tokens, or back if tokens were discarded (a void step, a
-rewind, drafts that were not accepted).
+end of the row's output: new tokens move it forward, and discarded tokens (of a void step, of a
+rewind, rejected drafts) move it back.
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only tokens that end the output are forbidden. After a maximum number of tokens, the
@@ -36,7 +36,7 @@ from dist_aclgraph.text.grammars import Vocabulary
 
 
 class Masks(NamedTuple):
-    """The allowed tokens of some places.
+    """The masks of some places: their allowed tokens.
 
     Attributes:
         places: [m], indices among the special places of a step.
@@ -52,8 +52,8 @@ class GrammarReport(NamedTuple):
 
     Attributes:
         failed: the reasons of failed matchers, by index among the sampled requests.
-        unmasked: indices among the sampled requests; they had no mask, because their grammars were
-            not compiled yet.
+        unmasked: indices, among the sampled requests, of requests without a mask, because their
+            grammars were not compiled yet.
         compiling: rows whose grammars are not compiled yet.
     """
 
@@ -78,7 +78,7 @@ class Matchers:
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
         rows_may_wait: whether a request whose mask is late keeps its row while it waits. False if
-            the model has recurrent state, because then the request must begin its row again.
+            the model has recurrent state, because such a request must start again in a row.
     """
 
     def __init__(
@@ -101,8 +101,9 @@ class Matchers:
         # whose grammars were not compiled yet.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
-        # Rows that were sampled without a mask and that no request has begun again. Steps that are
-        # already in flight sample these rows once more, although the previous token is discarded.
+        # Rows that a step has sampled without a mask, and in which no request has begun since.
+        # Steps that are already in flight sample these rows again, although the token without a
+        # mask is discarded.
         self._late: set[int] = set()
         # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None
@@ -175,7 +176,8 @@ class Matchers:
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
         """Return the masks of a step's special places; None if no row has a mask.
 
-        ``note`` must have been called for each earlier step, so that all earlier tokens are known.
+        Call this only after ``note`` was called for each earlier step, so that all earlier tokens
+        are known.
 
         Args:
             drafts: [max_rows, k], the drafts of this step; None without drafts.
@@ -196,7 +198,7 @@ class Matchers:
                     raise NotReadyError
                 error = self._fill(row, firsts[sample], drafted, own, until_s)
                 if TOO_MANY_STATES in error and self._rows[row].is_shared:
-                    # The request begins its row again, with a matcher that no other request uses.
+                    # The request will begin in its row again, then with its own matcher.
                     self._grammars.stop_sharing(self._rows[row].structure)
                     raise NotReadyError
             except NotReadyError:
@@ -210,7 +212,8 @@ class Matchers:
                 continue
             if complaint := self._rows[row].complaint:
                 self._failed[sample] = complaint
-            own[num_logits:] = own[num_logits - 1]  # places without a logit repeat the last mask
+            # places without logits get a copy of the last mask
+            own[num_logits:] = own[num_logits - 1]
         if not wanted:
             return None
         first = np.array([index for index, _ in wanted], np.int32) * size
@@ -218,7 +221,7 @@ class Matchers:
         return Masks(places, words)
 
     def take_report(self) -> GrammarReport:
-        """Return the failures since the last call, and the grammars that are compiled now."""
+        """Return the failures since the last call, and the rows that wait for a compilation."""
         failed, self._failed = self._failed, {}
         unmasked, self._unmasked = self._unmasked, []
         compiling = [index for index, row in self._rows.items() if row.is_compiling]
@@ -235,7 +238,8 @@ class Matchers:
         Args:
             first: position of the token that is sampled at the first place.
             words: [>= 1 + len(drafts), num_words].
-            until_s: how long to wait for masks that a thread computes (``time.monotonic``).
+            until_s: until this time (of ``time.monotonic``), wait for masks that a separate thread
+                computes.
         """
         row = self._rows[row_id]
         target = first - row.begin
@@ -267,7 +271,7 @@ class Matchers:
             row.fill(words[place])
         if drafts:
             row.go_back(target)
-        if begin_s is not None:  # for a slow row, the thread measures the time
+        if begin_s is not None:  # for a slow row, the separate thread measures the time
             row.charge(time.thread_time() - begin_s, num_new)
         return row.error
 

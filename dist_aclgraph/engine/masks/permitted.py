@@ -45,7 +45,7 @@ class Permitted:
 
     @property
     def longest(self) -> int:
-        """Number of latest tokens that decide which token is forbidden."""
+        """Number of latest tokens of the output on which the forbidden tokens depend."""
         return max((len(word) - 1 for word in self._bad_words), default=0)
 
     def leaves_any(self, mask: IntArray, latest: Sequence[int]) -> bool:

@@ -1,9 +1,10 @@
-"""A row whose masks can take long: a thread computes them, and the row waits for its mask.
+"""A row whose masks may take seconds: a separate thread computes the masks, and the row's request
+waits.
 
-The time to compute a mask has no useful limit: the library checks its limits only after each row of
-its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for the mask
-only briefly. If the mask is still missing, the request gets no token, as if its grammar was not
-compiled yet, and the other requests run.
+The computation of a mask cannot be stopped in time: the library checks its limits only after each
+row of its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for
+the mask only briefly. If the mask is still missing, the request gets no token, as if its grammar
+was not compiled yet, and the other requests run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PATIENCE_S = 0.005  # seconds that a step waits for the masks of all slow rows
 
 
 class SlowRow(Row):
-    """A row whose masks are computed on a thread. Only this thread uses the matcher."""
+    """A row whose masks are computed by a separate thread. Only this thread uses the matcher."""
 
     def __init__(
         self,
@@ -55,10 +56,10 @@ class SlowRow(Row):
         return ""  # only the thread may read the matcher; ``fill_aside`` returns its error
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
-        """Return whether the row may serve this request. The row serves the request that had to
-        wait. It also serves other requests with the same grammar, if they share a lexer. A row that
-        has failed serves only the request with the output at which the row failed, so that this
-        request gets the reason.
+        """Return whether this request may use the row's masks. The request that had to wait may use
+        them. Other requests with the same grammar may use them if the requests share a lexer. After
+        a failure, only the request with the output that caused the failure may use the row, so that
+        this request gets the reason.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask
@@ -68,7 +69,7 @@ class SlowRow(Row):
         return is_same and is_good and self.free_from == sampling.min_tokens
 
     def drop(self) -> None:
-        """Compute no further masks; no request uses this row any more."""
+        """End the computation of masks, because no request uses this row any more."""
         self._is_dropped = True
         if self._mask is not None:
             self._mask.cancel()
@@ -79,7 +80,7 @@ class SlowRow(Row):
 
         Args:
             words: [num_words].
-            patience_s: how long to wait for the mask.
+            patience_s: maximum wait for the mask.
 
         Raises:
             NotReadyError: the mask is not computed yet.
@@ -130,6 +131,6 @@ class SlowRow(Row):
         return self._words
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        if matcher.is_stopped():  # a valid token is now a stop token
+        if matcher.is_stopped():  # after this token, the only valid token is a stop token
             return super()._consume(matcher, token)
         return self._grammars.consume(matcher, token)

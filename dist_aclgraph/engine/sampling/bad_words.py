@@ -1,4 +1,4 @@
-"""Bad words of several tokens: the last token of a word is forbidden after its other tokens.
+"""Bad words of several tokens: after the other tokens of a bad word, its last token is forbidden.
 
 With two steps in flight, the host does not know the latest token of a request. The device compares
 the latest token with the word; the host compares all earlier tokens.
@@ -25,7 +25,8 @@ class Forbidden(NamedTuple):
         places: index of the place; tokens: the forbidden token.
         before: the preceding token after which ``tokens`` is forbidden; -1 if the host has already
             compared the preceding token.
-        coming: index of the actual previous token among the tokens that a step in flight samples.
+        coming: among the tokens that a step in flight samples, index of the token that actually
+            precedes.
     """
 
     places: IntArray

@@ -3,7 +3,7 @@
 Each number is a function of (seed, position, token).
 
 The numbers are the same on every rank, in any batch and after a retry. The host sends one key per
-place; the device computes the numbers of all tokens from it.
+place; from this key, the device computes the numbers of all tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LESS_THAN_ONE = 1 - 2.0**-23
 def mix_seeds(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Return the seeds of rows as ``make_keys`` needs them, [n].
 
-    Applies SplitMix64's finaliser (Steele, Lea and Flood, 2014).
+    The function is SplitMix64's finaliser (Steele, Lea and Flood, 2014).
     """
     return _finalise(seeds.astype(np.uint64) + _GOLDEN)
 
@@ -37,7 +37,7 @@ def make_keys(
 ) -> npt.NDArray[np.int32]:
     """Return one key for each pair of seed and position, uniform over 32 bits.
 
-    Applies the finaliser again, to the result of ``mix_seeds`` and the position.
+    The key comes from the finaliser, applied to the mixed seed and the position together.
     """
     mixed = _finalise(seeds ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
     return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
@@ -62,7 +62,7 @@ class RaceNoise:
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
         chance = np.random.Generator(np.random.PCG64(_TABLE_SEED))
         table = chance.integers(-(1 << 31), 1 << 31, (2, vocab_size)).astype(np.int32)
-        table[0] |= 1  # an odd factor loses no bit of a key
+        table[0] |= 1  # with an odd factor, different keys have different products
         self._factors, self._summands = map(to_device, table)
         self._largest = to_device(np.array([-_SMALLEST], np.float32))  # of the numbers -u
 

@@ -61,14 +61,15 @@ def choose_tokens(
         # A place without a temperature has temperature 0, so its most probable token wins.
         keys = to_device(make_keys(places.seeds, positions)).unsqueeze(-1)
         adjusted = adjusted.addcmul(noise.log_exponentials(keys), places.temperature, value=-1)
-    torch.argmax(adjusted, -1, out=chosen)  # torch_npu also writes int32, so no copy is needed
+    # torch_npu accepts int32 for ``out``, so no conversion is needed
+    torch.argmax(adjusted, -1, out=chosen)
 
 
 def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
     if biases is None:
         return logits.float()
     if biases.where is None:
-        return torch.add(biases.values, logits)  # one operator, which also converts the logits
+        return torch.add(biases.values, logits)  # this single operator also converts the logits
     return logits.float().index_add(0, biases.where, biases.values)
 
 
@@ -121,10 +122,10 @@ class ComingLogprobs:
 
     Attributes:
         asking: [m], indices of the places.
-        wanted: [m], number of most probable tokens that each place wants.
+        wanted: [m], for each place, the requested number of most probable tokens.
         packed: [m, 2 * (count + 1) + 1] float32, pinned. Columns: the ids of the chosen token and
-            of the ``count`` most probable ones, and the rank of the chosen token, all as bits of
-            int32; then the log-probabilities of these ids.
+            of the ``count`` most probable tokens, and the rank of the chosen token, all as bits of
+            int32; then the log-probabilities of these tokens.
     """
 
     asking: npt.NDArray[np.intp]
@@ -132,7 +133,10 @@ class ComingLogprobs:
     packed: Tensor
 
     def read(self) -> dict[int, RowLogprobs]:
-        """Return a report for each place, by its index; the copy must have ended."""
+        """Return a report for each place, by the place's index.
+
+        Call this only after the end of the copy.
+        """
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1
         ids, logprobs = values[:, :width].view(np.int32), values[:, width:].tolist()
@@ -149,7 +153,8 @@ class ComingLogprobs:
 def queue_logprobs(
     logits: Tensor, chosen: Tensor, asked: AskedLogprobs, landing: Tensor
 ) -> ComingLogprobs:
-    """Queue a copy of log-probabilities to the host, for the places that want them.
+    """Queue a copy of log-probabilities to the host, for the places whose requests ask for these
+    values.
 
     The values describe the raw distribution, before penalties and temperature.
 

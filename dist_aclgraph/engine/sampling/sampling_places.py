@@ -33,7 +33,7 @@ class WideTopK:
     """Places whose k is too large for the operator.
 
     Attributes:
-        where: [m] int64, indices of the places; most: the largest k.
+        where: [m] int64, indices of the places. most: the largest k.
         last: [m, 1] int64, k - 1 of each place.
     """
 
@@ -61,7 +61,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Biases:
-    """Places whose logits get an added value, because some tokens are preferred or forbidden.
+    """Places to whose logits values are added, because some tokens are preferred or forbidden.
 
     Attributes:
         where: [m] int64, indices of the places; None means all places.
@@ -199,7 +199,7 @@ def _send_filters(
 ) -> tuple[WideTopK | None, tuple[Filter, ...]]:
     """Send the places that use top-k or top-p, and their limits.
 
-    Places without a temperature are left out.
+    Places without a temperature are not included.
     """
     top_k, wide, filters = settings["top_k"], None, []
     cuts_k = is_random & (top_k > 0) & (top_k < vocab_size)
@@ -230,7 +230,8 @@ def _send_least(
     has_min_p = is_random & (settings["min_p"] > 0)
     if not has_min_p.any():
         return None
-    less = np.full(len(settings), np.inf, np.float32)  # Infinity: the place does not use min-p.
+    # Infinity means that the place does not use min-p.
+    less = np.full(len(settings), np.inf, np.float32)
     chosen = settings[has_min_p]
     less[has_min_p] = -chosen["temperature"] * np.log(chosen["min_p"])
     return _column(less, to_device)
@@ -259,8 +260,8 @@ class StepPlaces:
     places: SamplingPlaces
 
     def positions(self, step: HostStep) -> IntArray:
-        """Return the position of each sampled token, [n]; drafts before it are counted."""
-        # A request with fewer places repeats its last place, which keeps its position.
+        """Return the position of each sampled token, [n], if all drafts before it are accepted."""
+        # If a request has fewer places, its last place is repeated, with the same position.
         num_logits = step.num_logits[self.samples]
         first = step.kv_lens[step.sampled][self.samples] - num_logits + 1
         positions: IntArray = (first + np.minimum(self.drafts, num_logits - 1)).astype(np.int32)
@@ -295,7 +296,7 @@ class KnownPlaces:
         if self._table.is_all_plain or not len(sampled_rows):
             return None
         if not self._is_known(sampled_rows):
-            self._rows = None  # Nothing is valid until all parameters are sent.
+            self._rows = None  # Until all parameters are sent, the device has no valid parameters.
             self._places = self._send(sampled_rows)
             self._version = self._table.version
         # The caller passes the same array object as long as the rows do not change.

@@ -61,18 +61,18 @@ class SamplingTable:
     Attributes:
         is_plain: [max_rows], whether a row needs only its most probable token.
         may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
-            penalties or with bad words of several tokens, and if an output format and biases
+            penalties or with bad words of several tokens. Also false if an output format and biases
             together may forbid every token after a draft.
         has_penalties: [max_rows].
-        reports_prompts: whether any row wants log-probabilities of its prompt.
-        has_embeddings: whether any row wants its hidden state.
+        reports_prompts: whether the request of any row asks for log-probabilities of its prompt.
+        has_embeddings: whether the request of any row asks for a hidden state.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
         suppressed: by row, tokens that are forbidden before ``min_tokens``.
         biases: by row, only for rows with a bias.
         bad_words: by row, bad words of several tokens.
-        version: number of parameter changes; readers compare it to find out whether any row has
-            changed.
+        version: number of parameter changes; readers compare versions to find out whether any row
+            has changed.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -98,8 +98,8 @@ class SamplingTable:
         self.has_penalties[row] = sampling.has_penalties
         structure = sampling.structure
         may_forbid_all = structure is not None and (sampling.allowed or sampling.biased)
-        # If computing masks takes long, only the first place gets a mask, so no draft may be
-        # accepted.
+        # If the computation of masks takes long, only the first place has a mask. So no draft may
+        # be accepted.
         is_slow = structure is not None and structure.is_slow
         self.may_draft[row] = not (
             sampling.has_penalties or sampling.bad_words or may_forbid_all or is_slow

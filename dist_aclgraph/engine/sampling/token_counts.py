@@ -47,7 +47,7 @@ class TokenCounts:
     ) -> None:
         self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.int32, device=device)
         self._to_device = to_device
-        # The rows that got tokens last, and the indices at which their counts begin, [n] int64.
+        # The rows of the last call of ``add``, and the index of each row's first count, [n] int64.
         self._last: tuple[IntArray, Tensor] | None = None
 
     def forget(self) -> None:

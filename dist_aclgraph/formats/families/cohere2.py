@@ -23,7 +23,7 @@ AROUND = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")  # the markers around the te
 MARKERS = (BEGIN, END, *AROUND)
 BEGINS = ()  # an answer with calls has no text
 NAME = "tool_name"
-INDENT = "\n    "  # before each call, as in the templates
+INDENT = "\n    "  # the text before each call, as in the templates
 
 
 def fits(template: str) -> bool:

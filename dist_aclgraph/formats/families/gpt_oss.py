@@ -20,7 +20,7 @@ from dist_aclgraph.formats.tools import Tools
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
-BEGINS = ()  # the channel of a message says whether it is a call
+BEGINS = ()  # the channel of a message says whether the message is a call
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 

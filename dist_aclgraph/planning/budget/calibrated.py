@@ -15,10 +15,10 @@ from dist_aclgraph.planning.budget.offer import StreamOffer
 class CalibratedBudget(CannPinnedBudget):
     """Reads the prices of buckets from a rank's probes: streams per bucket, and bytes per token.
 
-    For a probe, the rank captures and releases the largest bucket of the family. If a family has no
-    probe, or if the device's count of streams does not change with captures, prices come from
-    ``CannPinnedBudget``, and each line of the price states the reason. ``CannPinnedBudget`` is the
-    most cautious interpretation of CANN's sources.
+    For a probe, the rank captures and releases the largest bucket of the family. A price comes from
+    ``CannPinnedBudget`` if the family has no probe, or if the device's count of streams does not
+    change with captures; the price states which. ``CannPinnedBudget`` is the most cautious
+    interpretation of CANN's sources.
     """
 
     name: BudgetModelName = "calibrated"

@@ -1,11 +1,12 @@
-"""CANN's accounting with new drivers: graphs get queues only while they run.
+"""CANN's accounting with new drivers: a graph has queues only while it runs.
 
 A capture uses one stream id for each lane, as with old drivers. Queues are bound when a graph runs;
-idle graphs lose their queues in the order of their creation. So ids limit the number of graphs, and
-queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the number of free
-queues. When offers are made, this number equals the number of free ids, because no graph is
-captured yet. Later, the two numbers can differ. These rules follow from CANN's sources and were not
-measured; if a rank behaves differently, the plan shrinks.
+idle graphs lose their queues in the order of their creation. So the number of ids limits the number
+of graphs, and the number of queues limits only the width of each graph.
+``aclrtGetStreamAvailableNum`` returns the number of free queues. When offers are made, this number
+equals the number of free ids, because no graph is captured yet. Later, the two numbers can differ.
+These rules follow from CANN's sources and were not measured; if a capture fails in spite of them,
+the plan shrinks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CannSoftwareSqBudget(CannPinnedBudget):
     """Counts ids like ``CannPinnedBudget``; a graph with more than 1024 queues cannot run (EE1023).
 
     If several graphs together need more than 1024 queues, a graph can lose its queues to another
-    graph; binding a graph again costs time.
+    graph. When the graph runs again, it takes time to bind queues again.
     """
 
     name: BudgetModelName = "cann-software-sq"

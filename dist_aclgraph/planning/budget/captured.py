@@ -29,25 +29,26 @@ SUMMED_NORMS = 10
 # Sparse attention itself has no more entries than attention whose parameters are updated.
 INDEXER = 7
 # Operators of a layer of experts: router, routing, products and shared experts. These operators
-# replace the two products and the activation of a dense layer (DENSE). Gathering tokens adds ten
-# operators; an all-to-all with its indices adds thirty-nine.
+# replace the two products and the activation of a dense layer (DENSE). If tokens are gathered, ten
+# operators are added; with an all-to-all and its indices, thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
-SHARED = 5  # entries on the shared experts' lane: wait, two products, activation, record
+SHARED = 5  # entries on the lane of shared experts: wait, two products, activation, record
 # The cache write and attention need one entry each; the wait for attention's parameters and the
 # reset of its event need four entries each.
 ATTENTION = 10
-# If lengths are never updated, a layer has the cache write and attention. The mask needs indices, a
-# comparison, and a copy of the block table; each graph computes the mask once.
+# If lengths are never updated, a layer has two entries: the cache write and attention. The mask
+# needs indices, a comparison, and a copy of the block table; each graph computes the mask once.
 PADDED_ATTENTION, MASK = 2, 3
-# Upper limit of the additional operators if the cache is sharded: queries are joined; results are
-# converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
-# sixteen additional operators.
+# Upper limit of the additional operators if the cache is sharded. They join queries; and they
+# convert results to float32, mask, send and merge them. Latent attention with copies of heads needs
+# all sixteen additional operators.
 SHARDED = 16
-# Upper limit of the further operators if sparse attention has a sharded cache: the choice is mapped
-# to slots of the shard, and the log-sum-exps are computed from their parts.
+# Upper limit of the further operators if sparse attention has a sharded cache: they map the chosen
+# keys to slots of the shard, and compute the log-sum-exps from their parts.
 REMAPPED = 26
-# Additional operators if latents are stored in int8. The write has six more: two copies, a
-# rotation, the quantisation, a join and the scatter. Attention joins the parts of its queries.
+# Additional operators if latents are stored in int8. The write of the cache has six more: two
+# copies, a rotation, the quantisation, a join and the scatter. One more operator joins the parts of
+# queries.
 INT8_LATENTS = 7
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
@@ -67,7 +68,8 @@ class Shape:
         copies: number of graphs of this shape in each bucket.
         main: number of entries of the main lane, without the entries for collectives.
         collectives: number of collectives by domain; each domain has its own lane.
-        beside: number of entries of the shared experts' lane; 0 if they run on the main lane.
+        beside: number of entries of the lane of shared experts; 0 if shared experts run on the main
+            lane.
     """
 
     what: str
@@ -101,7 +103,7 @@ class Shape:
 
 
 def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
-    """Return the graphs of one bucket, draft graphs included."""
+    """Return the graphs of one bucket, including graphs of drafts."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
     if not (workload.draft_layers and family.query_len):
         return found  # After mixed batches, drafts run eagerly.
@@ -167,7 +169,9 @@ def _experts(workload: Workload) -> int:
 
 
 def _is_spread(domain: Domain) -> bool:
-    """Whether experts are spread over this domain, so that tokens must be sent to experts."""
+    """Whether the experts are divided among the ranks of this domain, so that tokens must be sent
+    to experts.
+    """
     return "ep" in domain.kinds and "tp" not in domain.kinds
 
 
@@ -184,8 +188,8 @@ def _after_attention(domain: Domain) -> int:
 def in_sharded_attention(workload: Workload) -> int:
     """Return the collectives over DCP in one layer of a decode graph.
 
-    Ranks exchange the results of their shards; they also gather queries if they have different
-    heads. Only prompts use PCP, so PCP has no collective in a graph.
+    Ranks exchange the results of their shards. Ranks with different heads also gather queries. Only
+    prompts use PCP, so PCP has no collective in a graph.
     """
     if workload.dcp == 1:
         return 0

@@ -1,4 +1,4 @@
-"""The cost of a communication domain in streams, from public notes; it was never measured.
+"""The cost of a communication domain in streams, from public notes and without any measurement.
 
 The notes are vllm-ascend's stream formulas and their comments.
 """
@@ -13,9 +13,9 @@ MOST_AICPU_RANKS = 16
 def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
     """Return the number of streams that a domain uses, for any number of graphs.
 
-    AIV uses one stream and FFTS uses two streams, as the formulas count for a group. AICPU uses one
-    stream for each other rank, counting at most sixteen ranks; the comments say "per domain on the
-    device (worst case)".
+    AIV uses one stream, and FFTS uses two streams; the formulas count these streams for each group.
+    AICPU uses one stream for each other rank, up to sixteen ranks; the comments in the notes say
+    "per domain on the device (worst case)".
     """
     if expansion == "AICPU":
         return max(1, min(num_ranks, MOST_AICPU_RANKS) - 1)

@@ -1,7 +1,7 @@
 """The stream budget formulas of vllm-ascend 0.11 to 0.20, reproduced exactly.
 
-Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, which commit 5f2ef5a0b2 removed. All four
-formulas assume a device with 2048 streams, of which 248 stay free, whatever the real device is.
+Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, which commit 5f2ef5a0b2 removed. For any
+real device, all four formulas assume 2048 streams, of which 248 stay free.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
 DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
-CONTEXT_PARALLEL_STREAMS = 100  # number of streams subtracted once for PCP and once for DCP
-GROUP_STREAMS = 40  # number of streams subtracted for each of TP and DP without AIV
+CONTEXT_PARALLEL_STREAMS = 100  # number of streams that are subtracted for PCP, and again for DCP
+# number of streams that are subtracted for TP, and again for DP, if HCCL does not use AIV
+GROUP_STREAMS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,9 @@ class LegacyInputs:
 
     @property
     def num_graphs(self) -> int:
-        """Number of piecewise graphs of one bucket: layers + 1, for the model and for drafts."""
+        """Number of piecewise graphs of one bucket: number of layers + 1, for the model, and again
+        for the draft model.
+        """
         graphs = self.num_hidden_layers + 1
         return graphs + self.draft_layers + 1 if self.draft_layers else graphs
 
@@ -86,7 +89,8 @@ def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
     if inputs.aiv:
         if not inputs.moe:
             left -= inputs.streams_per_graph * inputs.num_graphs
-        # vllm-ascend also divides twice; one division by the product could round differently.
+        # Two divisions, as in vllm-ascend, because one division by the product could round
+        # differently.
         return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
     if variant != "v0.11":
         left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))
@@ -99,7 +103,8 @@ def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # Version 0.11 chose from a descending list, so an index of n + 0.5 is rounded the other way.
+    # Version 0.11 chose sizes from a descending list. So an index of n + 0.5 is rounded in the
+    # other direction.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

@@ -31,11 +31,11 @@ class LegacyBudget:
     """A budget model that uses a historical formula.
 
     The formulas compute prices of piecewise graphs (one graph between two attentions), and limit
-    the piecewise graphs of a plan. A plan without piecewise graphs is limited as if its full graphs
-    were piecewise graphs; vllm-ascend never applied the formula to full graphs. The formulas assume
-    1800 streams. A second limit uses the streams that a rank really offers, and counts one stream
-    per graph, which is the minimum. If graphs need more streams, their capture fails and the plan
-    shrinks.
+    the piecewise graphs of a plan. If a plan has no piecewise graphs, its full graphs are limited
+    as if they were piecewise graphs, although vllm-ascend never applied the formula to full graphs.
+    The formulas assume 1800 streams. A second limit uses the streams that a rank really offers, and
+    counts one stream per graph, which is the minimum. If graphs need more streams, their capture
+    fails and the plan shrinks.
     """
 
     name: BudgetModelName
@@ -112,7 +112,7 @@ def _inputs(num_graphs: int | None, workload: Workload, num_candidates: int = 0)
     """Return the formula's inputs.
 
     Args:
-        num_graphs: if set, the inputs describe a model with this number of pieces instead.
+        num_graphs: if set, number of pieces that replaces the model's own number of pieces.
     """
     return LegacyInputs(
         num_hidden_layers=workload.num_layers if num_graphs is None else num_graphs - 1,

@@ -41,11 +41,11 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """A rank's amount of a resource, and the amount that one bucket of each family needs.
+    """A rank's available amount of a resource, and the amount that one bucket of each family needs.
 
     Attributes:
-        what: name of the resource in plain words, in the plural.
-        amount: amount for buckets, after fixed prices are subtracted.
+        what: name of the resource for messages, in the plural.
+        amount: available amount for buckets, after fixed prices are subtracted.
         prices: amount that one bucket needs, for each family.
     """
 
@@ -56,12 +56,14 @@ class Limit:
     def admits(self, counts: Sequence[int]) -> bool:
         """Whether the amount is enough for ``counts`` buckets of each family.
 
-        Fewer buckets never need a larger amount.
+        If the amount is enough, it is also enough for fewer buckets.
         """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
     def most(self, family: int) -> int | None:
-        """Return how many buckets a family could have if it were the only one; None: no limit."""
+        """Return how many buckets a family could have without other families; None if there is no
+        limit.
+        """
         price = self.prices[family]
         return None if price == 0 else max(0, self.amount // price)
 
@@ -79,10 +81,10 @@ class BudgetModel(Protocol):
         """The captured workload."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
-        """Return the streams of one bucket of a family on the rank, itemised."""
+        """Return the itemised number of streams of one bucket of a family on the rank."""
 
     def fixed(self, offer: StreamOffer) -> Price:
-        """Return the streams that are used before the first bucket, itemised."""
+        """Return the itemised number of streams that are used before the first bucket."""
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
         """Return all limits on the numbers of buckets on the rank.
@@ -101,7 +103,7 @@ def total(price: Price) -> int:
 
 
 def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
-    """Return the limit by the rank's streams."""
+    """Return the limit that follows from the rank's streams."""
     return Limit("streams for graphs", offer.usable, tuple(prices))
 
 

@@ -24,7 +24,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources that one rank can give to graphs; sent from worker to controller."""
+    """The resources that one rank can give to graphs.
+
+    A worker sends its offer to the controller.
+    """
 
     rank: int  # world rank
     available: int  # number of free streams of the device
@@ -33,7 +36,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int = ANY_BYTES  # device memory that graphs may use
     device: str = ""  # name of the chip
     cann: str = ""  # version of CANN
-    card: str = ""  # ranks with the same card share its streams; with "", a rank shares none
+    card: str = ""  # ranks of one card share the card's streams; "" if the rank shares no streams
     taken: dict[str, int] = {}  # number of streams used before the offer, by owner
     max_sizes: int | None = None  # the driver's limit of piecewise buckets; None without a limit
     probes: tuple[Probe, ...] = ()
@@ -46,7 +49,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
-        """Return the probes of this family's kind of graph, the largest bucket first."""
+        """Return the probes of graphs of this family's kind; the largest bucket is first."""
         found = [probe for probe in self.probes if family.is_kind_of(probe.graph)]
         return tuple(sorted(found, key=lambda probe: -probe.graph.num_tokens))
 

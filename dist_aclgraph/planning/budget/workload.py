@@ -29,11 +29,11 @@ class Workload:
         num_layers: number of hidden layers of the main model.
         mode: graph mode, which determines the graphs of a bucket.
         draft_layers: number of layers of the draft model; 0 without a draft model.
-        exchange: configured exchange with experts of other ranks.
+        exchange: the configured way to exchange tokens between ranks with different experts.
         expansion: how HCCL expands collectives on the device.
         multistream_shared: whether shared experts run on a separate stream.
-        bytes_per_token: device memory of a graph per token of its bucket. Graphs share one pool, so
-            all graphs together need only the memory of the largest one.
+        bytes_per_token: device memory of a graph per token of its bucket. All graphs together need
+            only the memory of the largest graph, because they share one pool.
         sums_norms: whether ranks add the squares of their heads before attention.
         has_indexers: whether layers choose the keys to which they attend.
         int8_latents: whether latents are quantised when they are written to the cache.
@@ -85,7 +85,10 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The different sets of ranks in rank 0's collectives; all ranks have equally many sets."""
+        """The different sets of ranks with which rank 0 runs collectives.
+
+        All ranks have equally many sets.
+        """
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(

@@ -15,9 +15,9 @@ from dist_aclgraph.probe.question import (
     Probe,
 )
 
-BFLOAT16 = 3e-2  # tolerance; values in int8 that are rounded to the other side are within it
+BFLOAT16 = 3e-2  # tolerance; it allows that values in int8 are rounded in the other direction
 LATENT, ROTATED, PLAIN, HEADS, EPSILON = 512, 64, 128, 4, 1e-6
-SLOTS = (5, -1, 18)  # of three tokens; nothing is written for -1
+SLOTS = (5, -1, 18)  # slots of three tokens; nothing is written to slot -1
 
 
 class _Call:
