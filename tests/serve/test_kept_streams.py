@@ -70,7 +70,7 @@ def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
     service.ask_all(list(KINDS.values()), count=1)
     with service.connect() as client:  # this client disconnects before its answer is complete
         client.sendall(KINDS["chat"])
-        until(lambda: service.num_descriptors > before, WAIT_S)
+        service.wait_until_read(client)  # the supervisor got the connection before this moment
 
     until(lambda: service.num_descriptors <= before, WAIT_S)
 
