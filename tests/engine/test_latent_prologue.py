@@ -25,10 +25,10 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.shapes.families import read_model_spec
-from tests.checkpoints import make_prompts, make_reference
+from tests.checkpoints import make_reference
 from tests.engine.prompt_steps import prompt_step
-from tests.engine.runners import MAX_LEN, Sequences, make_runner
-from tests.engine.test_w8a8_models import W8A8, relative_error
+from tests.engine.runners import MAX_LEN, make_runner
+from tests.engine.test_w8a8_models import W8A8, generate, relative_error
 from tests.plans import decode_graph
 
 LAYERS = 2
@@ -121,26 +121,13 @@ def test_one_operator_computes_what_separate_operators_compute(
         assert (got != 0).any() and relative_error(got, want) < 0.05
 
 
-def generate(npu: Any, directory: Path, chosen: list[str], *, in_graphs: bool) -> list[list[int]]:
-    graph = decode_graph(4)
-    fusions = decide(npu, chosen)
-    runner = make_runner(npu, directory, 4, [graph], settings=SETTINGS, fusions=fusions)
-    if in_graphs:
-        runner.warm_up(graph)
-        runner.capture(graph)
-        runner.commit(graph)
-    sequences = Sequences(runner, make_prompts([20, 3, 33]))
-    sequences.prefill()
-    for _ in range(6):
-        sequences.decode(graph if in_graphs else None)
-    runner.close()
-    return sequences.new
-
-
 def test_graphs_give_the_tokens_of_eager_steps(npu: Any, checkpoint: Path) -> None:
-    eager = generate(npu, checkpoint, FUSED, in_graphs=False)
+    eager, in_graphs = (
+        generate(npu, checkpoint, SETTINGS, in_graphs=captures, fusions=decide(npu, FUSED))
+        for captures in (False, True)
+    )
 
-    assert generate(npu, checkpoint, FUSED, in_graphs=True) == eager
+    assert in_graphs == eager
 
 
 def test_the_operator_saves_launches_in_each_layer(npu: Any, checkpoint: Path) -> None:

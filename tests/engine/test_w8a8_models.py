@@ -22,6 +22,7 @@ from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.models.fusions import Fusions
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_prompts, make_reference
@@ -106,10 +107,16 @@ def fp8(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def generate(
-    npu: Npu, directory: Path, settings: dict[str, Any], *, in_graphs: bool = False
+    npu: Npu,
+    directory: Path,
+    settings: dict[str, Any],
+    *,
+    in_graphs: bool = False,
+    fusions: Fusions | None = None,
 ) -> list[list[int]]:
     plan = make_plan(4)
-    runner = make_runner(npu, directory, 4, plan.capture_order, settings=settings)
+    order = plan.capture_order
+    runner = make_runner(npu, directory, 4, order, settings=settings, fusions=fusions)
     graph = None
     if in_graphs:
         (graph,) = plan.capture_order

@@ -15,7 +15,8 @@ from dist_aclgraph.probe.question import ACCEPTED, REFUSED, Bench, ByCann, Probe
 NUM_GROUPS = 2  # number of experts
 
 
-def _grouped(bench: Bench, x: Any, weight: Any, **others: Any) -> str:
+def multiply_experts(bench: Bench, x: Any, weight: Any, **others: Any) -> str:
+    """Multiply one row for each of ``NUM_GROUPS`` experts by the expert's matrix."""
     bench.torch.ops.npu.npu_grouped_matmul(
         [x],
         [weight],
@@ -34,7 +35,7 @@ def _bias_of_experts(bench: Bench) -> str:
         torch.zeros(*shape).bfloat16().npu()
         for shape in ((2, 64), (NUM_GROUPS, 64, 32), (NUM_GROUPS, 32))
     )
-    return _grouped(bench, x, weight, bias=[bias])
+    return multiply_experts(bench, x, weight, bias=[bias])
 
 
 def _float_scales_of_experts(bench: Bench) -> str:
@@ -42,7 +43,7 @@ def _float_scales_of_experts(bench: Bench) -> str:
     x, weight = (
         torch.zeros(*shape, dtype=torch.int8).npu() for shape in ((2, 64), (NUM_GROUPS, 64, 32))
     )
-    return _grouped(
+    return multiply_experts(
         bench,
         x,
         weight,
@@ -54,7 +55,7 @@ def _float_scales_of_experts(bench: Bench) -> str:
 
 def _int4_experts(bench: Bench, inputs: int) -> str:
     torch = bench.torch
-    return _grouped(
+    return multiply_experts(
         bench,
         torch.zeros(2, inputs, dtype=torch.int8).npu(),
         torch.zeros(NUM_GROUPS, inputs, 8, dtype=torch.int32).npu(),  # 64 outputs of four bits

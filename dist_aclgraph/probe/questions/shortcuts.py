@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from dist_aclgraph.probe.question import ACCEPTED, REFUSED, Bench, Probe
+from dist_aclgraph.probe.questions.limits import NUM_GROUPS, multiply_experts
 
-NUM_GROUPS = 2  # number of experts
 HALF_OF_A_GROUP = 128  # number of inputs with a common scale in many published int4 weights
 
 
@@ -61,23 +61,10 @@ def _rotation(bench: Bench, dtype: str, sections: tuple[int, ...]) -> str:
     return ACCEPTED
 
 
-def _grouped(bench: Bench, x: Any, weight: Any, **others: Any) -> str:
-    bench.torch.ops.npu.npu_grouped_matmul(
-        [x],
-        [weight],
-        group_list=bench.torch.ones(NUM_GROUPS, dtype=bench.torch.int64).npu(),
-        group_list_type=1,
-        group_type=0,
-        split_item=3,
-        **others,
-    )
-    return ACCEPTED
-
-
 def _narrow_experts(bench: Bench) -> str:
     """Multiply by 48 columns: half of a block of FRACTAL_NZ is empty."""
     torch = bench.torch
-    return _grouped(
+    return multiply_experts(
         bench,
         torch.zeros(2, 64, dtype=torch.int8).npu(),
         bench.to_fractal_nz(torch.zeros(NUM_GROUPS, 64, 48, dtype=torch.int8).npu()),
@@ -103,7 +90,7 @@ def _narrow_grouped_swiglu(bench: Bench) -> str:
 
 def _int4_experts(bench: Bench) -> str:
     torch, inputs = bench.torch, 2 * HALF_OF_A_GROUP
-    return _grouped(
+    return multiply_experts(
         bench,
         torch.zeros(2, inputs, dtype=torch.int8).npu(),
         torch.zeros(NUM_GROUPS, inputs, 8, dtype=torch.int32).npu(),  # 64 outputs of four bits
@@ -116,7 +103,7 @@ def _int4_experts(bench: Bench) -> str:
 
 def _int4_experts_without_offset(bench: Bench) -> str:
     torch = bench.torch
-    return _grouped(
+    return multiply_experts(
         bench,
         _zeros(bench, 2, 256),
         torch.zeros(NUM_GROUPS, 256, 8, dtype=torch.int32).npu(),

@@ -43,7 +43,7 @@ class _JsonSchema(Body, kw_only=True):
 class ResponseFormat(Body, kw_only=True):
     """The output format, in the fields of OpenAI's API.
 
-    The other types and fields are those of other servers. ``huggingface_hub`` sends every JSON
+    Other servers define the other types and fields. ``huggingface_hub`` sends every JSON
     schema as ``value``; a regex may be in ``value`` or ``pattern``.
     """
 

@@ -139,7 +139,7 @@ class ConnectionRecord:
         os.close(journal)
         if number is not None:
             self._number, self._memory = number, memory
-            with contextlib.suppress(OSError):  # for example, a Unix socket has no counters
+            with contextlib.suppress(OSError):  # the connection has no counters
                 self._num_read, self._num_sent, _ = read_counters(descriptor)
                 memory.begin(self._num_read, self._num_sent)
                 return

@@ -97,7 +97,7 @@ OP(aclnnMlaPrologV3WeightNz,
      refuse_unless(query_factor == 1 && key_factor == 1, "qc_qr_scale and kc_scale other than 1 are "
                    "not emulated");
      demand(chip() != Chip::Other, "only A2 and A3 have this operator");
-     // Its sources of 8.5 have this operator, with other arguments than those of torch_npu.
+     // In the sources of CANN 8.5, the arguments have another order than in torch_npu's call.
      demand(!cann_before(9), "CANN 8.5 does not have this operator");
      bool is_int8 = weight_mode == kInt8;
      auto type = is_int8 ? at::kChar : at::kBFloat16;
