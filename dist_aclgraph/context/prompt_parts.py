@@ -214,15 +214,15 @@ def _launch(
 
 @dataclass(frozen=True)
 class Reads:
-    """The slots from which the keys of a chunk are read.
+    """The slots from which a shard reads keys of a chunk, and the keys of each launch.
 
     Attributes:
         own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the same on
             every shard; an array with fewer slots is padded with slot 0. None if there is only one
             shard.
         launches: for each launch, the indices of its keys in the gathered keys. The gathered keys
-            have the shape [count * m]; the keys of shard 0 come first. With one shard, these are
-            the slots of the keys instead.
+            have the shape [count * m]; the keys of shard 0 come first. If there is only one shard,
+            no keys are gathered, and ``launches`` contains the slots of the keys.
     """
 
     own: IntArray | None

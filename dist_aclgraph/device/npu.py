@@ -448,8 +448,8 @@ def clear_event(event: Any, stream: Any) -> None:
 
 
 def weak_reference(value: Any) -> Any:
-    """For a device tensor, return a tensor that does not own the memory; likewise for a list of
-    device tensors. Return other values unchanged.
+    """Return a tensor that does not own the memory of a device tensor; for a list of device
+    tensors, a list of such tensors. Return other values unchanged.
     """
     if isinstance(value, list):
         return [weak_reference(item) for item in value]

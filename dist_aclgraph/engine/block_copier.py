@@ -97,7 +97,8 @@ class _Slot:
         self.piece: _Piece | None = None
         self.state: State = "free"
         self.is_void = False
-        # All pieces use the same two events, because a new event allocates device memory.
+        # The slot uses these two events for all its transfers, because each new event would
+        # allocate device memory.
         self.ready: Any = runtime().Event()
         self.done: Any = runtime().Event()
 

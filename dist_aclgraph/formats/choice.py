@@ -101,8 +101,8 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the output format of the whole answer: content in ``form``, or calls. None allows
-        any answer.
+        """Return the output format of the whole answer, which consists of content in ``form``, or
+        of calls. Return None if any answer is allowed.
 
         Args:
             form: the output format of the content; None for any text.

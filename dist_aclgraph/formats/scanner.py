@@ -127,11 +127,11 @@ class Scanner:
     def copy_until(
         self, markers: Sequence[str], emit: Emit, *, in_call: bool = False
     ) -> Scan[str | None]:
-        """Read a text up to one of the markers, and the marker itself.
+        """Read the text before the next of the markers, and then this marker.
 
         Args:
-            emit: gets the text piece by piece; text at its end that may begin a marker is held
-                back.
+            emit: gets the text before the marker, in pieces. If the end of the text may begin a
+                marker, this end is passed on only when further text shows that it does not.
             in_call: whether the text is a part of a call. If the answer ends with an incomplete
                 marker, this marker is left out in a call, and kept in other text.
 

@@ -2,7 +2,7 @@
 
 In a DCP group, only one rank keeps the KV of a token. In decoding, the ranks of the group gather
 the queries of all heads. Each rank attends to its shard with all heads, and sends the results of
-each head to the ranks that own this head; these ranks merge the results by the sums of the softmax.
+each head to the ranks that own this head; these ranks merge the results by their log-sum-exps.
 For prompts, the ranks of the group gather the keys of the request, not the queries. The ranks of a
 PCP group send each other the new keys of their prompt tokens.
 
@@ -81,8 +81,8 @@ class ContextParallel:
         """Exchange the results of shards, and merge them for this rank's heads.
 
         Args:
-            out: [n, head ranks * heads, d]; sums: [n, head ranks * heads, 1] float32, logs of the
-                summed exponentials.
+            out: [n, head ranks * heads, d], this shard's results.
+            sums: [n, head ranks * heads, 1] float32, log-sum-exps of the attention scores.
             is_empty: [n, 1, 1] bool, whether this shard has no key for a row; then ``out`` and
                 ``sums`` of the row are meaningless.
 
@@ -92,7 +92,7 @@ class ContextParallel:
         n, d, size = len(out), out.shape[2], self.num_head_ranks
         out = out.float().masked_fill(is_empty, 0)
         sums = sums.masked_fill(is_empty, NOTHING)
-        # One row for each receiver: first the outputs of the receiver's heads, then their sums.
+        # One row for each receiver: the results of the receiver's heads, then their log-sum-exps.
         outs, logs = (x.reshape(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
         sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)

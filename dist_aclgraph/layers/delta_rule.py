@@ -243,9 +243,9 @@ def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
     if sums.shape[-1] == 1:
         is_later = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool, device=x.device).triu(1)
         return (x @ k.mT) * (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()
-    # The decays are multiplied into x and k, because each channel has its own decay. Within a
-    # block, decays are relative to the end of the first half. So no exponent is above 0, and
-    # nothing overflows.
+    # Each channel has its own decay, so x and k are multiplied by decays before their product. In a
+    # block of tokens, rows of x are in the second half, and rows of k in the first half. Decays are
+    # relative to the end of the first half, so no exponent is above 0, and nothing overflows.
     found = (x * k).sum(-1)[..., None, None]  # [heads, chunks, blocks, rows, rows]
     while (rows := found.shape[-1]) < x.shape[2]:
         halves = (torch.unflatten(t, 2, (-1, 2, rows)).unbind(3) for t in (x, k, sums))

@@ -40,7 +40,8 @@ class ShortConvolution:
         return self.weight.shape[0]
 
     def direct(self, x: Tensor, states: Tensor, at: DirectStates) -> Tensor:
-        """[n, channels] -> [n, channels] float32; write the state after each token to its slot.
+        """Compute [n, channels] -> [n, channels] float32, and write the state after each token to
+        the token's slot.
 
         Args:
             states: [num_slots, width - 1, channels].
@@ -52,7 +53,9 @@ class ShortConvolution:
         return silu((windows.float() * self.weight).sum(1))
 
     def prompts(self, x: Tensor, states: Tensor, at: PromptStates) -> Tensor:
-        """[n, channels] -> [n, channels] float32; write the states after the last tokens."""
+        """Compute [n, channels] -> [n, channels] float32, and write the state after the last token
+        of each chunk.
+        """
         before = _begin(states, at).flatten(0, 1)
         padded = torch.cat([x, before]).index_select(0, at.padded)
         count = padded.shape[0] - self.width + 1

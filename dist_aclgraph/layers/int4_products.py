@@ -38,7 +38,7 @@ class W4A16Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
+        """Map [n, in] to [n, out]. If ``out`` is given, the result is written to ``out``."""
         groups = self.scale.shape[0]
         y: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
             in_floats(x),
@@ -98,7 +98,7 @@ class W4A8Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
+        """Map [n, in] to [n, out]. If ``out`` is given, the result is written to ``out``."""
         rows = quantised(x)
         y: Tensor = torch.ops.npu.npu_quant_matmul(
             rows.values,

@@ -2,8 +2,8 @@
 
 A token's row contains the values of its latent in int8, the bytes of its rotated key, and a float32
 scale for each 128 values. ``npu_dynamic_quant`` quantises the normalised latents when they are
-written; ``npu_kv_quant_sparse_flash_attention`` reads the rows. The operator returns no sums, so
-ranks cannot share such a cache.
+written; ``npu_kv_quant_sparse_flash_attention`` reads the rows. This operator returns no
+log-sum-exps, so ranks cannot share such a cache.
 """
 
 from __future__ import annotations

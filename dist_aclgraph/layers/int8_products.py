@@ -51,7 +51,7 @@ class Int8Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
+        """Map [n, in] to [n, out]. If ``out`` is given, the result is written to ``out``."""
         rows = quantised(x)
         y: Tensor = torch.ops.npu.npu_quant_matmul(
             rows.values,

@@ -31,7 +31,7 @@ class Product(Protocol):
         """[in, out]."""
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
+        """Map [n, in] to [n, out]. If ``out`` is given, the result is written to ``out``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]. ``out``, if given, receives the result."""
+        """Map [n, in] to [n, out]. If ``out`` is given, the result is written to ``out``."""
         x = in_floats(x)
         if self.bias is None:
             return torch.mm(x, self.weight, out=out)

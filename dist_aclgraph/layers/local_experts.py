@@ -31,7 +31,8 @@ XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 
 class ExpertProduct(Protocol):
-    """One product per expert, with weights of any type: float in this file, int8 elsewhere.
+    """One product per expert. The classes for float weights are in this file; the classes for int8
+    and four-bit weights are in ``int8_products`` and ``int4_products``.
 
     Attributes:
         quantises_rows: see ``Product``.

@@ -1,15 +1,15 @@
-"""Sparse latent attention over a paged cache: each query attends to the latents that an indexer
-chooses. Both prompts and decoding use latents as keys and values.
+"""Sparse latent attention: each query attends only to the latents that an indexer chooses. The
+latents are in the blocks of the KV cache. They are keys and values, in prompts and in decoding.
 
-Operators: ``npu_lightning_indexer`` chooses keys by the index keys of all tokens; the cache also
-contains the index keys. ``npu_sparse_flash_attention`` attends to the chosen latents. All lengths
+The cache also contains an index key of each token. ``npu_lightning_indexer`` chooses keys by the
+index keys of all tokens; ``npu_sparse_flash_attention`` attends to the chosen latents. All lengths
 are tensors on the device, so a captured graph needs no update of these operators.
 
 If ranks share a cache, each of them keeps all index keys and a shard of the latents. So all ranks
 choose the same keys, and no collective is needed for the choice. For a request with few queries,
 each shard's rank computes the attention to the chosen keys of its shard; then the results are
-merged by their log-sum-exps. The operator returns sums only for keys that are not in pages. So the
-whole cache is passed as the keys of one request, and the chosen keys are passed as slots. For
+merged by their log-sum-exps. The operator returns log-sum-exps only if it gets no block table. So
+the whole cache is passed as the keys of one request, and the chosen keys are passed as slots. For
 requests with many queries, the latents of the request are gathered instead.
 """
 

@@ -67,7 +67,7 @@ class VocabularyHead:
     scale: float = 1.0
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab]. ``out``, if given, receives the result."""
+        """Map [n, hidden] to [n, vocab]. If ``out`` is given, the result is written to ``out``."""
         logits = self._logits(hidden, out)
         return logits if self.scale == 1 else logits.mul_(self.scale)
 

@@ -107,7 +107,7 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab], on every rank. ``out``, if given, receives the result."""
+        """Map [n, hidden] to [n, vocab], on every rank. If ``out`` is given, it gets the result."""
         return self._head(hidden, out)
 
 

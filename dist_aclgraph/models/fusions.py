@@ -78,9 +78,7 @@ class Fusion:
         return None
 
     def misfit(self, width: int) -> str | None:
-        """Return why a place of this width does not suit the operator; None if the width suits the
-        operator.
-        """
+        """Return why the operator cannot process rows of this width; None if it can."""
         if width % self.multiple:
             return f"{self.place.format(width)}, which is no multiple of {self.multiple}"
         if self.widest is not None and width > self.widest:

@@ -38,7 +38,9 @@ class SharedZeros:
 
 
 class Int4Weights:
-    """A stack of matrices with the same sizes; each is a concatenation of outputs."""
+    """A stack of matrices of equal size. A matrix may consist of several parts, whose outputs are
+    joined.
+    """
 
     def __init__(
         self,

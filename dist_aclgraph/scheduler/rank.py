@@ -392,8 +392,8 @@ class RankScheduler:
         """Let requests wait for their grammars; return the requests that lose their rows, with
         these rows.
 
-        A request that the oldest step sampled without a mask is removed from all steps in flight,
-        and does not run while a rank compiles its grammar. Other requests run meanwhile. If the
+        If the oldest step sampled a request's token without a mask, the request is removed from
+        all steps in flight, and does not run while a rank compiles the request's grammar. If the
         model has recurrent state, the request loses its row, because its last tokens run again.
 
         Args:

@@ -30,10 +30,10 @@ def activation_bytes(
     dcp: int = 1,
     num_direct: int = 0,
 ) -> int:
-    """Return the bytes of one forward pass on one rank, without the keys of long queries.
+    """Return the bytes of one forward pass on one rank.
 
-    Layers run one after another, and a layer reuses the memory of the previous layer. So only the
-    largest layer is counted.
+    These bytes do not include ``prompt_bytes``. Layers run one after another, and a layer reuses
+    the memory of the previous layer. So only the largest layer is counted.
 
     Args:
         ep: 1 if every tensor parallel group has all experts.
@@ -72,8 +72,8 @@ def prompt_bytes(
     num_tokens: int,
     chunk_tokens: int,
 ) -> int:
-    """Return the additional bytes of long queries: keys that are read chunk by chunk, and new keys
-    that PCP ranks exchange.
+    """Return the additional bytes of requests with many queries: keys that are read chunk by chunk,
+    and new keys that PCP ranks exchange.
 
     Args:
         kept: cached elements per token and layer on one rank.

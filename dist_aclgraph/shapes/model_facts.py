@@ -71,7 +71,7 @@ class ModelFacts:
         linear: layers of linear attention; None if all layers keep keys.
         indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
         weight_bytes: size of the model's safetensors files; 0 without such files.
-        holds_int8: whether these files contain int8 matrices.
+        holds_int8: whether the safetensors files contain int8 matrices.
         holds_int4: whether the checkpoint has matrices of four bits.
         quant_method: name of the format of quantised weights in config.json; "" without a name.
         vocab_size: number of rows of the embedding; all token ids are smaller.

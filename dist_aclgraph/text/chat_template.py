@@ -225,7 +225,7 @@ def read_chat_template(
         sources = {"default": read_text(path)}
     else:
         own, other = described.get("chat_template"), directory / "chat_template.json"
-        if own is None and other.exists():  # the file of a processor of images and texts
+        if own is None and other.exists():  # models with images store the template in this file
             own = read_json_object(other).get("chat_template")
         sources = _sources(directory, own)
     if not sources:

@@ -1,4 +1,4 @@
-"""Processes are forked on machines with few cores; elsewhere Ray starts them in its own way."""
+"""With emulated NPUs, processes are forked if they outnumber the cores; else Ray starts them."""
 
 from __future__ import annotations
 

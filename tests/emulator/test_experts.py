@@ -73,8 +73,9 @@ def test_without_a_mask_padding_travels_like_tokens(results, check):
 
 
 def test_lanes_have_the_entries_that_the_budget_counts(results):
-    # In each layer, two products and the activation run on the side stream. The budget counts all
-    # operators of experts on the main lane, so the test adds the operators of the side lane.
+    # In each of the two layers, three operators of the shared experts run on the side lane: two
+    # products and the activation. EXPERTS includes these three operators, but the main lane of the
+    # graph does not. So the test adds them to the main lane.
     (first, *_), beside = results((2, 2)), SHARED - 2
     for kind, more in [("all_gather", GATHER), ("all_to_all", ALL_TO_ALL)]:
         main, *others = first["lanes"][kind]

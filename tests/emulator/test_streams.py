@@ -125,8 +125,8 @@ def test_software_queues_are_pooled_by_capture_and_bound_by_execution(run_script
     )
     assert status == 0, output
     assert "ONE [1, 0, 0]" in output
-    # The numbers count stream ids, ids that aclrtGetStreamAvailableNum does not count, queues in
-    # the pool, bound queues, and all bindings up to now.
+    # The five numbers: used stream ids; the decrease of aclrtGetStreamAvailableNum; queues in the
+    # pool; queues that are bound now; and bindings since the start.
     assert "CAPTURED [3, 3, 4, 0, 0]" in output
     assert "REPLAYED [3, 3, 4, 3, 3]" in output
     assert "FREED [0, 3, 4, 0, 3]" in output

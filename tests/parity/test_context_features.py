@@ -14,7 +14,8 @@ from tests.lockstep import Lockstep, lockstep
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 BLOCK_SIZE, MAX_LEN = 16, 256
-# (tp, pcp, dcp) of two ranks. The ranks share nothing, only caches, only prompts, or both.
+# (tp, pcp, dcp) of two ranks. In the first layout, both ranks compute and cache all tokens. In the
+# others, the ranks divide the cached tokens, the tokens of prompts, or both.
 LAYOUTS = [(2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2)]
 STEM, *OTHERS = make_prompts((90, 1, 30, 30, 60, 17, 100, 20))
 

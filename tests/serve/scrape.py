@@ -37,7 +37,9 @@ def scrape(service: Any, **asked: Any) -> dict[Path, float]:
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> dict[Path, float]:
-    """Return the numbers of the status page's JSON object, by the same paths as ``scrape``."""
+    """Return the numbers of the status page's JSON object. A number that is also in /metrics has
+    the same key here as in the result of ``scrape``.
+    """
     found: dict[Path, float] = {}
     for key, value in tree.items():
         if path and path[0] == "rank_info" and len(path) == 2:

@@ -506,7 +506,7 @@ def test_errors_of_all_layers_have_anthropics_form(tooled):
     total = tooled.state.slots.total
     until(lambda: tooled.state.slots.taken == 0)  # slots are released after the answer
     tooled.state.slots.acquire(total)
-    for path in (PATH, f"{PATH}?beta=true"):  # the second path is refused after its head was read
+    for path in (PATH, f"{PATH}?beta=true"):  # the app is called only for the second path
         full = tooled.http.post(path, json=other)
         assert assert_error(full, 503)["type"] == "overloaded_error"
         assert full.headers["retry-after"]

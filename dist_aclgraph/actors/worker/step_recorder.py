@@ -1,12 +1,13 @@
 """Records the last steps of a rank in a file that outlives the process, like a flight recorder.
 
-A rank records the beginning of each step, and what its host does now. For each of these events, the
-rank stores one or two records in mapped memory, without waiting for the device or the disk.
+A rank records the beginning of each step, and each new state of the host (``STATES``). For each of
+these events, the rank stores one or two records in mapped memory, without waiting for the device or
+the disk.
 
 | offset | content |
 | --- | --- |
 | 0 | ``_HEAD``: the process, rank, group and host that wrote the file |
-| ``STATE_AT`` | ``_STATE``: what the host does now |
+| ``STATE_AT`` | ``_STATE``: the last state of the host, and the time of this record |
 | ``_PLACE_AT`` | ``_PLACE``: the last collective that the device has begun, at the last heartbeat |
 | ``WORDS_AT`` | the error that ended the steps, or the command for graphs; UTF-8, ends with zeros |
 | ``STEPS_AT`` | ``NUM_STEPS`` records: ``_STEP``, then the end of each stage of ``STAGES`` |

@@ -361,7 +361,7 @@ def _start_worker(
 
 
 def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
-    """Return the request of each group that will be placed, for the cluster's current nodes.
+    """Choose the resources that each new group requests, for the cluster's current nodes.
 
     Raises:
         PlacementError: the cluster has too few NPUs for the groups, used NPUs included.

@@ -62,7 +62,7 @@ def _rotation(bench: Bench, dtype: str, sections: tuple[int, ...]) -> str:
 
 
 def _narrow_experts(bench: Bench) -> str:
-    """Multiply by 48 columns: half of a block of FRACTAL_NZ is empty."""
+    """Multiply by weights with 48 columns, which fill one and a half blocks of FRACTAL_NZ."""
     torch = bench.torch
     return multiply_experts(
         bench,

@@ -134,8 +134,9 @@ def _sparse_int8(bench: Bench) -> Answer:
 
 
 def _sparse_of_shards(bench: Bench) -> Answer:
-    """Compare attention and log-sum-exps where the whole cache is one request without pages, and
-    the chosen keys are slots. With this call, ranks can merge the results of their shards.
+    """Compare attention and log-sum-exps without a block table: the whole cache is the keys of one
+    request, and the chosen keys are slots. With such calls, ranks merge the results of their
+    shards.
     """
     torch, heads, scale = bench.torch, 16, 0.05
     query, rotated = _random(bench, 2, heads, LATENT), _random(bench, 2, heads, ROTATED)

@@ -25,12 +25,12 @@ class Refusal:
 
 
 class GatedApp(Protocol):
-    """An ASGI application that may refuse a request after its first line."""
+    """An ASGI application that may refuse a request before the application is called."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """Return the refusal; None if the request must be read.
+        """Return the refusal; None if the application must be called.
 
         Args:
             path: the path as the client wrote it, with its query.

@@ -24,7 +24,8 @@ _NOTHING = (b"", b"null", b"[]")
 
 T = TypeVar("T")
 Mode = Literal["none", "auto", "required"]
-# The modes by their names; Mistral and Anthropic use ``any``.
+# The mode for each name that a request may contain. Mistral and Anthropic write ``any`` in place of
+# ``required``.
 MODES: dict[str, Mode] = {
     "none": "none",
     "auto": "auto",

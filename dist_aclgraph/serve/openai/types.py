@@ -411,8 +411,9 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return a list with one entry per prompt.
 
-        With ``suffix`` there must be exactly one text, because each prompt contains the whole
-        suffix. The text may be empty; then the generated text precedes only the suffix.
+        With ``suffix``, the prompt must be exactly one text, because each prompt contains the
+        whole suffix. This text may be empty; then the request is to generate the text before the
+        suffix.
 
         Raises:
             InvalidParameterError: there is no prompt, a prompt is empty, or there are too many

@@ -16,7 +16,7 @@ struct Refusal : std::runtime_error {
   Refusal(Status status_, const std::string &text) : std::runtime_error(text), status(status_) {}
 };
 
-// Refuses a call that no setting allows.
+// Refuses a call if the condition is false, whatever the settings are.
 template <class... Parts>
 void refuse_unless(bool condition, Status status, const Parts &...parts) {
   if (condition)

@@ -32,9 +32,9 @@ private:
   std::atomic<bool> replayed_{false};
 };
 
-// The captures of one rank. All ranks count in the same way without communication, because they
-// capture in lockstep. But a failed capture may have used the communicator on some ranks only. So
-// when a rank drops a capture before its first replay, the rank tells the others the capture's
+// The captures of one rank. All ranks give a capture the same number without communication, because
+// they capture in lockstep. But a failed capture may have used the communicator on some ranks only.
+// So when a rank drops a capture before its first replay, the rank tells the others the capture's
 // number. No rank then uses this number or a smaller one for a new capture.
 class CaptureSessions {
 public:

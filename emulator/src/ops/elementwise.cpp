@@ -31,9 +31,9 @@ template <const Types &types> static void require_types(const Tensor &a, const T
          " is not among the types of the operator");
 }
 
-// aclnnX(a, out), aclnnInplaceX(a); aclnnX(a, b, out), aclnnInplaceX(a, b). With kernels=skip
-// floats are not computed. Integers and booleans are always computed, because they are used as
-// positions.
+// UNARY defines aclnnX(a, out) and aclnnInplaceX(a); BINARY defines aclnnX(a, b, out) and
+// aclnnInplaceX(a, b). With kernels=skip, only results that are integers or booleans are computed,
+// because they may be used as positions.
 #define UNARY(NAME, F, TYPES)                                                                      \
   OP(aclnn##NAME, [](Tensor a, Tensor out) -> Task {                                               \
     require_types<TYPES>(a, out);                                                                  \

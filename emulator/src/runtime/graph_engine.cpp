@@ -67,8 +67,8 @@ static int64_t num_bytes(const aclTensorDesc &desc) {
   return elements * bytes_of(desc.dtype);
 }
 
-// Between equal formats, Identity copies. torch_npu also calls it in this way: it allocates a
-// tensor in ND if the program does not allow internal formats.
+// Between equal formats, Identity only copies. torch_npu makes such calls if the program does not
+// allow internal formats: then the new tensor is in ND, too.
 static aclError run_identity(const aclTensorDesc &from, const aclDataBuffer &input,
                              const aclTensorDesc &to, const aclDataBuffer &output,
                              aclrtStream stream) {

@@ -52,7 +52,8 @@ private:
   std::vector<IdleSpan> idle_;  // since the last kernel
 };
 
-// The timeline of the calling worker; null elsewhere, and without modelled time.
+// The timeline of the worker that runs on this thread; null on other threads, and on all threads
+// without modelled time.
 inline thread_local Timeline *t_timeline = nullptr;
 
 // Wraps the body of a launch, so that it moves the clock by the launch's time.

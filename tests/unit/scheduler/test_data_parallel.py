@@ -273,7 +273,9 @@ def test_the_experts_loads_are_kept_by_rank() -> None:
 
 
 def start_drafting(**options) -> Scheduler:
-    """Return a scheduler with two drafts, one rank, and one request that has sampled token 50."""
+    """Return a scheduler with one rank, and with one request, which has sampled token 50. A request
+    has two drafts in each step.
+    """
     params = {"num_tokens": options.pop("num_tokens", 4), **options.pop("params", {})}
     scheduler = make_scheduler(dp=1, num_drafts=2, **options)
     start(scheduler, make_request("a", **params))
