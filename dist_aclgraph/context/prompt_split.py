@@ -45,7 +45,7 @@ class PromptSplit:
 
     Attributes:
         num_whole_tokens: number of tokens that every rank runs; they are first in the step.
-        pieces: the pieces of each rank, in the order in which it runs them.
+        pieces: for each rank, its pieces of requests, in the order of their computation.
     """
 
     num_whole_tokens: int

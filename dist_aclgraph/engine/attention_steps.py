@@ -224,7 +224,7 @@ class AttentionSteps:
         Args:
             positions: [num_samples, k + 1] int32, positions of the places of live requests;
                 ``ahead`` is not added.
-            written: [num_samples * (k + 1)] int32, slots.
+            written: [num_samples * (k + 1)] int32, the slots of the cache write.
             block_table: [num_samples, max_blocks].
             ahead: number of tokens by which drafting has made requests longer since the step.
         """

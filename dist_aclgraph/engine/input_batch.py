@@ -244,7 +244,7 @@ class InputBatch:
         of them.
 
         Args:
-            is_wanted: [max_rows], whether the row's token is wanted.
+            is_wanted: [max_rows], whether the caller wants the row's last token.
         """
         begins = step.kv_lens - step.query_ends
         begins[1:] += step.query_ends[:-1]

@@ -90,7 +90,7 @@ class StateSteps:
         """Prepare the states of rows that new requests get. Call this before ``restore``.
 
         Args:
-            states: all tensors with slots.
+            states: the tensors of all states, which are indexed by slot.
         """
         if not (self._poisons and rows):
             return
@@ -103,8 +103,8 @@ class StateSteps:
         """Copy checkpoints to the rows that start from them.
 
         Args:
-            restored: field of ``RankBatch``.
-            states: all tensors with slots.
+            restored: the field ``restored`` of ``RankBatch``.
+            states: the tensors of all states, which are indexed by slot.
         """
         rows, checkpoints = unpack_ints(restored, 2).T
         self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
@@ -115,7 +115,7 @@ class StateSteps:
         Only steps with chunks of prompts write checkpoints; such steps do not replay full graphs.
 
         Args:
-            kept: field of ``RankBatch``.
+            kept: the field ``kept`` of ``RankBatch``.
         """
         rows, checkpoints = unpack_ints(kept, 2).T
         self._copy(states, self._slots.bases(rows), self._slots.checkpoints(checkpoints))

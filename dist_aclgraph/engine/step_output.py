@@ -48,7 +48,8 @@ class SpecialPlaces:
     """The special places of a step (see ``sampling_places``), and their chosen tokens.
 
     Attributes:
-        logits: [n, vocab]; chosen: [n] int32.
+        logits: [n, vocab], the logits of these places.
+        chosen: [n] int32, the chosen token of each place.
     """
 
     known: StepPlaces
@@ -88,8 +89,9 @@ class _Landing:
     """Pinned memory to which the results of one step are copied.
 
     Attributes:
-        tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
-        best: [max_samples * (k + 1)], of the dtype of logits.
+        tokens: [max_samples * (k + 1)] int32, the sampled tokens.
+        accepted: [max_samples] int32, the numbers of accepted drafts.
+        best: [max_samples * (k + 1)], the greatest logits, in the dtype of logits.
         tally: int64, of shape TALLY_SHAPE.
         arrays: ``tokens``, ``accepted`` and ``tally`` as NumPy arrays.
         bits: the bits of ``best`` as integers.

@@ -31,8 +31,9 @@ class Sampled:
     """The queued work of a step, without its drafts.
 
     Attributes:
-        tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
-        best: [num_samples * (k + 1)], the greatest logits.
+        tokens: [num_samples * (k + 1)] int32, the sampled token of each place.
+        best: [num_samples * (k + 1)], the greatest logit of each place.
+        accepted: [num_samples] int32, number of accepted drafts; None without drafts.
         span: measures the replays of a full graph; None if replays are not measured.
     """
 

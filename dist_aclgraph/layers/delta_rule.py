@@ -34,7 +34,7 @@ class DeltaInputs:
         v: [n, num_value_heads, value_dim].
         g: [n, num_value_heads] or [n, num_value_heads, key_dim] float32, logarithm of the decay, at
             most 0.
-        beta: [n, num_value_heads], 0 to 1.
+        beta: [n, num_value_heads], step size of the update, 0 to 1.
     """
 
     q: Tensor

@@ -107,7 +107,7 @@ class GatedDelta:
         Args:
             qkv: [n, num_channels], inputs of the convolution: all q, all k, all v.
             g: float32, logarithm of the decay, at most 0; see ``DeltaInputs``.
-            beta: [n, num_value_heads], 0 to 1.
+            beta: [n, num_value_heads], step size of the update, 0 to 1.
             out: [n, num_value_heads, value_dim].
         """
         start = 0

@@ -18,7 +18,7 @@ class HeadNorms:
     """Normalises each head on its own.
 
     Attributes:
-        q, k: norms of [head_dim].
+        q, k: the norms of query heads and of key heads, with weights of [head_dim].
     """
 
     q: RmsNorm

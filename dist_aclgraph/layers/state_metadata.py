@@ -168,7 +168,7 @@ class PromptStates:
             first state]: for each request, first the rows of its state, then its tokens.
         outputs: [t] int32, index in ``padded`` of the first of each token's ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last inputs of each request.
-        ends: cumulative lengths, on the host.
+        ends: cumulative lengths of the chunks, on the host.
     """
 
     lengths: Tensor

@@ -19,8 +19,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The graphs of one kind, at several sizes.
 
     Attributes:
-        run_mode: FULL graphs contain attention; with PIECEWISE graphs, attention runs between the
-            pieces.
+        run_mode: FULL graphs contain attention; PIECEWISE graphs contain no attention, which runs
+            eagerly between two graphs.
         query_len: number of tokens of each request; 0 if the graphs accept any mixture of prefill
             and decode.
         buckets: sizes in tokens, ascending.

@@ -137,8 +137,8 @@ class Chip:
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # Each token of a prompt, or each piece of a prompt, is a separate row, and these rows
-            # use the same blocks.
+            # A prompt has several rows (one for each token, or for each piece that a rank
+            # computes), and these rows use the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

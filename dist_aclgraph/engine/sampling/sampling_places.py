@@ -291,7 +291,7 @@ class KnownPlaces:
         """Send changes, then return a step's special places; None if there are no such places.
 
         Args:
-            sampled_rows: [num_samples].
+            sampled_rows: [num_samples], the row of each sampled request.
         """
         if self._table.is_all_plain or not len(sampled_rows):
             return None

@@ -24,7 +24,8 @@ class Penalties:
     """Penalties and their places, on the device.
 
     Attributes:
-        rows: [m] int64; where: [m] int64, indices of the places; None means all places.
+        rows: [m] int64, the row of each place.
+        where: [m] int64, indices of the places; None means all places.
         repetition, frequency, presence: [m, 1] float32; None if no place has this penalty.
     """
 
@@ -72,7 +73,8 @@ class TokenCounts:
         """Count one new token in each of some rows.
 
         Args:
-            rows: [n]; token_ids: [n] int32.
+            rows: [n], different rows.
+            token_ids: [n] int32, for each row, the new token.
         """
         flat = self._counts.view(-1)
         if self._last is None or not np.array_equal(rows, self._last[0]):

@@ -112,7 +112,7 @@ def _inputs(num_graphs: int | None, workload: Workload, num_candidates: int = 0)
     """Return the formula's inputs.
 
     Args:
-        num_graphs: if set, number of pieces that replaces the model's own number of pieces.
+        num_graphs: number of graphs of a bucket; None means one graph for each piece.
     """
     return LegacyInputs(
         num_hidden_layers=workload.num_layers if num_graphs is None else num_graphs - 1,
