@@ -39,7 +39,7 @@ from dist_aclgraph.topology import ParallelLayout
 
 MIB, GIB = 1 << 20, 1 << 30
 BUFFERS_OF_A_DOMAIN = 2  # number of buffers: one for input and one for output
-INT32_BYTES = 4
+WORD_BYTES = 4  # of an int32 or a float32
 LARGE = 4  # An error message names each part that needs a quarter of the device or more.
 WEIGHTS = "weights"
 EAGER_STEPS = "eager steps"
@@ -305,8 +305,8 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     return (
         MemoryPart(
             STEP_BUFFERS,
-            (outputs + tables) * element_bytes + (inputs + sampling) * INT32_BYTES,
+            (outputs + tables) * element_bytes + (inputs + sampling) * WORD_BYTES,
             "inputs, logits, rotary tables and what sampling keeps",
         ),
-        MemoryPart(TOKEN_COUNTS, counts * INT32_BYTES, "of each row, for penalties"),
+        MemoryPart(TOKEN_COUNTS, counts * WORD_BYTES, "of each row, for penalties"),
     )

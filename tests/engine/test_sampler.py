@@ -173,6 +173,37 @@ def test_penalties_count_prompt_and_output_as_the_api_defines_them(npu: Any) -> 
     assert ((seen - p)[likely] ** 2 / p[likely]).sum() < 2 * likely.sum() + 20
 
 
+@pytest.mark.parametrize("rows", [(1, 2), (2, 0), (0,)])
+@pytest.mark.parametrize("repetition", [(1.3, 1.1, 1.7), (1.3, 0.6, 1.0)])
+def test_penalised_logits_follow_the_formulas(
+    npu: Any, rows: tuple[int, ...], repetition: tuple[float, ...]
+) -> None:
+    def to_device(array: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(npu.device)
+
+    tokens, num_prompt = np.array([1, 2, 2, 3, 4, 4, 4, 2], np.int32), 4
+    table, counts = SamplingTable(3), TokenCounts(3, VOCAB, npu.device, to_device)
+    for row, factor in enumerate(repetition):
+        penalties = {"frequency_penalty": 0.3 * row, "presence_penalty": 0.5 - row}
+        table.set(row, RowSampling(4, repetition_penalty=factor, **penalties))
+        counts.begin(row, tokens + row, num_prompt)
+    logits = make_logits(len(rows), seed=5)
+    places = send_places(table, np.array(rows, np.int32), VOCAB, to_device)
+    assert places.penalties is not None
+
+    found = counts.penalise(logits.to(npu.device), places.penalties).cpu()
+
+    wanted = logits.clone()
+    for values, row in zip(wanted, rows, strict=True):
+        seen = torch.unique(torch.from_numpy(tokens + row)).long()
+        ours, factor = values[seen], repetition[row]
+        values[seen] = torch.where(ours > 0, ours / factor, ours * factor)
+        for token in (tokens + row)[num_prompt:]:
+            values[token] -= 0.3 * row
+        values[np.unique((tokens + row)[num_prompt:])] -= 0.5 - row
+    torch.testing.assert_close(found, wanted)
+
+
 def _fields(sampling: RowSampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 

@@ -75,8 +75,8 @@ class RaceNoise:
         Args:
             keys: [n, 1] int32.
         """
-        h = (keys * self._factors).add_(self._summands)
-        h = h.add_(h * h, alpha=2).bitwise_and_(0x7FFFFFFF)
+        h = torch.addcmul(self._summands, keys, self._factors)
+        h = h.addcmul(h, h, value=2).bitwise_and_(0x7FFFFFFF)
         # The smallest number wins the race. Near 0, u has 31 bits and 1 - u has only 24 bits, so we
         # use u. One operator converts the integers, multiplies and adds.
         minus_u = torch.add(self._largest, h, alpha=-_LESS_THAN_ONE / (1 << 31))

@@ -185,10 +185,13 @@ def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> 
         has_any = (chosen[name] != without).any()
         return _column(chosen[name], to_device) if has_any else None
 
+    of_places = rows[penalised].astype(np.int64)
+    first, is_consecutive = int(of_places[0]), (np.diff(of_places) == 1).all()
     return Penalties(
-        rows=to_device(rows[penalised].astype(np.int64)),
+        rows=slice(first, first + len(of_places)) if is_consecutive else to_device(of_places),
         where=None if len(penalised) == len(rows) else to_device(penalised),
         repetition=column("repetition_penalty", 1),
+        only_weakens=bool((chosen["repetition_penalty"] >= 1).all()),
         frequency=column("frequency_penalty", 0),
         presence=column("presence_penalty", 0),
     )

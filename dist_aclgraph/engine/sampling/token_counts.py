@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dist_aclgraph.ints import IntArray
 
-IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
+IN_PROMPT = 0.5  # added to the count of a token that occurs in the prompt
 
 ToDevice = Callable[[np.ndarray], Tensor]
 
@@ -24,29 +24,32 @@ class Penalties:
     """Penalties and their places, on the device.
 
     Attributes:
-        rows: [m] int64, the row of each place.
+        rows: [m] int64, the row of each place; a slice if the rows are consecutive.
         where: [m] int64, indices of the places; None means all places.
         repetition, frequency, presence: [m, 1] float32; None if no place has this penalty.
+        only_weakens: whether each repetition penalty is at least 1.
     """
 
-    rows: Tensor
+    rows: Tensor | slice
     where: Tensor | None
     repetition: Tensor | None
+    only_weakens: bool
     frequency: Tensor | None
     presence: Tensor | None
 
 
 class TokenCounts:
-    """Owns the counts, [max_rows, vocab] int32: for each token, its number of occurrences in the
+    """Owns the counts, [max_rows, vocab] float32: for each token, its number of occurrences in the
     output, plus IN_PROMPT if it occurs in the prompt.
 
-    Only the counts of rows with penalties are updated.
+    The counts have the type of logits, so that no operator has to convert them. Only the counts of
+    rows with penalties are updated.
     """
 
     def __init__(
         self, max_rows: int, vocab_size: int, device: torch.device, to_device: ToDevice
     ) -> None:
-        self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
         self._to_device = to_device
         # The rows of the last call of ``add``, and the index of each row's first count, [n] int64.
         self._last: tuple[IntArray, Tensor] | None = None
@@ -64,7 +67,7 @@ class TokenCounts:
             token_ids: [num_tokens], first the prompt, then the output.
         """
         ids, inverse = np.unique(token_ids, return_inverse=True)
-        counts = np.bincount(inverse[num_prompt_tokens:], minlength=len(ids)).astype(np.int32)
+        counts = np.bincount(inverse[num_prompt_tokens:], minlength=len(ids)).astype(np.float32)
         counts[inverse[:num_prompt_tokens]] += IN_PROMPT
         self._counts[row].zero_()
         self._counts[row].index_copy_(0, self._upload(ids), self._to_device(counts))
@@ -88,18 +91,23 @@ class TokenCounts:
         As in vLLM and the OpenAI API, the repetition penalty counts prompt and output; the other
         two penalties count only the output.
         """
-        counts, where = self._counts.index_select(0, penalties.rows), penalties.where
+        rows, where = penalties.rows, penalties.where
+        if isinstance(rows, slice):
+            counts = self._counts[rows]
+        else:
+            counts = self._counts.index_select(0, rows)
         values = logits if where is None else logits.index_select(0, where)
         if penalties.repetition is not None:
-            factor = penalties.repetition
-            repeated = torch.where(values > 0, values / factor, values * factor)
+            weaker, stronger = values / penalties.repetition, values * penalties.repetition
+            if penalties.only_weakens:  # the smaller number is the right one for either sign
+                repeated = torch.minimum(weaker, stronger)
+            else:
+                repeated = torch.where(values > 0, weaker, stronger)
             values = torch.where(counts > 0, repeated, values)
-        if penalties.frequency is not None or penalties.presence is not None:
-            in_output = counts.bitwise_and_(IN_PROMPT - 1)
-            if penalties.frequency is not None:
-                values = values - penalties.frequency * in_output
-            if penalties.presence is not None:
-                values = values - penalties.presence * (in_output > 0)
+        if penalties.frequency is not None:
+            values = values.addcmul(penalties.frequency, counts.floor(), value=-1)
+        if penalties.presence is not None:
+            values = torch.where(counts >= 1, values - penalties.presence, values)
         return values if where is None else logits.index_copy(0, where, values)
 
     def _upload(self, indices: np.ndarray) -> Tensor:
