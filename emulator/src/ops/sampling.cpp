@@ -123,43 +123,51 @@ void cut_top_k(float *row, int64_t n, int64_t k) {
 }
 
 // Sorts only the logits near the cut. If rounding could decide, returns false and writes nothing.
-bool cut_top_p(float *row, const double *weights, int64_t n, double p, float greatest) {
+// The relative error of the sums, for up to millions of weights, is smaller than kNear<Weight>.
+template <typename Weight> constexpr double kNear = std::is_same_v<Weight, float> ? 4e-6 : 1e-9;
+template <typename Weight> bool cut_top_p(const Tensor &logits, double p, float greatest) {
   constexpr int kBuckets = 1024;
-  // fraction of the sum; the rounding error is smaller for up to millions of logits
-  constexpr double kNear = 1e-9;
-  auto bucket_of = [&](float x) {
-    return static_cast<int>(std::min((greatest - x) * 64, float(kBuckets - 1)));
-  };
+  Tensor probabilities = (logits.to(c10::CppTypeToScalarType<Weight>::value) - greatest).exp_();
+  auto *row = logits.data_ptr<float>();
+  const auto *weights = probabilities.data_ptr<Weight>();
+  const int64_t n = logits.size(0);
+  // These loops have no branches, so that the compiler can use vectors.
+  static thread_local std::vector<int32_t> memory;
+  memory.resize(n);
+  int32_t *buckets = memory.data();
+  for (int64_t i = 0; i < n; i++)
+    buckets[i] = static_cast<int32_t>(std::min((greatest - row[i]) * 64, float(kBuckets - 1)));
   double sums[kBuckets] = {}, total = 0, above = 0;
   for (int64_t i = 0; i < n; i++)
-    sums[bucket_of(row[i])] += weights[i];
+    sums[buckets[i]] += weights[i];
   for (double sum : sums)
     total += sum;
-  const double goal = p * total, near = kNear * total;
+  const double goal = p * total, near = kNear<Weight> * total;
   int cut = 0;
   while (cut < kBuckets - 1 && above + sums[cut] < goal)
     above += sums[cut++];
   static thread_local std::vector<std::pair<float, int64_t>> found;
   found.clear();
   for (int64_t i = 0; i < n; i++)
-    if (bucket_of(row[i]) == cut)
+    if (buckets[i] == cut)
       found.emplace_back(row[i], i);
   std::sort(found.begin(), found.end(), std::greater<>());
-  std::pair<float, int64_t> last;  // the last entry that is kept
-  for (auto &entry : found) {
+  auto last = found.begin();  // the last entry that is kept
+  for (auto entry = found.begin(); entry != found.end(); ++entry) {
     bool is_first = above == 0;
     if (!is_first && std::abs(above - goal) < near)
       return false;
     if (!is_first && above > goal)
       break;
     last = entry;
-    above += weights[entry.second];
+    above += weights[entry->second];
   }
   if (above < goal + near)
     return false;
   for (int64_t i = 0; i < n; i++)
-    if (std::pair(row[i], i) < last)
-      row[i] = -INFINITY;
+    row[i] = row[i] < last->first ? -INFINITY : row[i];
+  for (auto entry = last + 1; entry != found.end(); ++entry)  // equal logits with smaller indices
+    row[entry->second] = -INFINITY;
   return true;
 }
 
@@ -185,11 +193,8 @@ OP(aclnnApplyTopKTopP, [](Tensor logits, OptTensor p, OptTensor k, Tensor out) {
     }
     if (count < n)
       cut_top_k(x, n, count);
-    if (part) {
-      Tensor weights = (row.to(at::kDouble) - most).exp_();
-      if (!cut_top_p(x, weights.data_ptr<double>(), n, *part, most))
-        cut_by_sorting(row, n, part);
-    }
+    if (part && !cut_top_p<float>(row, *part, most) && !cut_top_p<double>(row, *part, most))
+      cut_by_sorting(row, n, part);
   }
   out.copy_(kept);
 })
