@@ -3,9 +3,9 @@
 A paced engine sends each stream a token at every step, over the usual links between engines and
 clients. The bench measures the CPU time per token of the processes that serve HTTP, and the time
 from a step's result to the client's frame. It compares ``dist-aclgraph serve`` with a bare uvicorn
-that sends the same frames (the floor), with Ray Serve behind Ray's own proxy, and with Ray Serve
-behind HAProxy. All servers take turns in one run. On a busy machine, CPU times are still
-meaningful, but wall times are not.
+that sends the same frames (the floor), with requests that have a tool, with Ray Serve behind Ray's
+own proxy, and with Ray Serve behind HAProxy. All servers take turns in one run. On a busy machine,
+CPU times are still meaningful, but wall times are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +38,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 TEXT = "The device never waits for the host, and tokens never wait for their readers. "
 PATH = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 WARM_UP = 20  # steps
 SETTLE_S = 0.05  # seconds after the last step, in which servers send the step's frames
 FRAMES_BEFORE = 1  # frames before the first token's frame: one frame with the assistant's role
@@ -128,12 +129,16 @@ def measure(
             turn(client, servers[-1], request, 1, pace, tokens)
         if is_apart:
             part_cores(servers, client)
+        # In this variant, the ingress searches the text of each token for calls of a tool.
+        with_tool = make_request(PATH, _body(config, pace.steps, tools=[TOOL]))
+        asked = [(server, request) for server in servers]
+        asked.insert(2, (replace(served, name=f"{served.name}, a tool"), with_tool))
         turns: dict[tuple[str, int], list[Turn]] = {}
-        order = [(size, server) for _ in range(repeats) for size in sizes for server in servers]
+        order = [(size, *each) for _ in range(repeats) for size in sizes for each in asked]
         task = bar.add_task("", total=len(order))
-        for size, server in order:
+        for size, server, sent in order:
             bar.update(task, description=f"{server.name}, {size} streams")
-            found = turn(client, server, request, size, pace, tokens)
+            found = turn(client, server, sent, size, pace, tokens)
             turns.setdefault((server.name, size), []).append(found)
             bar.advance(task)
     return {
@@ -304,18 +309,20 @@ def _config(num_streams: int, pace: Pace) -> Config:
         {
             "model": str(shipped("models/tiny-qwen3")),
             "scheduler": {"max_num_seqs": num_streams},
-            "max_model_len": pace.steps + 128,
+            "max_model_len": pace.steps + 512,
+            "serve": {"tool_format": "hermes"},
         }
     )
 
 
-def _body(config: Config, max_tokens: int) -> bytes:
+def _body(config: Config, max_tokens: int, **more: Any) -> bytes:
     return json.dumps(
         {
             "model": config.name,
             "messages": [{"role": "user", "content": "Count."}],
             "max_tokens": max_tokens,
             "stream": True,
+            **more,
         }
     ).encode()
 
