@@ -238,13 +238,15 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
     decoder.replay(graph, rows)
     wait.take_us(ReplaySpan())
 
-    def step(pause_s: float) -> float:
+    def step() -> float:
         grow(rows, 0)
         decoder.write(graph.descriptor.num_tokens, rows)
         span = wait.begin(decoder.main)
         addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
+        has_begun = decoder.main.record_event()
         graph.replay(decoder.main, decoder.side, addresses, lens)
-        time.sleep(pause_s)
+        has_begun.synchronize()
+        time.sleep(0.1)
         wait.end(span, decoder.side, graph.updates.after_replay(decoder.main, decoder.side, lens))
         graph.updates.send_ahead(
             decoder.main, decoder.side, decoder.lens(graph, rows, 1), after(LAYERS)
@@ -252,9 +254,10 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
         decoder.npu.synchronize()
         return wait.take_us(span)
 
-    behind = step(0.05)
-    assert behind > 45e3  # the device waited for updates while the host slept
-    assert step(0.05) < behind / 2  # the updates were sent ahead
+    behind = step()
+    assert behind > 50e3  # the device waited for updates while the host slept
+    # Now the updates are sent ahead. A busy machine can delay the device in some of the steps.
+    assert min(step() for _ in range(5)) < behind / 2
     assert wait.take_us(ReplaySpan()) == 0.0
 
 
