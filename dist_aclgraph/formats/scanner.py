@@ -54,6 +54,7 @@ class Scanner:
     """
 
     def __init__(self, token_ids: Mapping[str, int], *, holds_space: bool) -> None:
+        self._token_ids = token_ids
         self._codes = {
             text: chr(FIRST_CODE + i) for i, text in enumerate(sorted(token_ids, key=len)[::-1])
         }
@@ -73,6 +74,10 @@ class Scanner:
         self.num_calls = 0
         self.left_out: tuple[str, ...] = ()
         self.strings_end = True  # whether all strings within JSON values were closed so far
+
+    def trial(self) -> Scanner:
+        """Return a scanner with the same marker tokens, which has read nothing."""
+        return Scanner(self._token_ids, holds_space=self._holds_space)
 
     # ---- text
 
