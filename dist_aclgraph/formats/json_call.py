@@ -99,16 +99,17 @@ def _object_of(text: str) -> str:
     return "{}" if text.strip() in ("", "null") else text
 
 
-def copy_list(scanner: Scanner, before: str, name_key: str = "name") -> Scan[None]:
-    """Read calls in a list, after the bracket that opens the list.
+def copy_calls(scanner: Scanner, before: str, name_key: str = "name") -> Scan[None]:
+    """Read calls in a list. Models also write the calls without the brackets of the list.
 
-    Text of the list that is no call is content. If there is no call at all, the text since
-    ``Scanner.keep`` was called is content, too.
+    Text that is no call is content. If there is no call at all, the text since ``Scanner.keep`` was
+    called is content, too.
 
     Args:
         before: the marker before the kept text.
         name_key: the key of each call's name.
     """
+    yield from scanner.match("[")
     while True:
         yield from scanner.skip_space()
         outcome = yield from copy_call(scanner, name_key=name_key)
@@ -136,12 +137,11 @@ def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        outcome = yield from copy_call(scanner)
-        if outcome is Outcome.NO_CALL:
-            scanner.content(begin + scanner.give_back())
+        num_calls = scanner.num_calls
+        yield from copy_calls(scanner, begin)
+        if scanner.num_calls == num_calls:
             marker = yield from scanner.copy_until([begin], scanner.content)
             continue
-        scanner.let_go()
         yield from scanner.skip_space()
         marker = yield from scanner.copy_until([end, begin], scanner.content)
         if marker == end:

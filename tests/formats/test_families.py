@@ -185,3 +185,51 @@ def test_either_marker_of_reasoning_in_a_template_chooses_the_reasoning(template
     thought = choose_format(template, lambda text: None).thought
 
     assert (thought and thought.end) == expected
+
+
+ONE = '{"name": "find", "arguments": %s}' % JSON
+TWO = f'{ONE}, {{"name": "stop"}}'
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", f"[TOOL_CALLS] {TWO}"),
+        ("mistral", f"[TOOL_CALLS] [TOOL_CALLS] [{TWO}]"),
+        ("mistral", f"[TOOL_CALLS][TOOL_CALLS]{TWO}"),
+        ("granite", f"<|tool_call|>{TWO}"),
+        ("hunyuan", f"<tool_calls>{TWO}</tool_calls>"),
+        ("hunyuan", f"<tool_calls>\n{TWO}\n</tool_calls>"),
+        ("hermes", f"<tool_call>\n[{TWO}]\n</tool_call>"),
+        ("hermes", f"<tool_call>{TWO}</tool_call>"),
+        (
+            "cohere2",
+            f"<|START_ACTION|>\n{TWO}<|END_ACTION|>".replace('"name"', '"tool_name"'),
+        ),
+    ],
+)
+@given(sizes=SIZES)
+def test_calls_may_be_a_list_or_not(name, text, has_tokens, sizes):
+    form = make_format(name, has_tokens=has_tokens)
+
+    assert read(form, f"I look.{text}", sizes) == Message("I look.", calls=[FOUND, STOPPED])
+    single = text.replace(', {"name": "stop"}', "").replace(', {"tool_name": "stop"}', "")
+    assert read(form, f"{single} Done.", sizes) == Message("Done.", calls=[FOUND])
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", '[TOOL_CALLS]{"a": 1}'),
+        ("mistral", "[TOOL_CALLS] [TOOL_CALLS] {"),
+        ("mistral", "[TOOL_CALLS][TOOL_CALLS]is a marker"),
+        ("granite", '<|tool_call|>{"a": {"name": "find"}}'),
+        ("hunyuan", '<tool_calls>{"a": 1}</tool_calls>'),
+        ("hermes", '<tool_call>[1, {"name": "stop"}]</tool_call>'),
+        ("cohere2", '<|START_ACTION|>{"name": 1}<|END_ACTION|>'),
+    ],
+)
+def test_json_that_is_no_call_is_text(name, text, has_tokens):
+    assert read(make_format(name, has_tokens=has_tokens), text) == Message(text)
