@@ -233,3 +233,20 @@ def test_calls_may_be_a_list_or_not(name, text, has_tokens, sizes):
 )
 def test_json_that_is_no_call_is_text(name, text, has_tokens):
     assert read(make_format(name, has_tokens=has_tokens), text) == Message(text)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("end", ["</{0}function_calls>", ""])
+@pytest.mark.parametrize(("name", "mark"), [("deepseek_v32", "｜DSML｜"), ("minimax_m2", "")])
+@given(sizes=SIZES)
+def test_calls_in_tags_may_lack_the_first_tag(name, mark, end, has_tokens, sizes):
+    form = make_format(name, has_tokens=has_tokens)
+    if not mark:
+        end = end and "</minimax:tool_call>"
+    call = '<{0}invoke name="find">\n<{0}parameter name="n">1</{0}parameter>\n</{0}invoke>\n'
+    text = f'I look.\n{call}<{{0}}invoke name="stop"></{{0}}invoke>{end}'.format(mark)
+
+    expected = [("find", '{"n": 1}', True), STOPPED]
+    assert read(form, text, sizes) == Message("I look.", calls=expected)
+    for other in ('<{0}invoke name="other">x</{0}invoke>', "<{0}invoke is a tag>", "<{0}invoke"):
+        assert read(form, other.format(mark), sizes) == Message(other.format(mark))
