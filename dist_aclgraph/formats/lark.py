@@ -189,12 +189,12 @@ class Lark:
         return f"{self.until(ANY, begin, begins)} {rest}{call[found.end() :]}"
 
     def text_unless(self, opens: str, tag: str) -> str:
-        """Return an expression for text that begins neither with the character ``opens`` nor with
-        ``tag``. White space at the beginning of the text does not count.
+        """Return an expression for text that does not contain ``tag``, and does not begin with the
+        character ``opens``. White space at the beginning of the text does not count.
         """
         sign = f"/{SPACE}*([^\\s\\x1c-\\x1f\\{opens}](.|\\n)*)?/"
         if texts := self._spelled([tag]):
-            sign = f"{sign} & ~/{SPACE}*({_any_of(texts)})(.|\\n)*/"
+            sign = f"{sign} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/"
         return self._terminal(sign)
 
     def _cut(self, text: str) -> tuple[str, str]:

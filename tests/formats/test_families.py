@@ -9,6 +9,7 @@ from dist_aclgraph.formats.choice import choose_format
 from dist_aclgraph.formats.reasoning import find_thought
 from tests.formats.answers import FOUND, JSON, STOPPED, THINK, TOOLS, Message, make_format
 from tests.formats.test_formats import SIZES, read
+from tests.formats.walk import Walk
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -187,7 +188,7 @@ def test_either_marker_of_reasoning_in_a_template_chooses_the_reasoning(template
     assert (thought and thought.end) == expected
 
 
-ONE = '{"name": "find", "arguments": %s}' % JSON
+ONE = f'{{"name": "find", "arguments": {JSON}}}'
 TWO = f'{ONE}, {{"name": "stop"}}'
 
 
@@ -250,3 +251,43 @@ def test_calls_in_tags_may_lack_the_first_tag(name, mark, end, has_tokens, sizes
     assert read(form, text, sizes) == Message("I look.", calls=expected)
     for other in ('<{0}invoke name="other">x</{0}invoke>', "<{0}invoke is a tag>", "<{0}invoke"):
         assert read(form, other.format(mark), sizes) == Message(other.format(mark))
+
+
+CALLS = {
+    "llama3_json": f'{{"name": "find", "parameters": {JSON}}}; {{"name": "stop"}}',
+    "pythonic": '[find(n=1, text="a\\"}{\\n ü", more={"k": [1, 2]}), stop()]',
+}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "tag"), [("llama3_json", "<|python_tag|>"), ("pythonic", "<|python_start|>")]
+)
+@given(sizes=SIZES)
+def test_a_tag_announces_calls_after_text(name, tag, has_tokens, sizes):
+    form, text = make_format(name, has_tokens=has_tokens), f"I look.\n\n{tag}{CALLS[name]}"
+
+    assert read(form, text, sizes) == Message("I look.", calls=[FOUND, STOPPED])
+    twice = read(form, f"{text} {tag} {CALLS[name]}", sizes)
+    assert twice == Message("I look.", calls=[FOUND, STOPPED] * 2)
+    for other in (
+        f"a {tag} is a tag",
+        f"a {tag}{CALLS[name].replace('find', 'other')}",
+        f"a {tag}",
+    ):
+        assert read(form, other, sizes, tools={"find": {}}) == Message(other)
+    untagged = text.replace(tag, "")
+    assert read(form, untagged, sizes) == Message(untagged)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "tag"), [("llama3_json", "<|python_tag|>"), ("pythonic", "<|python_start|>")]
+)
+def test_text_beside_strict_tools_has_no_tag(name, tag, has_tokens):
+    walk = Walk(name, TOOLS, has_tokens=has_tokens)
+    form = walk.form.structured(None, TOOLS, ["stop"])
+    assert form is not None
+
+    assert walk.allows(form, walk.tokens("a <|python"))
+    assert not walk.allows(form, walk.tokens(f"a {tag}"))
