@@ -291,3 +291,31 @@ def test_text_beside_strict_tools_has_no_tag(name, tag, has_tokens):
 
     assert walk.allows(form, walk.tokens("a <|python"))
     assert not walk.allows(form, walk.tokens(f"a {tag}"))
+
+
+ANSWER = "<|start|>assistant<|channel|>final<|message|>Yes"
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("<|channel|>commentary to=python <|constrain|>code", Message("Yes", "stop()")),
+        ("assistant to=container.exec<|channel|>commentary", Message("Yes", "stop()")),
+        ("<|channel|>commentary to=assistant<|channel|>analysis", Message("Yes", "stop()")),
+        ("<|channel|>commentary to=user", Message("stop()Yes")),
+        ("<|channel|>commentary to=assistant<|channel|>final", Message("stop()Yes")),
+        (
+            "<|channel|>analysis to=functions.other code",
+            Message("Yes", calls=[("other", "stop()", True)]),
+        ),
+        ("<|channel|>commentary to=stop", Message("Yes", calls=[("stop", "stop()", True)])),
+    ],
+)
+def test_only_messages_of_gpt_oss_to_functions_are_calls(head, expected, has_tokens):
+    form = make_format("gpt_oss", has_tokens=has_tokens)
+    text = f"{head}<|message|>stop()<|end|>{ANSWER}"
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes) == expected
+    assert not read(form, text, tools=None).calls

@@ -4,7 +4,9 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-``analysis`` is reasoning. A message to a function is a call. All other messages are content.
+``analysis`` is reasoning. A message to a function is a call. The model also knows tools that are
+no functions, such as ``python``; a message to such a tool is reasoning, unless the request has a
+tool of this name. All other messages are content.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
 BEGINS = ()  # the channel of a message says whether the message is a call
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(?P<function>functions\.)?(?P<name>[^\s<]+)")
+NOBODY = ("assistant", "user", "all")  # recipients that are no tools
 
 
 def fits(template: str) -> bool:
@@ -43,10 +46,11 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             continue
         scanner.let_go()
         shown = scanner.shown(head)
-        name = shown.partition(CHANNEL)[2].strip()
-        recipient = _RECIPIENT.search(shown)
-        if recipient is not None:
-            scanner.begin_call(recipient.group(1))
+        channel = shown.rpartition(CHANNEL)[2].strip()
+        recipients = [each for each in _RECIPIENT.finditer(shown) if each["name"] not in NOBODY]
+        recipient = recipients[-1] if recipients else None
+        if recipient and tools and (recipient["function"] or recipient["name"] in tools):
+            scanner.begin_call(recipient["name"])
             yield from scanner.skip_space()
             if (marker := (yield from scanner.match(*ends))) is not None:
                 scanner.arguments("{}")
@@ -56,7 +60,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 marker = yield from scanner.copy_until(ends, scanner.arguments, in_call=True)
             if marker is not None:
                 scanner.end_call()
-        elif name.startswith("analysis"):
+        elif recipient or channel.startswith("analysis"):
             yield from scanner.begin_reasoning()
             if (yield from scanner.copy_until(ends, scanner.reasoning)) is not None:
                 scanner.end_reasoning()
