@@ -96,7 +96,22 @@ def read_thought(
             scanner.unread(marker)
     else:
         scanner.unread(scanner.give_back())
+    yield from _skip_ends(scanner, end)
     yield from read_answer(scanner)
+
+
+def _skip_ends(scanner: Scanner, end: str) -> Scan[None]:
+    """Leave out further end markers before the answer: some models end their reasoning twice, or
+    end reasoning that they have not begun.
+    """
+    while True:
+        scanner.keep()
+        yield from scanner.skip_space()
+        if not (yield from scanner.match(end)):
+            scanner.unread(scanner.give_back())
+            return
+        scanner.let_go()
+        scanner.end_reasoning()
 
 
 def _begins_call(scanner: Scanner, marker: str, calls: CallsInThought) -> Scan[bool]:

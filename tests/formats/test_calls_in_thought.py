@@ -62,3 +62,17 @@ def test_a_call_before_an_answer_with_an_output_format_is_reasoning(name):
     events = [event for token in tokens for event in reader.feed(*token)]
 
     assert folded(events + reader.finish()) == Message("Yes", call)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("is_thinking", [True, False])
+@pytest.mark.parametrize("ends", ["</think>", "</think></think>", "\n</think>\n\n</think>\n"])
+def test_an_end_of_no_reasoning_is_left_out(ends, is_thinking, has_tokens):
+    form = make_format("hermes", has_tokens=has_tokens, thought=THINK)
+
+    for sizes in SIZES:
+        for text in ("Yes", "Yes </think>", "  Yes", ""):
+            found = read(form, ends + text, sizes, is_thinking=is_thinking)
+            assert found == Message(text.lstrip("\n"))
+        opened = read(form, f"<think>hm{ends}Yes", sizes)
+        assert opened == Message("Yes", "hm")
