@@ -16,6 +16,11 @@ MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 # The constants as Python writes them. Some templates write them instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}
+# Names of types that are not JSON schema's, but occur in schemas of tools.
+_OTHER_NAMES = {
+    **{"int": "integer", "float": "number", "double": "number", "bool": "boolean"},
+    **{"str": "string", "dict": "object", "list": "array"},
+}
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -39,10 +44,11 @@ class Arguments:
 
         Args:
             trims: whether the value omits one newline at each end of the text.
-            is_text: whether the value is a string; None means that the schema decides.
+            is_text: whether the model says that the value is a string. The schema decides if this
+                is None, or if the schema allows no string.
         """
         types = types_of(property_of(name, self._schema), self._schema)
-        if is_text is None:
+        if is_text is None or (is_text and types and "string" not in types):
             is_text = types == {"string"}
         if trims:
             yield from self._scanner.match("\n")
@@ -215,9 +221,9 @@ def _types(
         return known[reference]
     kind = schema.get("type")
     if isinstance(kind, str):
-        return {kind}
+        return {_OTHER_NAMES.get(kind, kind)}
     if isinstance(kind, list):
-        return {each for each in kind if isinstance(each, str)}
+        return {_OTHER_NAMES.get(each, each) for each in kind if isinstance(each, str)}
     if isinstance(values := schema.get("enum"), list):
         return {_type_of(value) for value in values}
     if "const" in schema:
