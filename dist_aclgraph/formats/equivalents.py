@@ -12,7 +12,8 @@ from typing import Any
 from dist_aclgraph.formats.look_ahead import ANY, without_look_ahead
 from dist_aclgraph.formats.no_effect import leave_out_no_effect
 from dist_aclgraph.formats.one_of import parts_of
-from dist_aclgraph.formats.typed_values import resolve
+from dist_aclgraph.formats.regex_dialect import in_dialect
+from dist_aclgraph.formats.typed_values import OTHER_NAMES, resolve
 
 # Keywords that do not restrict the name of a property.
 _NOTES = {"type", "title", "description", "default", "examples"}
@@ -33,6 +34,13 @@ def use_equivalents(schema: dict[str, Any]) -> None:
                 del part["format"]
             if "(?" in pattern:
                 _replace_look_ahead(part, pattern)
+            part["pattern"] = in_dialect(part["pattern"])
+        named = part.get("patternProperties")
+        if isinstance(named, Mapping):
+            part["patternProperties"] = {in_dialect(key): each for key, each in named.items()}
+        kind = part.get("type")
+        if isinstance(kind, str):
+            part["type"] = OTHER_NAMES.get(kind, kind)
     leave_out_no_effect(schema)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.equivalents import use_equivalents
 from dist_aclgraph.formats.one_of import is_any_of
+from dist_aclgraph.formats.regex_dialect import in_dialect
 from dist_aclgraph.formats.schema_values import (
     not_by_parameters,
     pattern_of,
@@ -139,7 +140,7 @@ class Lark:
         if form.kind == "choice":
             return choice_of([_quoted(text) for text in form.choice or ()])
         if form.kind == "regex":
-            return f"/{_escaped(form.text)}/" if form.text else _quoted("")
+            return f"/{_escaped(in_dialect(form.text))}/" if form.text else _quoted("")
         raise InvalidParameterError(
             "a grammar cannot be combined with tools, or with this model's reasoning; use a JSON "
             "schema, a regex or a choice",

@@ -17,7 +17,7 @@ _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 # The constants as Python writes them. Some templates write them instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}
 # Names of types that are not JSON schema's, but occur in schemas of tools.
-_OTHER_NAMES = {
+OTHER_NAMES = {
     **{"int": "integer", "float": "number", "double": "number", "bool": "boolean"},
     **{"str": "string", "dict": "object", "list": "array"},
 }
@@ -221,9 +221,9 @@ def _types(
         return known[reference]
     kind = schema.get("type")
     if isinstance(kind, str):
-        return {_OTHER_NAMES.get(kind, kind)}
+        return {OTHER_NAMES.get(kind, kind)}
     if isinstance(kind, list):
-        return {_OTHER_NAMES.get(each, each) for each in kind if isinstance(each, str)}
+        return {OTHER_NAMES.get(each, each) for each in kind if isinstance(each, str)}
     if isinstance(values := schema.get("enum"), list):
         return {_type_of(value) for value in values}
     if "const" in schema:
