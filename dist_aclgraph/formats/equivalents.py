@@ -17,6 +17,9 @@ from dist_aclgraph.formats.typed_values import OTHER_NAMES, resolve
 
 # Keywords that do not restrict the name of a property.
 _NOTES = {"type", "title", "description", "default", "examples"}
+# llguidance refuses limits beyond 64-bit integers, such as the least 64-bit integer and the largest
+# 32-bit float. This is the largest number below these limits that a float can represent.
+MOST = 2**63 - 1024
 
 
 def use_equivalents(schema: dict[str, Any]) -> None:
@@ -41,7 +44,15 @@ def use_equivalents(schema: dict[str, Any]) -> None:
         kind = part.get("type")
         if isinstance(kind, str):
             part["type"] = OTHER_NAMES.get(kind, kind)
+        for key in ("minimum", "exclusiveMinimum"):
+            part.update({key: -MOST} if _is_number(part.get(key)) and part[key] < -MOST else {})
+        for key in ("maximum", "exclusiveMaximum"):
+            part.update({key: MOST} if _is_number(part.get(key)) and part[key] > MOST else {})
     leave_out_no_effect(schema)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _replace_look_ahead(part: dict[str, Any], pattern: str) -> None:
