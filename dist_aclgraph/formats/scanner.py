@@ -67,6 +67,7 @@ class Scanner:
         self.is_closed = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space of content that is held back
+        self._between = ""  # white space between content and a call after it
         self._newlines: list[str] = []  # newlines at the end of reasoning that are held back
         self._is_after_reasoning = False
         self._has_content = False
@@ -352,6 +353,9 @@ class Scanner:
             text = space + kept
             if self.num_calls and not self._has_content:
                 text = text.lstrip()
+            elif not text[:1].isspace():
+                text = self._between + text
+            self._between = ""
         if text:
             self._has_content = True
             self._events.append(Content(self.shown(text)))
@@ -377,6 +381,8 @@ class Scanner:
         self.in_thought = False
 
     def begin_call(self, name: str, call_id: str = "") -> None:
+        if self._has_content:
+            self._between = self._between or "".join(self._space)
         self._space = []
         self._is_after_reasoning = False
         self._events.append(CallBegin(self.num_calls, self.shown(name), self.shown(call_id)))

@@ -319,3 +319,24 @@ def test_only_messages_of_gpt_oss_to_functions_are_calls(head, expected, has_tok
     for sizes in ((1,), (2, 3), (100,)):
         assert read(form, text, sizes) == expected
     assert not read(form, text, tools=None).calls
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("I look.\n\n", "\nDone.", "I look.\nDone."),
+        ("I look. ", "Done.", "I look. Done."),
+        ("I look.", "Done.", "I look.\nDone."),  # the line break between the calls
+        ("I look.\n", "", "I look."),
+        ("", "\nDone.", "Done."),
+        ("\n", "\nDone.\n", "Done."),
+    ],
+)
+def test_white_space_before_a_call_divides_the_texts_around_it(before, after, expected, has_tokens):
+    call = "<tool_call>stop\n</tool_call>"
+    text = f"{before}{call}\n{call}{after}"
+
+    for sizes in ((1,), (2, 3), (100,)):
+        found = read(make_format("glm45", has_tokens=has_tokens), text, sizes)
+        assert found == Message(expected, calls=[STOPPED] * 2)
