@@ -340,3 +340,19 @@ def test_white_space_before_a_call_divides_the_texts_around_it(before, after, ex
     for sizes in ((1,), (2, 3), (100,)):
         found = read(make_format("glm45", has_tokens=has_tokens), text, sizes)
         assert found == Message(expected, calls=[STOPPED] * 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<arg_key>n</arg_key><arg_value>1<arg_key>text</arg_key><arg_value>a</tool_call>",
+        "<arg_key>n<arg_value>1</arg_value><arg_key>text<arg_value>a</arg_value></tool_call>",
+        "<arg_key>n<arg_value>1<arg_key>text\n<arg_value>a</tool_call>",
+    ],
+)
+def test_end_tags_of_glm_may_be_missing(text):
+    form = make_format("glm45", has_tokens=True)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        found = read(form, f"<tool_call>find\n{text}", sizes)
+        assert found == Message(calls=[("find", '{"n": 1, "text": "a"}', True)])

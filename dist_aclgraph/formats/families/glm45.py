@@ -51,23 +51,26 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         name = name.strip()
         scanner.begin_call(name)
         arguments = Arguments(scanner, tools.get(name, {}))
+        # Models can forget the end tags. Then the next tag ends the text, if it is a token.
+        value_ends = [value_end, end, *([key_begin] if key_begin != KEY else [])]
+        key_ends = [key_end, end, *([value_begin] if value_begin != VALUE else [])]
         while marker == key_begin:
-            key, marker = yield from scanner.read_until([key_end, end])
+            key, marker = yield from scanner.read_until(key_ends)
             if marker is None:
                 return
-            if marker != key_end:
+            if marker == end:
                 break
-            yield from scanner.skip_space()
-            if not (yield from scanner.match(value_begin)):
-                marker = None
-                break
-            marker = yield from arguments.copy_value(key.strip(), [value_end, end])
+            if marker == key_end:
+                yield from scanner.skip_space()
+                if not (yield from scanner.match(value_begin)):
+                    marker = None
+                    break
+            marker = yield from arguments.copy_value(key.strip(), value_ends)
             if marker is None:
                 return
-            if marker != value_end:
-                break
-            yield from scanner.skip_space()
-            marker = yield from scanner.match(key_begin, end)
+            if marker == value_end:
+                yield from scanner.skip_space()
+                marker = yield from scanner.match(key_begin, end)
         if marker is None and scanner.is_cut(key_begin, value_begin, end):
             return
         arguments.end()
