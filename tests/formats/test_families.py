@@ -356,3 +356,39 @@ def test_end_tags_of_glm_may_be_missing(text):
     for sizes in ((1,), (2, 3), (100,)):
         found = read(form, f"<tool_call>find\n{text}", sizes)
         assert found == Message(calls=[("find", '{"n": 1, "text": "a"}', True)])
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('<|channel|>final {"n": 1}<|return|>', Message('{"n": 1}')),
+        (
+            "<|channel|>analysis hm<|end|><|start|>assistant<|channel|>final[1]",
+            Message("[1]", "hm"),
+        ),
+        (
+            f"<|channel|>commentary to=functions.stop {{}}<|end|>{ANSWER}",
+            Message("Yes", calls=[STOPPED]),
+        ),
+        (
+            f"<|channel|>commentary to=functions.stop <|constrain|>json{{}}<|call|>{ANSWER}",
+            Message("Yes", calls=[STOPPED]),
+        ),
+        (f"<|channel|>final {'long ' * 100}<|end|>", Message("long " * 100)),
+        # The answer is cut off within the head of its second message.
+        ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>final", Message("Yes")),
+        ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>fi", Message("Yes")),
+        ("<|channel|>comm", Message()),
+        (
+            f"<|channel|>commentary to=functions.stop {'x' * 300}<|end|>{ANSWER}",
+            Message(f"<|channel|>commentary to=functions.stop {'x' * 300}Yes"),
+        ),
+        ("<|channel|>commentary to=functions.stop <|constrain|>js", Message()),
+    ],
+)
+def test_the_head_of_a_message_of_gpt_oss_may_lack_its_marker(text, expected, has_tokens):
+    form = make_format("gpt_oss", has_tokens=has_tokens)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes) == expected

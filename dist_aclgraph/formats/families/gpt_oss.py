@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from dist_aclgraph.formats.lark import ANY_TEXT, Lark
@@ -32,19 +33,31 @@ def fits(template: str) -> bool:
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
-    start, end, message, _, _, returned, call = map(scanner.coded, MARKERS)
+    scanned = [scanner.coded(marker) for marker in MARKERS]
+    start, end, message, channel_begin, constrain, returned, call = scanned
     ends = (end, call, returned, start)
     while (yield from scanner.peek()):
         scanner.keep()
         head, marker = yield from scanner.read_head([message, *ends])
-        if marker != message:  # the text is not the head of a message
+        if marker != message:
             text = scanner.give_back(marker or "")
-            if text.strip():  # white space between two messages is left out
-                scanner.content(text)
-            if marker is None:
-                yield from scanner.copy_until(ends, scanner.content)
-            continue
-        scanner.let_go()
+            found = _head(channel_begin, constrain).match(text)
+            rest = "" if found is None else text[found.end() :]
+            is_tool = found is not None and "to=" in found[0]
+            if found is not None and marker is None and not (yield from scanner.peek()):
+                is_cut = "{" not in rest if is_tool else any(m.startswith(rest) for m in scanned)
+                if is_cut:  # the answer ends within a head
+                    return
+            if found is None or (is_tool and rest[:1] not in ("{", "")):
+                if text.strip():  # white space between two messages is left out
+                    scanner.content(text)
+                if marker is None:
+                    yield from scanner.copy_until(ends, scanner.content)
+                continue
+            head = found[0]  # models can forget the marker behind the head
+            scanner.unread(rest + (marker or ""))
+        else:
+            scanner.let_go()
         shown = scanner.shown(head)
         channel = shown.rpartition(CHANNEL)[2].strip()
         recipients = [each for each in _RECIPIENT.finditer(shown) if each["name"] not in NOBODY]
@@ -66,6 +79,17 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 scanner.end_reasoning()
         else:
             yield from scanner.copy_until(ends, scanner.content)
+
+
+@cache
+def _head(channel: str, constrain: str) -> re.Pattern[str]:
+    """Return a pattern for the head of a message: a role, a channel, a recipient, and the type of
+    the message's text.
+    """
+    return re.compile(
+        rf"(?:assistant)?\s*(?:to=\S+?\s*)?{re.escape(channel)}\s*[a-z]+"
+        rf"(?:\s+to=[^\s<{{\ud800-\udfff]+)?\s*(?:{re.escape(constrain)}\s*[a-z]*)?\s*"
+    )
 
 
 def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
