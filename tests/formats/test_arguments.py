@@ -265,3 +265,36 @@ def test_long_texts_are_no_python_literals():
         ((_, arguments, _),) = read(form, f"[find(unknown=[{values}])]", (100,)).calls
 
         assert json.loads(arguments) == {"unknown": expected}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("key", ["arguments", "input"])
+@pytest.mark.parametrize(
+    ("value", "more", "expected"),
+    [
+        ('{"n": 1, "text": "a}"}', "", {"n": 1, "text": "a}"}),
+        ('{"n": 1}', "word", {"n": 1, "word": "b"}),
+        ("{}", "", {}),
+        ("{}", "word", {"word": "b"}),
+        ('{"other": 1}', "", None),
+        ("[1]", "", None),
+        ("many", "", None),
+    ],
+)
+def test_all_arguments_may_be_one_object(key, value, more, expected, has_tokens):
+    form = make_format("deepseek_v32", has_tokens=has_tokens)
+    part = '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>'
+    parts = part.format(key, value) + (part.format(more, "b") if more else "")
+    text = f'<｜DSML｜function_calls><｜DSML｜invoke name="find">{parts}</｜DSML｜invoke>'
+
+    ((_, arguments, is_whole),) = read(form, text).calls
+    known = {"find": {"properties": {**TOOLS["find"]["properties"], key: {}}}}
+    ((_, unchanged, _),) = read(form, text, tools=known).calls
+
+    assert is_whole
+    try:
+        other = {key: json.loads(value)}
+    except ValueError:
+        other = {key: value}
+    assert json.loads(arguments) == (other if expected is None else expected)
+    assert json.loads(unchanged) == {**other, **({more: "b"} if more else {})}
