@@ -100,7 +100,8 @@ def _object_of(text: str) -> str:
 
 
 def copy_calls(scanner: Scanner, before: str, name_key: str = "name") -> Scan[None]:
-    """Read calls in a list. Models also write the calls without the brackets of the list.
+    """Read calls in a list. Models also write the calls without the brackets or the commas of the
+    list.
 
     Text that is no call is content. If there is no call at all, the text since ``Scanner.keep`` was
     called is content, too.
@@ -122,7 +123,7 @@ def copy_calls(scanner: Scanner, before: str, name_key: str = "name") -> Scan[No
         yield from scanner.skip_space()
         before = ""
         scanner.keep()
-        if not (yield from scanner.match(",")):
+        if not (yield from scanner.match(",")) and (yield from scanner.peek()) != "{":
             scanner.let_go()
             yield from scanner.match("]")
             return

@@ -215,7 +215,10 @@ def test_calls_may_be_a_list_or_not(name, text, has_tokens, sizes):
     form = make_format(name, has_tokens=has_tokens)
 
     assert read(form, f"I look.{text}", sizes) == Message("I look.", calls=[FOUND, STOPPED])
+    lines = text.replace('}, {"', '}\n{"')
+    assert read(form, f"I look.{lines}", sizes) == Message("I look.", calls=[FOUND, STOPPED])
     single = text.replace(', {"name": "stop"}', "").replace(', {"tool_name": "stop"}', "")
+    assert read(form, f'{single} {{"a": 1}}', sizes) == Message('{"a": 1}', calls=[FOUND])
     assert read(form, f"{single} Done.", sizes) == Message("Done.", calls=[FOUND])
 
 
@@ -276,6 +279,11 @@ def test_a_tag_announces_calls_after_text(name, tag, has_tokens, sizes):
         f"a {tag}",
     ):
         assert read(form, other, sizes, tools={"find": {}}) == Message(other)
+    if name == "llama3_json":
+        lines = CALLS[name].replace("; ", "\n")
+        assert read(form, f'{lines} {{"a": 1}}', sizes) == Message(
+            '{"a": 1}', calls=[FOUND, STOPPED]
+        )
     untagged = text.replace(tag, "")
     assert read(form, untagged, sizes) == Message(untagged)
 

@@ -54,7 +54,7 @@ def _copy_calls(scanner: Scanner, tools: Tools, before: str) -> Scan[None]:
             return
         scanner.keep()
         yield from scanner.skip_space()
-        if not (yield from scanner.match(";", ",")):
+        if not (yield from scanner.match(";", ",")) and (yield from scanner.peek()) != "{":
             scanner.content(scanner.give_back())
             return
         scanner.let_go()
