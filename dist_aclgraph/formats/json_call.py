@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from enum import Enum
 
 from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner, with_pairs
@@ -138,15 +138,24 @@ def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        num_calls = scanner.num_calls
-        yield from copy_calls(scanner, begin)
-        if scanner.num_calls == num_calls:
-            marker = yield from scanner.copy_until([begin], scanner.content)
-            continue
+        marker = yield from copy_marked(scanner, begin, end, [begin])
+
+
+def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) -> Scan[str | None]:
+    """Read calls, the marker ``end`` after them, and the content up to one of ``begins``; return
+    the marker that ends the content.
+
+    Args:
+        before: the marker before the kept text.
+    """
+    num_calls = scanner.num_calls
+    yield from copy_calls(scanner, before)
+    if scanner.num_calls > num_calls:
         yield from scanner.skip_space()
-        marker = yield from scanner.copy_until([end, begin], scanner.content)
-        if marker == end:
-            marker = yield from scanner.copy_until([begin], scanner.content)
+        marker = yield from scanner.copy_until([end, *begins], scanner.content)
+        if marker != end:
+            return marker
+    return (yield from scanner.copy_until(begins, scanner.content))
 
 
 def _at_end(scanner: Scanner) -> Scan[bool]:

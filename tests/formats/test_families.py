@@ -203,6 +203,9 @@ TWO = f'{ONE}, {{"name": "stop"}}'
         ("hunyuan", f"<tool_calls>{TWO}</tool_calls>"),
         ("hunyuan", f"<tool_calls>\n{TWO}\n</tool_calls>"),
         ("hermes", f"<tool_call>\n[{TWO}]\n</tool_call>"),
+        ("glm45", f"<tool_call>{TWO}</tool_call>"),
+        ("qwen3_coder", f"<tool_call>\n[{TWO}]\n</tool_call>"),
+        ("seed_oss", f"<seed:tool_call>\n{TWO}\n</seed:tool_call>"),
         ("hermes", f"<tool_call>{TWO}</tool_call>"),
         (
             "cohere2",
@@ -232,6 +235,8 @@ def test_calls_may_be_a_list_or_not(name, text, has_tokens, sizes):
         ("granite", '<|tool_call|>{"a": {"name": "find"}}'),
         ("hunyuan", '<tool_calls>{"a": 1}</tool_calls>'),
         ("hermes", '<tool_call>[1, {"name": "stop"}]</tool_call>'),
+        ("glm45", '<tool_call>{"a": 1}</tool_call>'),
+        ("qwen3_coder", "<tool_call>[</tool_call>"),
         ("cohere2", '<|START_ACTION|>{"name": 1}<|END_ACTION|>'),
     ],
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dist_aclgraph.formats.json_call import copy_marked
 from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -36,6 +37,10 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:
         scanner.keep()
+        yield from scanner.skip_space()
+        if (yield from scanner.peek()) in ("{", "["):  # models also write JSON
+            marker = yield from copy_marked(scanner, begin, end, [begin])
+            continue
         name, marker = yield from scanner.read_head([key_begin, end, begin, "\n"])
         if marker == "\n":
             yield from scanner.skip_space()
