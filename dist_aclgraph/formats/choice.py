@@ -29,7 +29,13 @@ from dist_aclgraph.formats.families import (
     seed_oss,
 )
 from dist_aclgraph.formats.lark import Lark, choice_of
-from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
+from dist_aclgraph.formats.reasoning import (
+    THOUGHTS,
+    CallsInThought,
+    Thought,
+    find_thought,
+    read_thought,
+)
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import TOOL_PART, Tools
 from dist_aclgraph.formats.wrapping import lark_wrapped, read_wrapped
@@ -58,8 +64,6 @@ FORMATS: dict[str, ModuleType] = {
 }
 AUTO, NONE = "auto", "none"
 PARTS = ("json", "regex", "choice")  # output formats that can be a part of a grammar
-# Formats of models that often begin a call without ending the reasoning.
-CALLS_END_THOUGHT = ("kimi_k2",)
 
 
 @dataclass(frozen=True)
@@ -173,12 +177,16 @@ class AnswerFormat:
         _, opened, rest = prompt.rpartition(self.thought.begin)
         return bool(opened) and self.thought.end not in rest and (continues or not rest.strip())
 
-    def reader(self, tools: Tools | None, *, is_thinking: bool) -> Reader | None:
+    def reader(
+        self, tools: Tools | None, *, is_thinking: bool, has_form: bool = False
+    ) -> Reader | None:
         """Return a reader of one answer; None if all of the answer is content.
 
         Args:
             tools: the tools that may be called; None if no tool may be called.
             is_thinking: whether the prompt has already opened the reasoning.
+            has_form: whether the text after the reasoning has an output format. Then a call within
+                the reasoning, where the format does not apply, is a part of the reasoning.
         """
         may_call = tools is not None and self.name is not None
         if not may_call and self.is_plain:
@@ -190,13 +198,16 @@ class AnswerFormat:
         if self.around is not None:
             read = partial(read_wrapped, around=self.around, read_answer=read)
         if self.thought is not None:
-            ends = FORMATS[self.name].BEGINS if self.name in CALLS_END_THOUGHT and may_call else ()
+            calls = None
+            if tools is not None and self.name is not None and not has_form:
+                module = FORMATS[self.name]
+                calls = CallsInThought(module.BEGINS, tools, partial(module.read, tools=tools))
             read = partial(
                 read_thought,
                 thought=self.thought,
                 read_answer=read,
                 is_open=is_thinking,
-                calls=ends,
+                calls=calls,
             )
         return Reader(read, self.token_ids, holds_space=may_call)
 

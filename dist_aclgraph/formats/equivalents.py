@@ -12,10 +12,14 @@ from typing import Any
 from dist_aclgraph.formats.look_ahead import ANY, without_look_ahead
 from dist_aclgraph.formats.no_effect import leave_out_no_effect
 from dist_aclgraph.formats.one_of import parts_of
-from dist_aclgraph.formats.typed_values import resolve
+from dist_aclgraph.formats.regex_dialect import in_dialect
+from dist_aclgraph.formats.typed_values import OTHER_NAMES, resolve
 
 # Keywords that do not restrict the name of a property.
 _NOTES = {"type", "title", "description", "default", "examples"}
+# llguidance refuses limits beyond 64-bit integers, such as the least 64-bit integer and the largest
+# 32-bit float. This is the largest number below these limits that a float can represent.
+MOST = 2**63 - 1024
 
 
 def use_equivalents(schema: dict[str, Any]) -> None:
@@ -33,7 +37,22 @@ def use_equivalents(schema: dict[str, Any]) -> None:
                 del part["format"]
             if "(?" in pattern:
                 _replace_look_ahead(part, pattern)
+            part["pattern"] = in_dialect(part["pattern"])
+        named = part.get("patternProperties")
+        if isinstance(named, Mapping):
+            part["patternProperties"] = {in_dialect(key): each for key, each in named.items()}
+        kind = part.get("type")
+        if isinstance(kind, str):
+            part["type"] = OTHER_NAMES.get(kind, kind)
+        for key in ("minimum", "exclusiveMinimum"):
+            part.update({key: -MOST} if _is_number(part.get(key)) and part[key] < -MOST else {})
+        for key in ("maximum", "exclusiveMaximum"):
+            part.update({key: MOST} if _is_number(part.get(key)) and part[key] > MOST else {})
     leave_out_no_effect(schema)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _replace_look_ahead(part: dict[str, Any], pattern: str) -> None:

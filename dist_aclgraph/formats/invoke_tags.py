@@ -41,23 +41,26 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
     """Read content and calls."""
     tags = tags.coded(scanner)
     (begin, end), (invoke, _) = tags.calls, tags.invoke
-    while (yield from scanner.copy_until([begin], scanner.content)) is not None:
+    while marker := (yield from scanner.copy_until([begin, invoke], scanner.content)):
         scanner.keep()
-        yield from scanner.skip_space()
-        if not (yield from scanner.match(invoke)):
-            scanner.content(begin + scanner.give_back())
-            continue
-        is_first = True
+        if marker == begin:
+            yield from scanner.skip_space()
+            if not (yield from scanner.match(invoke)):
+                scanner.content(begin + scanner.give_back())
+                continue
+        before: str = marker
         while True:
             head, closing = yield from scanner.read_head([">"])
-            attributes = _attributes(scanner.shown(head))
-            if closing is None or not attributes.get("name"):
-                scanner.content((begin if is_first else "") + scanner.give_back())
+            name = _attributes(scanner.shown(head)).get("name", "")
+            # Models can forget the first marker. Then the text is a call only if it has the name of
+            # a given tool.
+            if closing is None or not name or (before == invoke and name not in tools):
+                scanner.content(before + scanner.give_back())
                 break
             scanner.let_go()
-            if not (yield from _copy_call(scanner, attributes["name"], tools, tags)):
+            if not (yield from _copy_call(scanner, name, tools, tags)):
                 return
-            is_first = False
+            before = ""
             yield from scanner.skip_space()
             scanner.keep()
             if not (yield from scanner.match(invoke)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from enum import Enum
 
 from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner, with_pairs
@@ -99,16 +99,18 @@ def _object_of(text: str) -> str:
     return "{}" if text.strip() in ("", "null") else text
 
 
-def copy_list(scanner: Scanner, before: str, name_key: str = "name") -> Scan[None]:
-    """Read calls in a list, after the bracket that opens the list.
+def copy_calls(scanner: Scanner, before: str, name_key: str = "name") -> Scan[None]:
+    """Read calls in a list. Models also write the calls without the brackets or the commas of the
+    list.
 
-    Text of the list that is no call is content. If there is no call at all, the text since
-    ``Scanner.keep`` was called is content, too.
+    Text that is no call is content. If there is no call at all, the text since ``Scanner.keep`` was
+    called is content, too.
 
     Args:
         before: the marker before the kept text.
         name_key: the key of each call's name.
     """
+    yield from scanner.match("[")
     while True:
         yield from scanner.skip_space()
         outcome = yield from copy_call(scanner, name_key=name_key)
@@ -121,7 +123,7 @@ def copy_list(scanner: Scanner, before: str, name_key: str = "name") -> Scan[Non
         yield from scanner.skip_space()
         before = ""
         scanner.keep()
-        if not (yield from scanner.match(",")):
+        if not (yield from scanner.match(",")) and (yield from scanner.peek()) != "{":
             scanner.let_go()
             yield from scanner.match("]")
             return
@@ -136,16 +138,24 @@ def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        outcome = yield from copy_call(scanner)
-        if outcome is Outcome.NO_CALL:
-            scanner.content(begin + scanner.give_back())
-            marker = yield from scanner.copy_until([begin], scanner.content)
-            continue
-        scanner.let_go()
+        marker = yield from copy_marked(scanner, begin, end, [begin])
+
+
+def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) -> Scan[str | None]:
+    """Read calls, the marker ``end`` after them, and the content up to one of ``begins``; return
+    the marker that ends the content.
+
+    Args:
+        before: the marker before the kept text.
+    """
+    num_calls = scanner.num_calls
+    yield from copy_calls(scanner, before)
+    if scanner.num_calls > num_calls:
         yield from scanner.skip_space()
-        marker = yield from scanner.copy_until([end, begin], scanner.content)
-        if marker == end:
-            marker = yield from scanner.copy_until([begin], scanner.content)
+        marker = yield from scanner.copy_until([end, *begins], scanner.content)
+        if marker != end:
+            return marker
+    return (yield from scanner.copy_until(begins, scanner.content))
 
 
 def _at_end(scanner: Scanner) -> Scan[bool]:

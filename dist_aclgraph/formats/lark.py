@@ -14,6 +14,7 @@ from typing import Any
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.equivalents import use_equivalents
 from dist_aclgraph.formats.one_of import is_any_of
+from dist_aclgraph.formats.regex_dialect import in_dialect
 from dist_aclgraph.formats.schema_values import (
     not_by_parameters,
     pattern_of,
@@ -139,7 +140,7 @@ class Lark:
         if form.kind == "choice":
             return choice_of([_quoted(text) for text in form.choice or ()])
         if form.kind == "regex":
-            return f"/{_escaped(form.text)}/" if form.text else _quoted("")
+            return f"/{_escaped(in_dialect(form.text))}/" if form.text else _quoted("")
         raise InvalidParameterError(
             "a grammar cannot be combined with tools, or with this model's reasoning; use a JSON "
             "schema, a regex or a choice",
@@ -189,12 +190,12 @@ class Lark:
         return f"{self.until(ANY, begin, begins)} {rest}{call[found.end() :]}"
 
     def text_unless(self, opens: str, tag: str) -> str:
-        """Return an expression for text that begins neither with the character ``opens`` nor with
-        ``tag``. White space at the beginning of the text does not count.
+        """Return an expression for text that does not contain ``tag``, and does not begin with the
+        character ``opens``. White space at the beginning of the text does not count.
         """
         sign = f"/{SPACE}*([^\\s\\x1c-\\x1f\\{opens}](.|\\n)*)?/"
         if texts := self._spelled([tag]):
-            sign = f"{sign} & ~/{SPACE}*({_any_of(texts)})(.|\\n)*/"
+            sign = f"{sign} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/"
         return self._terminal(sign)
 
     def _cut(self, text: str) -> tuple[str, str]:

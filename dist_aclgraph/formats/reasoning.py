@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
+from dist_aclgraph.formats.events import CallBegin
 from dist_aclgraph.formats.scanner import Scan, Scanner
+
+Read = Callable[[Scanner], Scan[None]]
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,36 @@ def find_thought(template: str) -> Thought | None:
     return next(closed, None) or next(opened, None)
 
 
+@dataclass(frozen=True)
+class CallsInThought:
+    """The calls that also end the reasoning, because models often do not write its end marker.
+
+    Attributes:
+        begins: the markers of calls; only markers that are tokens end the reasoning.
+        names: names of tools; the call of another tool is a part of the reasoning.
+        read: reads content and calls.
+    """
+
+    begins: Sequence[str]
+    names: Container[str]
+    read: Read
+
+
 def read_thought(
     scanner: Scanner,
     thought: Thought,
-    read_answer: Callable[[Scanner], Scan[None]],
+    read_answer: Read,
     *,
     is_open: bool,
-    calls: Sequence[str] = (),
+    calls: CallsInThought | None = None,
 ) -> Scan[None]:
     """Read reasoning, if there is any, and then the answer.
 
     Args:
         is_open: whether the prompt has already opened the reasoning. Then only the marker that ends
             the reasoning is necessary.
-        calls: markers of calls that also end the reasoning if they are tokens. If the usual end
-            marker of the reasoning follows later, it is left out.
+        calls: the calls that also end the reasoning. If the usual end marker of the reasoning
+            follows later, it is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()
@@ -62,8 +80,14 @@ def read_thought(
         else:
             scanner.reasoning(scanner.give_back().lstrip("\n"))
         yield from scanner.begin_reasoning()
-        tokens = [code for text in calls if (code := scanner.coded(text)) != text]
+        begins = () if calls is None else calls.begins
+        tokens = [code for text in begins if (code := scanner.coded(text)) != text]
         marker = yield from scanner.copy_until([end, *tokens], scanner.reasoning)
+        while calls is not None and marker in tokens:
+            if (yield from _begins_call(scanner, marker, calls)):
+                break
+            scanner.reasoning(marker)
+            marker = yield from scanner.copy_until([end, *tokens], scanner.reasoning)
         if marker is None:
             return
         scanner.end_reasoning()
@@ -72,4 +96,38 @@ def read_thought(
             scanner.unread(marker)
     else:
         scanner.unread(scanner.give_back())
+    yield from _skip_ends(scanner, end)
     yield from read_answer(scanner)
+
+
+def _skip_ends(scanner: Scanner, end: str) -> Scan[None]:
+    """Leave out further end markers before the answer: some models end their reasoning twice, or
+    end reasoning that they have not begun.
+    """
+    while True:
+        scanner.keep()
+        yield from scanner.skip_space()
+        if not (yield from scanner.match(end)):
+            scanner.unread(scanner.give_back())
+            return
+        scanner.let_go()
+        scanner.end_reasoning()
+
+
+def _begins_call(scanner: Scanner, marker: str, calls: CallsInThought) -> Scan[bool]:
+    """Return whether a call of a given tool begins with the marker that was read last. The text
+    behind the marker is not read.
+    """
+    trial = scanner.trial()
+    trial.feed(marker)
+    reading = calls.read(trial)
+    next(reading)
+    text = ""
+    while not (events := trial.take_events()) and (sign := (yield from scanner.peek())):
+        yield from scanner.match(sign)
+        text += sign
+        trial.feed(sign)
+        next(reading)
+    scanner.unread(text)
+    first = events[0] if events else None
+    return isinstance(first, CallBegin) and first.name in calls.names

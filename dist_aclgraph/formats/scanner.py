@@ -54,6 +54,7 @@ class Scanner:
     """
 
     def __init__(self, token_ids: Mapping[str, int], *, holds_space: bool) -> None:
+        self._token_ids = token_ids
         self._codes = {
             text: chr(FIRST_CODE + i) for i, text in enumerate(sorted(token_ids, key=len)[::-1])
         }
@@ -66,6 +67,7 @@ class Scanner:
         self.is_closed = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space of content that is held back
+        self._between = ""  # white space between content and a call after it
         self._newlines: list[str] = []  # newlines at the end of reasoning that are held back
         self._is_after_reasoning = False
         self._has_content = False
@@ -73,6 +75,10 @@ class Scanner:
         self.num_calls = 0
         self.left_out: tuple[str, ...] = ()
         self.strings_end = True  # whether all strings within JSON values were closed so far
+
+    def trial(self) -> Scanner:
+        """Return a scanner with the same marker tokens, which has read nothing."""
+        return Scanner(self._token_ids, holds_space=self._holds_space)
 
     # ---- text
 
@@ -347,6 +353,9 @@ class Scanner:
             text = space + kept
             if self.num_calls and not self._has_content:
                 text = text.lstrip()
+            elif not text[:1].isspace():
+                text = self._between + text
+            self._between = ""
         if text:
             self._has_content = True
             self._events.append(Content(self.shown(text)))
@@ -372,6 +381,8 @@ class Scanner:
         self.in_thought = False
 
     def begin_call(self, name: str, call_id: str = "") -> None:
+        if self._has_content:
+            self._between = self._between or "".join(self._space)
         self._space = []
         self._is_after_reasoning = False
         self._events.append(CallBegin(self.num_calls, self.shown(name), self.shown(call_id)))

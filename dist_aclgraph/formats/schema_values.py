@@ -10,6 +10,7 @@ from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.one_of import exclude_each_other
+from dist_aclgraph.formats.regex_dialect import in_dialect
 from dist_aclgraph.formats.typed_values import WORDS, target_of, types_of
 
 # Keywords of a schema that restrict a string. The grammar of a string without quotes supports one
@@ -162,6 +163,7 @@ def pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
         return f"({'|'.join(kept)})" if kept else None
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
+        pattern = in_dialect(pattern)
         begin = "" if pattern.startswith("^") else r"(.|\n)*"
         end = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else r"(.|\n)*"
         inner = pattern.removeprefix("^")

@@ -16,6 +16,13 @@ MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 # The constants as Python writes them. Some templates write them instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}
+# Models sometimes write all arguments as one object with one of these names.
+_ALL = ("arguments", "input", "parameters")
+# Names of types that are not JSON schema's, but occur in schemas of tools.
+OTHER_NAMES = {
+    **{"int": "integer", "float": "number", "double": "number", "bool": "boolean"},
+    **{"str": "string", "dict": "object", "list": "array"},
+}
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -29,6 +36,9 @@ class Arguments:
     def __init__(self, scanner: Scanner, schema: Mapping[str, Any]) -> None:
         self._scanner = scanner
         self._schema = schema
+        root = resolve(schema, schema)
+        properties = root.get("properties") if isinstance(root, Mapping) else None
+        self._names = set(properties) if isinstance(properties, Mapping) else set()
         self._is_empty = True
 
     def copy_value(
@@ -39,13 +49,16 @@ class Arguments:
 
         Args:
             trims: whether the value omits one newline at each end of the text.
-            is_text: whether the value is a string; None means that the schema decides.
+            is_text: whether the model says that the value is a string. The schema decides if this
+                is None, or if the schema allows no string.
         """
         types = types_of(property_of(name, self._schema), self._schema)
-        if is_text is None:
+        if is_text is None or (is_text and types and "string" not in types):
             is_text = types == {"string"}
         if trims:
             yield from self._scanner.match("\n")
+        if self._is_empty and name in _ALL and self._names and name not in self._names:
+            return (yield from self._copy_all(name, ends, trims=trims))
         self._begin(name)
         if is_text:
             text = _Text(self._scanner, trims=trims)
@@ -58,6 +71,32 @@ class Arguments:
         if end is not None or not value.startswith('"'):
             self._scanner.arguments(value)
         return end
+
+    def _copy_all(self, name: str, ends: Sequence[str], *, trims: bool) -> Scan[str | None]:
+        """Read all arguments, which are one object; any other value is an ordinary argument."""
+        raw, end = yield from self._read_raw(ends)
+        found = self._object_of(raw)
+        if end is not None and found is not None:
+            self._scanner.arguments(found)
+            self._is_empty = not found
+            return end
+        self._begin(name)
+        value = as_json(raw.removesuffix("\n") if trims else raw, frozenset())
+        if end is not None or not value.startswith('"'):
+            self._scanner.arguments(value)
+        return end
+
+    def _object_of(self, text: str) -> str | None:
+        """Return a JSON object without its last brace, if its names are known; empty if it has no
+        names, and None if the text is no such object.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict) or not found.keys() <= self._names:
+            return None
+        return json.dumps(found, ensure_ascii=False)[:-1] if found else ""
 
     def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
         """Return the text of a value of any type, and the element of ``ends`` that follows the
@@ -215,9 +254,9 @@ def _types(
         return known[reference]
     kind = schema.get("type")
     if isinstance(kind, str):
-        return {kind}
+        return {OTHER_NAMES.get(kind, kind)}
     if isinstance(kind, list):
-        return {each for each in kind if isinstance(each, str)}
+        return {OTHER_NAMES.get(each, each) for each in kind if isinstance(each, str)}
     if isinstance(values := schema.get("enum"), list):
         return {_type_of(value) for value in values}
     if "const" in schema:

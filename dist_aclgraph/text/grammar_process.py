@@ -28,6 +28,7 @@ import numpy as np
 
 from dist_aclgraph.formats.equivalents import use_equivalents
 from dist_aclgraph.formats.one_of import is_any_of
+from dist_aclgraph.formats.regex_dialect import in_dialect
 from dist_aclgraph.formats.tools import TOOL_PART
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
@@ -68,7 +69,7 @@ def make_grammar(source: dict[str, Any]) -> str:
             json.dumps(schema, ensure_ascii=False), overrides=options
         )
     if kind == "regex":
-        return llguidance.LLMatcher.grammar_from_regex(text)
+        return llguidance.LLMatcher.grammar_from_regex(in_dialect(text))
     if kind == "grammar":
         kind = "gbnf" if "::=" in text else "lark"
     return llguidance.grammar_from(kind, text)

@@ -128,6 +128,56 @@ def test_the_schema_gives_a_text_its_type(name, value, expected):
 
 
 @pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("int", "5", 5),
+        ("float", "2.5", 2.5),
+        ("double", "2", 2),
+        ("bool", "True", True),
+        ("str", "5", "5"),
+        ("dict", "{'a': 1}", {"a": 1}),
+        ("list", "['a']", ["a"]),
+        (["int", "null"], "5", 5),
+        ("text", "5", "5"),
+    ],
+)
+def test_other_names_of_types_are_known(kind, value, expected):
+    form = make_format("glm45", has_tokens=True)
+    tools = {"f": {"type": "object", "properties": {"a": {"type": kind}}}}
+    text = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+
+    ((_, arguments, _),) = read(form, text, tools=tools).calls
+
+    assert json.loads(arguments) == {"a": expected}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_string", "value", "expected"),
+    [
+        ("n", "true", "42", 42),
+        ("n", "true", "many", "many"),
+        ("more", "true", '{"a": "b"}', {"a": "b"}),
+        ("deep", "true", "true", True),
+        ("word", "true", "42", "42"),
+        ("word", "false", "null", None),
+        ("text", "false", "42", "42"),
+        ("unknown", "true", "42", "42"),
+        ("unknown", "false", "42", 42),
+    ],
+)
+def test_the_schema_corrects_a_string_of_deepseek(name, is_string, value, expected, has_tokens):
+    form = make_format("deepseek_v32", has_tokens=has_tokens)
+    value = f'<｜DSML｜parameter name="{name}" string="{is_string}">{value}</｜DSML｜parameter>'
+    text = f'<｜DSML｜function_calls><｜DSML｜invoke name="find">{value}</｜DSML｜invoke>'
+
+    ((_, arguments, is_whole),) = read(form, text).calls
+
+    assert is_whole
+    assert json.loads(arguments) == {name: expected}
+
+
+@pytest.mark.parametrize(
     ("argument", "expected"),
     [
         ("text=New York", "New York"),  # templates write strings of earlier calls without quotes
@@ -215,3 +265,36 @@ def test_long_texts_are_no_python_literals():
         ((_, arguments, _),) = read(form, f"[find(unknown=[{values}])]", (100,)).calls
 
         assert json.loads(arguments) == {"unknown": expected}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("key", ["arguments", "input"])
+@pytest.mark.parametrize(
+    ("value", "more", "expected"),
+    [
+        ('{"n": 1, "text": "a}"}', "", {"n": 1, "text": "a}"}),
+        ('{"n": 1}', "word", {"n": 1, "word": "b"}),
+        ("{}", "", {}),
+        ("{}", "word", {"word": "b"}),
+        ('{"other": 1}', "", None),
+        ("[1]", "", None),
+        ("many", "", None),
+    ],
+)
+def test_all_arguments_may_be_one_object(key, value, more, expected, has_tokens):
+    form = make_format("deepseek_v32", has_tokens=has_tokens)
+    part = '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>'
+    parts = part.format(key, value) + (part.format(more, "b") if more else "")
+    text = f'<｜DSML｜function_calls><｜DSML｜invoke name="find">{parts}</｜DSML｜invoke>'
+
+    ((_, arguments, is_whole),) = read(form, text).calls
+    known = {"find": {"properties": {**TOOLS["find"]["properties"], key: {}}}}
+    ((_, unchanged, _),) = read(form, text, tools=known).calls
+
+    assert is_whole
+    try:
+        other = {key: json.loads(value)}
+    except ValueError:
+        other = {key: value}
+    assert json.loads(arguments) == (other if expected is None else expected)
+    assert json.loads(unchanged) == {**other, **({more: "b"} if more else {})}

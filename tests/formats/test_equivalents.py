@@ -151,3 +151,40 @@ def test_other_keywords_stay(schema):
     use_equivalents(schema)
 
     assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    ("least", "most"),
+    [
+        (-(2**63), 2**63 - 1),
+        (-(2**63), 0),
+        (0, 2**64 - 1),
+        (-3.4028234663852886e38, 3.4028234663852886e38),
+        (-1.7976931348623157e308, 5),
+    ],
+)
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_limits_of_machine_numbers_may_be_large(kind, least, most):
+    for names in (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")):
+        schema = {"type": kind, **dict(zip(names, (least, most), strict=True))}
+
+        for value in (-(10**18), -1, 1, 10**18):
+            assert allows(schema, value) == (least <= value <= most)
+        assert not allows(schema, 10**400)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "other"),
+    [
+        ("int", 5, 2.5),
+        ("float", 2.5, "2.5"),
+        ("bool", True, "true"),
+        ("str", "a", 1),
+        ("list", [1], {}),
+    ],
+)
+def test_other_names_of_types_are_read(kind, value, other):
+    schema = {"type": "object", "properties": {"type": {"type": kind}}, "required": ["type"]}
+
+    assert allows(schema, {"type": value})
+    assert not allows(schema, {"type": other})

@@ -9,6 +9,7 @@ from dist_aclgraph.formats.choice import choose_format
 from dist_aclgraph.formats.reasoning import find_thought
 from tests.formats.answers import FOUND, JSON, STOPPED, THINK, TOOLS, Message, make_format
 from tests.formats.test_formats import SIZES, read
+from tests.formats.walk import Walk
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -185,3 +186,222 @@ def test_either_marker_of_reasoning_in_a_template_chooses_the_reasoning(template
     thought = choose_format(template, lambda text: None).thought
 
     assert (thought and thought.end) == expected
+
+
+ONE = f'{{"name": "find", "arguments": {JSON}}}'
+TWO = f'{ONE}, {{"name": "stop"}}'
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", f"[TOOL_CALLS] {TWO}"),
+        ("mistral", f"[TOOL_CALLS] [TOOL_CALLS] [{TWO}]"),
+        ("mistral", f"[TOOL_CALLS][TOOL_CALLS]{TWO}"),
+        ("granite", f"<|tool_call|>{TWO}"),
+        ("hunyuan", f"<tool_calls>{TWO}</tool_calls>"),
+        ("hunyuan", f"<tool_calls>\n{TWO}\n</tool_calls>"),
+        ("hermes", f"<tool_call>\n[{TWO}]\n</tool_call>"),
+        ("glm45", f"<tool_call>{TWO}</tool_call>"),
+        ("qwen3_coder", f"<tool_call>\n[{TWO}]\n</tool_call>"),
+        ("seed_oss", f"<seed:tool_call>\n{TWO}\n</seed:tool_call>"),
+        ("hermes", f"<tool_call>{TWO}</tool_call>"),
+        (
+            "cohere2",
+            f"<|START_ACTION|>\n{TWO}<|END_ACTION|>".replace('"name"', '"tool_name"'),
+        ),
+    ],
+)
+@given(sizes=SIZES)
+def test_calls_may_be_a_list_or_not(name, text, has_tokens, sizes):
+    form = make_format(name, has_tokens=has_tokens)
+
+    assert read(form, f"I look.{text}", sizes) == Message("I look.", calls=[FOUND, STOPPED])
+    lines = text.replace('}, {"', '}\n{"')
+    assert read(form, f"I look.{lines}", sizes) == Message("I look.", calls=[FOUND, STOPPED])
+    single = text.replace(', {"name": "stop"}', "").replace(', {"tool_name": "stop"}', "")
+    assert read(form, f'{single} {{"a": 1}}', sizes) == Message('{"a": 1}', calls=[FOUND])
+    assert read(form, f"{single} Done.", sizes) == Message("Done.", calls=[FOUND])
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", '[TOOL_CALLS]{"a": 1}'),
+        ("mistral", "[TOOL_CALLS] [TOOL_CALLS] {"),
+        ("mistral", "[TOOL_CALLS][TOOL_CALLS]is a marker"),
+        ("granite", '<|tool_call|>{"a": {"name": "find"}}'),
+        ("hunyuan", '<tool_calls>{"a": 1}</tool_calls>'),
+        ("hermes", '<tool_call>[1, {"name": "stop"}]</tool_call>'),
+        ("glm45", '<tool_call>{"a": 1}</tool_call>'),
+        ("qwen3_coder", "<tool_call>[</tool_call>"),
+        ("cohere2", '<|START_ACTION|>{"name": 1}<|END_ACTION|>'),
+    ],
+)
+def test_json_that_is_no_call_is_text(name, text, has_tokens):
+    assert read(make_format(name, has_tokens=has_tokens), text) == Message(text)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("end", ["</{0}function_calls>", ""])
+@pytest.mark.parametrize(("name", "mark"), [("deepseek_v32", "｜DSML｜"), ("minimax_m2", "")])
+@given(sizes=SIZES)
+def test_calls_in_tags_may_lack_the_first_tag(name, mark, end, has_tokens, sizes):
+    form = make_format(name, has_tokens=has_tokens)
+    if not mark:
+        end = end and "</minimax:tool_call>"
+    call = '<{0}invoke name="find">\n<{0}parameter name="n">1</{0}parameter>\n</{0}invoke>\n'
+    text = f'I look.\n{call}<{{0}}invoke name="stop"></{{0}}invoke>{end}'.format(mark)
+
+    expected = [("find", '{"n": 1}', True), STOPPED]
+    assert read(form, text, sizes) == Message("I look.", calls=expected)
+    for other in ('<{0}invoke name="other">x</{0}invoke>', "<{0}invoke is a tag>", "<{0}invoke"):
+        assert read(form, other.format(mark), sizes) == Message(other.format(mark))
+
+
+CALLS = {
+    "llama3_json": f'{{"name": "find", "parameters": {JSON}}}; {{"name": "stop"}}',
+    "pythonic": '[find(n=1, text="a\\"}{\\n ü", more={"k": [1, 2]}), stop()]',
+}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "tag"), [("llama3_json", "<|python_tag|>"), ("pythonic", "<|python_start|>")]
+)
+@given(sizes=SIZES)
+def test_a_tag_announces_calls_after_text(name, tag, has_tokens, sizes):
+    form, text = make_format(name, has_tokens=has_tokens), f"I look.\n\n{tag}{CALLS[name]}"
+
+    assert read(form, text, sizes) == Message("I look.", calls=[FOUND, STOPPED])
+    twice = read(form, f"{text} {tag} {CALLS[name]}", sizes)
+    assert twice == Message("I look.", calls=[FOUND, STOPPED] * 2)
+    for other in (
+        f"a {tag} is a tag",
+        f"a {tag}{CALLS[name].replace('find', 'other')}",
+        f"a {tag}",
+    ):
+        assert read(form, other, sizes, tools={"find": {}}) == Message(other)
+    if name == "llama3_json":
+        lines = CALLS[name].replace("; ", "\n")
+        assert read(form, f'{lines} {{"a": 1}}', sizes) == Message(
+            '{"a": 1}', calls=[FOUND, STOPPED]
+        )
+    untagged = text.replace(tag, "")
+    assert read(form, untagged, sizes) == Message(untagged)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "tag"), [("llama3_json", "<|python_tag|>"), ("pythonic", "<|python_start|>")]
+)
+def test_text_beside_strict_tools_has_no_tag(name, tag, has_tokens):
+    walk = Walk(name, TOOLS, has_tokens=has_tokens)
+    form = walk.form.structured(None, TOOLS, ["stop"])
+    assert form is not None
+
+    assert walk.allows(form, walk.tokens("a <|python"))
+    assert not walk.allows(form, walk.tokens(f"a {tag}"))
+
+
+ANSWER = "<|start|>assistant<|channel|>final<|message|>Yes"
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("<|channel|>commentary to=python <|constrain|>code", Message("Yes", "stop()")),
+        ("assistant to=container.exec<|channel|>commentary", Message("Yes", "stop()")),
+        ("<|channel|>commentary to=assistant<|channel|>analysis", Message("Yes", "stop()")),
+        ("<|channel|>commentary to=user", Message("stop()Yes")),
+        ("<|channel|>commentary to=assistant<|channel|>final", Message("stop()Yes")),
+        (
+            "<|channel|>analysis to=functions.other code",
+            Message("Yes", calls=[("other", "stop()", True)]),
+        ),
+        ("<|channel|>commentary to=stop", Message("Yes", calls=[("stop", "stop()", True)])),
+    ],
+)
+def test_only_messages_of_gpt_oss_to_functions_are_calls(head, expected, has_tokens):
+    form = make_format("gpt_oss", has_tokens=has_tokens)
+    text = f"{head}<|message|>stop()<|end|>{ANSWER}"
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes) == expected
+    assert not read(form, text, tools=None).calls
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("I look.\n\n", "\nDone.", "I look.\nDone."),
+        ("I look. ", "Done.", "I look. Done."),
+        ("I look.", "Done.", "I look.\nDone."),  # the line break between the calls
+        ("I look.\n", "", "I look."),
+        ("", "\nDone.", "Done."),
+        ("\n", "\nDone.\n", "Done."),
+    ],
+)
+def test_white_space_before_a_call_divides_the_texts_around_it(before, after, expected, has_tokens):
+    call = "<tool_call>stop\n</tool_call>"
+    text = f"{before}{call}\n{call}{after}"
+
+    for sizes in ((1,), (2, 3), (100,)):
+        found = read(make_format("glm45", has_tokens=has_tokens), text, sizes)
+        assert found == Message(expected, calls=[STOPPED] * 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<arg_key>n</arg_key><arg_value>1<arg_key>text</arg_key><arg_value>a</tool_call>",
+        "<arg_key>n<arg_value>1</arg_value><arg_key>text<arg_value>a</arg_value></tool_call>",
+        "<arg_key>n<arg_value>1<arg_key>text\n<arg_value>a</tool_call>",
+    ],
+)
+def test_end_tags_of_glm_may_be_missing(text):
+    form = make_format("glm45", has_tokens=True)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        found = read(form, f"<tool_call>find\n{text}", sizes)
+        assert found == Message(calls=[("find", '{"n": 1, "text": "a"}', True)])
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('<|channel|>final {"n": 1}<|return|>', Message('{"n": 1}')),
+        (
+            "<|channel|>analysis hm<|end|><|start|>assistant<|channel|>final[1]",
+            Message("[1]", "hm"),
+        ),
+        (
+            f"<|channel|>commentary to=functions.stop {{}}<|end|>{ANSWER}",
+            Message("Yes", calls=[STOPPED]),
+        ),
+        (
+            f"<|channel|>commentary to=functions.stop <|constrain|>json{{}}<|call|>{ANSWER}",
+            Message("Yes", calls=[STOPPED]),
+        ),
+        (f"<|channel|>final {'long ' * 100}<|end|>", Message("long " * 100)),
+        # The answer is cut off within the head of its second message.
+        ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>final", Message("Yes")),
+        ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>fi", Message("Yes")),
+        ("<|channel|>comm", Message()),
+        (
+            f"<|channel|>commentary to=functions.stop {'x' * 300}<|end|>{ANSWER}",
+            Message(f"<|channel|>commentary to=functions.stop {'x' * 300}Yes"),
+        ),
+        ("<|channel|>commentary to=functions.stop <|constrain|>js", Message()),
+    ],
+)
+def test_the_head_of_a_message_of_gpt_oss_may_lack_its_marker(text, expected, has_tokens):
+    form = make_format("gpt_oss", has_tokens=has_tokens)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes) == expected

@@ -88,7 +88,10 @@ def test_an_allowed_argument_is_read_as_it_was_written(
 ) -> None:
     walk, (before, after) = walk_of(name, has_tokens, kind), call_of(name, has_tokens, kind)
     is_quoted = before.endswith('"') and after.startswith('"')
-    written = json.dumps(value, ensure_ascii=False)[1:-1] if is_quoted else value
+    escaped = json.dumps(value, ensure_ascii=False)[1:-1]
+    if before.endswith("'"):  # Python's other quotes
+        is_quoted, escaped = True, escaped.replace('\\"', '"').replace("'", "\\'")
+    written = escaped if is_quoted else value
     tokens = walk.tokens(before) + walk.spelled(written) + walk.tokens(after)
     is_allowed = walk.allows(form_of(name, has_tokens, kind, is_required), tokens)
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.json_call import copy_list
+from dist_aclgraph.formats.json_call import copy_calls
 from dist_aclgraph.formats.lark import ANY, Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -39,12 +39,11 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         if (yield from scanner.match(begin)):  # no call follows the first marker
             scanner.content(begin + scanner.give_back(begin))
             continue
-        if (yield from scanner.match("[")):
-            yield from copy_list(scanner, begin, NAME)
+        num_calls = scanner.num_calls
+        yield from copy_calls(scanner, begin, NAME)
+        if scanner.num_calls > num_calls:
             yield from scanner.skip_space()
             yield from scanner.match(end)
-        else:
-            scanner.content(begin + scanner.give_back())
         marker = yield from scanner.copy_until([begin], scanner.content)
 
 

@@ -21,7 +21,7 @@ TAGS = Tags(
     (f"<{DSML}invoke", f"</{DSML}invoke>"),
     (f"<{DSML}parameter", f"</{DSML}parameter>"),
 )
-BEGINS = (TAGS.calls[0],)
+BEGINS = (TAGS.calls[0], TAGS.invoke[0])
 
 
 def fits(template: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dist_aclgraph.formats.json_call import copy_marked
 from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -36,6 +37,10 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:
         scanner.keep()
+        yield from scanner.skip_space()
+        if (yield from scanner.peek()) in ("{", "["):  # models also write JSON
+            marker = yield from copy_marked(scanner, begin, end, [begin])
+            continue
         name, marker = yield from scanner.read_head([key_begin, end, begin, "\n"])
         if marker == "\n":
             yield from scanner.skip_space()
@@ -51,23 +56,26 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         name = name.strip()
         scanner.begin_call(name)
         arguments = Arguments(scanner, tools.get(name, {}))
+        # Models can forget the end tags. Then the next tag ends the text, if it is a token.
+        value_ends = [value_end, end, *([key_begin] if key_begin != KEY else [])]
+        key_ends = [key_end, end, *([value_begin] if value_begin != VALUE else [])]
         while marker == key_begin:
-            key, marker = yield from scanner.read_until([key_end, end])
+            key, marker = yield from scanner.read_until(key_ends)
             if marker is None:
                 return
-            if marker != key_end:
+            if marker == end:
                 break
-            yield from scanner.skip_space()
-            if not (yield from scanner.match(value_begin)):
-                marker = None
-                break
-            marker = yield from arguments.copy_value(key.strip(), [value_end, end])
+            if marker == key_end:
+                yield from scanner.skip_space()
+                if not (yield from scanner.match(value_begin)):
+                    marker = None
+                    break
+            marker = yield from arguments.copy_value(key.strip(), value_ends)
             if marker is None:
                 return
-            if marker != value_end:
-                break
-            yield from scanner.skip_space()
-            marker = yield from scanner.match(key_begin, end)
+            if marker == value_end:
+                yield from scanner.skip_space()
+                marker = yield from scanner.match(key_begin, end)
         if marker is None and scanner.is_cut(key_begin, value_begin, end):
             return
         arguments.end()

@@ -4,13 +4,16 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-``analysis`` is reasoning. A message to a function is a call. All other messages are content.
+``analysis`` is reasoning. A message to a function is a call. The model also knows tools that are
+no functions, such as ``python``; a message to such a tool is reasoning, unless the request has a
+tool of this name. All other messages are content.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from dist_aclgraph.formats.lark import ANY_TEXT, Lark
@@ -21,7 +24,8 @@ START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
 BEGINS = ()  # the channel of a message says whether the message is a call
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(?P<function>functions\.)?(?P<name>[^\s<]+)")
+NOBODY = ("assistant", "user", "all")  # recipients that are no tools
 
 
 def fits(template: str) -> bool:
@@ -29,24 +33,37 @@ def fits(template: str) -> bool:
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
-    start, end, message, _, _, returned, call = map(scanner.coded, MARKERS)
+    scanned = [scanner.coded(marker) for marker in MARKERS]
+    start, end, message, channel_begin, constrain, returned, call = scanned
     ends = (end, call, returned, start)
     while (yield from scanner.peek()):
         scanner.keep()
         head, marker = yield from scanner.read_head([message, *ends])
-        if marker != message:  # the text is not the head of a message
+        if marker != message:
             text = scanner.give_back(marker or "")
-            if text.strip():  # white space between two messages is left out
-                scanner.content(text)
-            if marker is None:
-                yield from scanner.copy_until(ends, scanner.content)
-            continue
-        scanner.let_go()
+            found = _head(channel_begin, constrain).match(text)
+            rest = "" if found is None else text[found.end() :]
+            is_tool = found is not None and "to=" in found[0]
+            if found is not None and marker is None and not (yield from scanner.peek()):
+                is_cut = "{" not in rest if is_tool else any(m.startswith(rest) for m in scanned)
+                if is_cut:  # the answer ends within a head
+                    return
+            if found is None or (is_tool and rest[:1] not in ("{", "")):
+                if text.strip():  # white space between two messages is left out
+                    scanner.content(text)
+                if marker is None:
+                    yield from scanner.copy_until(ends, scanner.content)
+                continue
+            head = found[0]  # models can forget the marker behind the head
+            scanner.unread(rest + (marker or ""))
+        else:
+            scanner.let_go()
         shown = scanner.shown(head)
-        name = shown.partition(CHANNEL)[2].strip()
-        recipient = _RECIPIENT.search(shown)
-        if recipient is not None:
-            scanner.begin_call(recipient.group(1))
+        channel = shown.rpartition(CHANNEL)[2].strip()
+        recipients = [each for each in _RECIPIENT.finditer(shown) if each["name"] not in NOBODY]
+        recipient = recipients[-1] if recipients else None
+        if recipient and tools and (recipient["function"] or recipient["name"] in tools):
+            scanner.begin_call(recipient["name"])
             yield from scanner.skip_space()
             if (marker := (yield from scanner.match(*ends))) is not None:
                 scanner.arguments("{}")
@@ -56,12 +73,23 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 marker = yield from scanner.copy_until(ends, scanner.arguments, in_call=True)
             if marker is not None:
                 scanner.end_call()
-        elif name.startswith("analysis"):
+        elif recipient or channel.startswith("analysis"):
             yield from scanner.begin_reasoning()
             if (yield from scanner.copy_until(ends, scanner.reasoning)) is not None:
                 scanner.end_reasoning()
         else:
             yield from scanner.copy_until(ends, scanner.content)
+
+
+@cache
+def _head(channel: str, constrain: str) -> re.Pattern[str]:
+    """Return a pattern for the head of a message: a role, a channel, a recipient, and the type of
+    the message's text.
+    """
+    return re.compile(
+        rf"(?:assistant)?\s*(?:to=\S+?\s*)?{re.escape(channel)}\s*[a-z]+"
+        rf"(?:\s+to=[^\s<{{\ud800-\udfff]+)?\s*(?:{re.escape(constrain)}\s*[a-z]*)?\s*"
+    )
 
 
 def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:

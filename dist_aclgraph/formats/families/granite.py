@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.json_call import copy_list
+from dist_aclgraph.formats.json_call import copy_calls
 from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -35,10 +35,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             scanner.content(marker + scanner.give_back(repeated))
             marker = repeated
             continue
-        if (yield from scanner.match("[")):
-            yield from copy_list(scanner, marker)
-        else:
-            scanner.content(marker + scanner.give_back())
+        yield from copy_calls(scanner, marker)
         marker = yield from scanner.copy_until(begins, scanner.content)
 
 

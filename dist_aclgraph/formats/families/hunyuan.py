@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.json_call import copy_arguments, copy_list
+from dist_aclgraph.formats.json_call import copy_arguments, copy_calls
 from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -42,8 +42,8 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         scanner.keep()
         if before == calls:
             yield from scanner.skip_space()
-            if (yield from scanner.match("[")):
-                yield from copy_list(scanner, calls)
+            if (yield from scanner.peek()) in ("[", "{"):
+                yield from copy_calls(scanner, calls)
                 yield from scanner.skip_space()
                 yield from scanner.match(end_calls)
                 marker = yield from scanner.copy_until(begins, scanner.content)

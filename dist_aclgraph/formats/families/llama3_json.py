@@ -1,7 +1,7 @@
 """Llama 3: the whole answer is ``{"name": "f", "parameters": {...}}``, with "; " between calls.
 
-No marker announces a call. An answer that begins like a call is a call only if its name is the name
-of a given tool. ``<|python_tag|>`` may precede the calls.
+An answer that begins like a call is a call only if its name is the name of a given tool. Behind
+``<|python_tag|>``, calls may also follow text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dist_aclgraph.formats.tools import Tools
 
 TAG = "<|python_tag|>"
 MARKERS = (TAG,)
-BEGINS = ()  # only the first character of an answer can begin a call
+BEGINS = ()  # without the tag, only the first character of an answer can begin a call
 HEADER = "<|start_header_id|>"  # every template of Llama 3 contains this token
 
 
@@ -26,6 +26,18 @@ def fits(template: str) -> bool:
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    tag: str | None = ""
+    while tag is not None:
+        yield from _copy_calls(scanner, tools, tag)
+        tag = yield from scanner.copy_until([scanner.coded(TAG)], scanner.content)
+
+
+def _copy_calls(scanner: Scanner, tools: Tools, before: str) -> Scan[None]:
+    """Read calls, if calls come next.
+
+    Args:
+        before: the tag before the calls; empty at the beginning of the answer.
+    """
     tag = scanner.coded(TAG)
     while True:
         scanner.keep()
@@ -34,18 +46,18 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             yield from scanner.skip_space()
         outcome = yield from copy_call(scanner, tools)
         if outcome is Outcome.NO_CALL:
-            scanner.content(scanner.give_back())
-            break
+            scanner.content(before + scanner.give_back())
+            return
         scanner.let_go()
+        before = ""
         if outcome is Outcome.CUT:
-            break
+            return
         scanner.keep()
         yield from scanner.skip_space()
-        if not (yield from scanner.match(";", ",")):
+        if not (yield from scanner.match(";", ",")) and (yield from scanner.peek()) != "{":
             scanner.content(scanner.give_back())
-            break
+            return
         scanner.let_go()
-    yield from scanner.copy_until([], scanner.content)
 
 
 def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:

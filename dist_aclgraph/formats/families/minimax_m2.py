@@ -16,8 +16,8 @@ from dist_aclgraph.formats.invoke_tags import Tags, copy_calls
 
 BEGIN, END = "<minimax:tool_call>", "</minimax:tool_call>"
 MARKERS = (BEGIN, END)
-BEGINS = (BEGIN,)
 TAGS = Tags((BEGIN, END), ("<invoke", "</invoke>"), ("<parameter", "</parameter>"))
+BEGINS = (BEGIN, TAGS.invoke[0])
 
 
 def fits(template: str) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.json_call import copy_arguments, copy_list
+from dist_aclgraph.formats.json_call import copy_arguments, copy_calls
 from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -30,11 +30,10 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        if (yield from scanner.match(begin)):  # the text is no call, and another marker begins
-            scanner.content(begin + scanner.give_back(begin))
-            continue
-        if (yield from scanner.match("[")):
-            yield from copy_list(scanner, begin)
+        while (yield from scanner.match(begin)):  # models can repeat the marker
+            yield from scanner.skip_space()
+        if (yield from scanner.peek()) in ("[", "{"):
+            yield from copy_calls(scanner, begin)
         else:
             repeated = yield from _copy_named(scanner, tools, begin)
             if repeated:

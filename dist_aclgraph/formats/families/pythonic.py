@@ -1,7 +1,7 @@
 """Llama 3.2 and Llama 4 (pythonic): the whole answer is ``[f(a=1, b="x"), g()]``.
 
-No marker announces a call. An answer that begins like a call is a call only if its name is the name
-of a given tool.
+An answer that begins like a call is a call only if its name is the name of a given tool. Behind
+``<|python_start|>``, calls may also follow text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["BEGINS", "MARKERS", "fits", "lark_call", "lark_calls", "lark_text", 
 
 TAGS = ("<|python_start|>", "<|python_end|>")
 MARKERS = TAGS
-BEGINS = ()  # only the first character of an answer can begin a call
+BEGINS = ()  # without the tag, only the first character of an answer can begin a call
 
 
 def fits(template: str) -> bool:
@@ -23,6 +23,18 @@ def fits(template: str) -> bool:
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    tag: str | None = ""
+    while tag is not None:
+        yield from _copy_list(scanner, tools, tag)
+        tag = yield from scanner.copy_until([scanner.coded(TAGS[0])], scanner.content)
+
+
+def _copy_list(scanner: Scanner, tools: Tools, before: str) -> Scan[None]:
+    """Read a list of calls, if a list comes next.
+
+    Args:
+        before: the tag before the list; empty at the beginning of the answer.
+    """
     begin, end = map(scanner.coded, TAGS)
     scanner.keep()
     yield from scanner.skip_space()
@@ -32,6 +44,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         yield from scanner.skip_space()
         is_call = yield from copy_call(scanner, tools)
         while is_call:
+            before = ""
             scanner.keep()
             yield from scanner.skip_space()
             if not (yield from scanner.match(",")):
@@ -43,8 +56,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             yield from scanner.skip_space()
             is_call = yield from copy_call(scanner, tools)
     if scanner.is_keeping:
-        scanner.content(scanner.give_back())
-    yield from scanner.copy_until([], scanner.content)
+        scanner.content(before + scanner.give_back())
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

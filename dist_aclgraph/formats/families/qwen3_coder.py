@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dist_aclgraph.formats.json_call import copy_marked
 from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -47,12 +48,16 @@ def copy_tagged_calls(
         trims: whether a value omits the line break after its first tag, and the line break before
             its last tag.
     """
-    begin, _ = markers
-    marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
+    begin, end = markers
+    begins = [begin, FUNCTION]
+    marker = yield from scanner.copy_until(begins, scanner.content)
     while marker is not None:
         scanner.keep()
         if marker == begin:
             yield from scanner.skip_space()
+            if (yield from scanner.peek()) in ("{", "["):  # models also write JSON
+                marker = yield from copy_marked(scanner, begin, end, begins)
+                continue
         is_call = marker == FUNCTION or (yield from scanner.match(FUNCTION)) is not None
         name, closing = "", None
         if is_call:
@@ -66,11 +71,11 @@ def copy_tagged_calls(
         # given tool.
         if closing != ">" or not name or (marker == FUNCTION and name not in tools):
             scanner.content(marker + scanner.give_back())
-            marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
+            marker = yield from scanner.copy_until(begins, scanner.content)
             continue
         scanner.let_go()
         yield from _copy_call(scanner, name, tools, markers, trims=trims)
-        marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
+        marker = yield from scanner.copy_until(begins, scanner.content)
 
 
 def _copy_call(

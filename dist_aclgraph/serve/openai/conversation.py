@@ -148,7 +148,9 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         asked.num_choices,
         asked.cache_salt,
         journal,
-        make_reader=_make_readers(state, tools, thinking),
+        make_reader=_make_readers(
+            state, tools, thinking, has_form=params.structured_outputs is not None
+        ),
         max_calls=None if tools is None else tools.max_calls,
         account=scope.get(ACCOUNT),
         role=asked.role,
@@ -260,10 +262,11 @@ def _has_opened(state: ApiState, ids: list[int], thinking: Thinking, *, continue
 
 
 def _make_readers(
-    state: ApiState, tools: ToolUse | None, thinking: Thinking | None
+    state: ApiState, tools: ToolUse | None, thinking: Thinking | None, *, has_form: bool
 ) -> Callable[[], Reader | None]:
     return partial(
         state.answers.reader,
         None if tools is None else tools.schemas,
         is_thinking=thinking is not None and thinking.is_open,
+        has_form=has_form,
     )
