@@ -257,7 +257,6 @@ SMALL = {
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "2 items; each of 4 layers needs one"),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LGLG"}, "is LGLG; only the last"),
         ("GraniteMoeHybridForCausalLM", {"layers_block_type": ["mamba"] * 4}, "of Mamba"),
-        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope"}, "is not rope"),
         ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts is given"),
         ("BailingMoeV2ForCausalLM", {"use_qk_norm": False}, "only models with use_qk_norm"),
         ("BailingMoeV2ForCausalLM", {"norm_head": True}, "normalised weights of heads"),
@@ -278,6 +277,29 @@ def test_variants_of_more_families_are_refused(
 
     with pytest.raises(UnsupportedModelError, match=sentence):
         read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "rotated"),
+    [
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "rope"}, [0, 1, 2, 3]),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope"}, []),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": None}, []),
+        ("GraniteMoeHybridForCausalLM", {}, []),
+        ("Exaone4ForCausalLM", {"sliding_window": 16}, [0, 1, 2]),
+        ("Exaone4ForCausalLM", {"layer_types": ["full_attention"] * 4}, []),
+        ("Exaone4ForCausalLM", {"sliding_window": None}, [0, 1, 2, 3]),
+    ],
+)
+def test_layers_rotate_as_in_transformers(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], rotated: list[int]
+) -> None:
+    config = SMALL | {"architectures": [architecture]} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    other = read_model_spec(tmp_path).other_rope
+
+    assert [i for i in range(4) if not other or i not in other.layers] == rotated
 
 
 def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
