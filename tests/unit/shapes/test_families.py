@@ -302,6 +302,20 @@ def test_layers_rotate_as_in_transformers(
     assert [i for i in range(4) if not other or i not in other.layers] == rotated
 
 
+def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
+    """The published file has the name of the method as the name of the scores."""
+    config = SMALL | {
+        "architectures": ["Dots1ForCausalLM"], "scoring_func": "noaux_tc", "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    experts = read_model_spec(tmp_path).experts
+
+    assert experts is not None
+    assert (experts.scoring, experts.has_bias, experts.renormalizes) == ("sigmoid", True, True)
+
+
 def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
     """The published files have Gemma's older keys. transformers 5 saves one object per type."""
     pattern = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
