@@ -302,6 +302,29 @@ def test_layers_rotate_as_in_transformers(
     assert [i for i in range(4) if not other or i not in other.layers] == rotated
 
 
+@pytest.mark.parametrize("kinds", [["dense"] * 4, ["dense", "sparse", "dense", "dense"]])
+def test_a_list_may_give_experts_to_no_layer(tmp_path: Path, kinds: list[str]) -> None:
+    config = SMALL | {
+        "architectures": ["HYV3ForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "mlp_layer_types": kinds,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    experts = read_model_spec(tmp_path).experts
+
+    assert experts is not None
+    assert sorted(experts.layers) == [i for i in range(4) if kinds[i] == "sparse"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_name_that_a_family_gives_to_a_key_has_priority(tmp_path: Path, order: int) -> None:
+    keys = {"layer_norm_eps": 1e-3, "rms_norm_eps": 1e-5}
+    config = SMALL | {"architectures": ["CohereForCausalLM"]} | dict([*keys.items()][::order])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert read_model_spec(tmp_path).rms_norm_eps == 1e-3
+
+
 def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
     """The published file has the name of the method as the name of the scores."""
     config = SMALL | {
