@@ -279,6 +279,47 @@ def test_variants_of_more_families_are_refused(
         read_model_spec(tmp_path)
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, **EXPERTS,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1.2e7, "factor": 8.0}
+GROWING = {"factor": 16.0, "rope_theta": 1e6, "original_max_position_embeddings": 16384}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "others", "defaults"),
+    [
+        ("GptOssForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2},
+         {"rope_parameters": {**YARN, "truncate": False}}),
+        ("ApertusForCausalLM", {}, {"rope_parameters": {
+            **LLAMA3, "rope_type": "llama3", "original_max_position_embeddings": 8192}}),
+        ("Ministral3ForCausalLM", {}, {"rope_parameters": {
+            **YARN, **GROWING, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}),
+        ("GraniteMoeSharedForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2},
+         {"shared_intermediate_size": 0}),
+        ("Qwen3NextForCausalLM", LINEAR, {"shared_expert_intermediate_size": 512}),
+        ("Qwen3_5MoeForCausalLM", LINEAR, {"shared_expert_intermediate_size": 512}),
+        ("Qwen2VLForConditionalGeneration", {"num_attention_heads": 8},
+         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+    ],
+)  # fmt: skip
+def test_an_absent_key_of_a_small_model_has_the_default_of_transformers(
+    tmp_path: Path, architecture: str, others: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    config = SMALL | {"architectures": [architecture]} | others
+    if "num_key_value_heads" in defaults:
+        del config["num_key_value_heads"]
+    specs = []
+    for keys in (defaults, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config | keys))
+        specs.append(read_model_spec(tmp_path))
+
+    assert specs[0] == specs[1]
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "rotated"),
     [
