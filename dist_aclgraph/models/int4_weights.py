@@ -153,7 +153,7 @@ class StoredInt4:
             pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
             return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")
-        kinds = [(out, num_inputs), (out // 2, num_inputs), (out, num_inputs // 2)]
+        kinds = [(out, num_inputs), (-(-out // 2), num_inputs), (out, -(-num_inputs // 2))]
         kind = kinds.index(self._check(source, "weight", ("I8", "U8"), kinds))
         if kind == 0:
             values: Tensor = source[first:last, left:right]

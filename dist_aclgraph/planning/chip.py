@@ -98,6 +98,14 @@ class Chip:
         shares_keys = heads * head_ranks > kv_heads_per_rank(facts.num_kv_heads, tp)
         return not self.is_cann_8 and not facts.mla and shares_keys
 
+    def _remedy_of_heads(self, facts: ModelFacts) -> str:
+        """Return what gives a model with heads of an unusual size the tiling of CANN 9."""
+        if facts.head_dim > MAX_SPLIT_FUSE_DIM or facts.num_heads == facts.num_kv_heads:
+            return "use another model"
+        if self.is_cann_8:
+            return "install CANN 9"
+        return "lower parallel.tp, so that several query heads of a rank share keys"
+
     def _problems(self, config: Config, facts: ModelFacts) -> Iterator[str]:
         block_size, dim = config.kv.block_size, facts.head_dim
         has_split_fuse = self._has_split_fuse(config, facts)
@@ -153,6 +161,7 @@ class Chip:
                 )
             return
         if dim not in (64, 128):
-            yield f"the model's head size is {dim}; attention takes 64 and 128: use another model"
+            remedy = self._remedy_of_heads(facts)
+            yield f"the model's head size is {dim}; attention takes 64 and 128: {remedy}"
         if block_size % 128:
             yield f"kv.block_size is {block_size}; attention takes multiples of 128: set 128"

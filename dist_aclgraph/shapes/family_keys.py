@@ -55,6 +55,12 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
 }
+_QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+_QWEN3_5_MOE = {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "shared_expert_intermediate_size": 512,
+}
 _GLM4V = {"attention_bias": True, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
 _HUNYUAN = {"rms_norm_eps": 1e-5}
 _DEEPSEEK_V3 = {
@@ -89,6 +95,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "KimiLinearForCausalLM": {
         "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.446,
         "rms_norm_eps": 1e-5,
     },
@@ -97,6 +104,12 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,
         "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         "rms_norm_eps": 1e-5,
     },
     "Qwen2MoeForCausalLM": {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
@@ -130,13 +143,32 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "MinistralForCausalLM": {"num_key_value_heads": 8},
     "Phi3ForCausalLM": {"rms_norm_eps": 1e-5},
     "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-    "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen3NextForCausalLM": {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "shared_expert_intermediate_size": 512,
+    },
     "Qwen3_5ForCausalLM": {"num_key_value_heads": 4, "head_dim": 256},
-    "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "head_dim": 256},
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5ForConditionalGeneration": {"num_key_value_heads": 4, "head_dim": 256},
-    "Qwen3_5MoeForConditionalGeneration": {"num_key_value_heads": 2, "head_dim": 256},
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
     "Qwen3VLMoeForConditionalGeneration": {"num_key_value_heads": 16, "rope_theta": 5e5},
-    "Ministral3ForCausalLM": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "Ministral3ForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "SmolLM3ForCausalLM": {
@@ -145,7 +177,18 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "ArceeForCausalLM": {"rms_norm_eps": 1e-5},
-    "ApertusForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
+    "ApertusForCausalLM": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.2e7,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1.2e7,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
     "YoutuForCausalLM": {"tie_word_embeddings": True},
     "Glm4vForConditionalGeneration": _GLM4V,
@@ -172,5 +215,4 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "max_window_layers": 62,
     },
     "GraniteMoeHybridForCausalLM": {"shared_intermediate_size": 1024},
-    "GraniteMoeSharedForCausalLM": {"shared_intermediate_size": 1024},
 }

@@ -11,6 +11,8 @@ from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, SMALLES
 from dist_aclgraph.shapes.matrices import ATTENTION, DENSE, EXPERTS, INDEXERS, LINEAR, SHARED
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
+# Endings of the names of matrices whose inputs are not the hidden states.
+OF_INNER = ("o_proj", "down_proj", "out_proj", "_b_proj", "wq_b")
 WORD = 8  # number of values in an int32, for consecutive outputs
 
 
@@ -27,13 +29,18 @@ def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
             for inner in _inner_widths(spec, parallel)
             if inner.part == part and matrix.name.endswith(inner.ending)
         ]
-        inputs = (spec.hidden_size, *(width for width, _ in widths))
+        inputs = [width for width, _ in widths]
+        takes_hidden = not matrix.name.endswith(OF_INNER)
+        if takes_hidden:
+            inputs.append(spec.hidden_size)
         if form.group and (odd := [width for width in inputs if width % form.group]):
             raise ConfigError(
                 f"{part} with values of four bits have {odd[0]} inputs in groups of "
                 f"{form.group}, and the last group would be shorter: quantise the checkpoint "
                 "with a group size that divides the inputs"
             )
+        if takes_hidden:
+            _check_hidden_size(spec.hidden_size, part, _factor(form, has_experts=part == EXPERTS))
         for width, num_ranks in widths:
             share, factor = -(-width // num_ranks), _factor(form, has_experts=part == EXPERTS)
             if share % factor:
@@ -47,6 +54,20 @@ def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
                     f"inner width of {width}, {share} on each rank; this must be a multiple of "
                     f"{factor}: {remedy}"
                 )
+
+
+def _check_hidden_size(width: int, part: str, factor: int) -> None:
+    """Check that the operators accept matrices whose inputs are the hidden states.
+
+    Raises:
+        ConfigError: the number of inputs is no multiple of ``factor``.
+    """
+    if width % factor:
+        raise ConfigError(
+            f"{part} with values of four bits have {width} inputs, the hidden size; this must be "
+            f"a multiple of {factor}: keep these matrices in floats when you quantise the "
+            "checkpoint"
+        )
 
 
 class _Inner(NamedTuple):

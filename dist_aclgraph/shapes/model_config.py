@@ -281,8 +281,10 @@ def read_model_config(
     shape = _overridden(path, _joined(read_json_object(path)), _joined(overrides or {}))
     config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
     names = KEY_NAMES.get(config.architecture, {})
-    renamed = {names.get(key, key): value for key, value in shape.items()}
-    return replace(config, raw=FAMILY_DEFAULTS.get(config.architecture, {}) | renamed)
+    # A family that has its own name for a key ignores the usual name.
+    usual = {key: value for key, value in shape.items() if key not in names}
+    renamed = {names[key]: value for key, value in shape.items() if key in names}
+    return replace(config, raw=FAMILY_DEFAULTS.get(config.architecture, {}) | usual | renamed)
 
 
 def _explain_no_config(directory: Path) -> None:

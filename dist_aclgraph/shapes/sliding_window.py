@@ -86,10 +86,15 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
     if rule is None or (rule.by_switch and not config.flag("use_sliding_window", False)):
         return None
     layers = _layers(config, rule)
-    if not layers or config.raw.get("sliding_window", rule.usual) is None:
+    if not layers or not sets_window(config):
         return None
     num_keys = config.integer("sliding_window", rule.usual, most=MAX_CONTEXT)
     return SlidingWindow(num_keys, frozenset(layers))
+
+
+def sets_window(config: ModelConfig) -> bool:
+    """Return whether the architecture's windows have a number of keys, even if no layer has one."""
+    return config.raw.get("sliding_window", RULES[config.architecture].usual) is not None
 
 
 def sliding_layers(config: ModelConfig) -> frozenset[int]:

@@ -302,6 +302,17 @@ def test_offsets_of_experts_are_one_tensor(npu: Any, tmp_path: Path) -> None:
     assert not large.zeros.any()
 
 
+def test_rows_for_fewer_outputs_are_refused(tmp_path: Path) -> None:
+    """A byte has the values of two outputs, so three outputs need two rows."""
+    values, scales = quantise(torch.randn(3, IN), 32)
+    form = Int4Format(quantises_rows=False, group=32)
+    tensors = pairs_of_outputs("w", values[:2], scales[:2]) | {"w.weight_scale": scales}
+    checkpoint = open_checkpoint(tmp_path, tensors, form)
+
+    with pytest.raises(MissingTensorError, match=r"w\.weight has shape \(1, .*packed form"):
+        checkpoint.read("w.weight", (3, IN))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

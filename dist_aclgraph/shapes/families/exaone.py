@@ -1,5 +1,5 @@
-"""EXAONE 4: as in OLMo 2, only results are normalised. If some layers have a window, the other
-layers rotate neither queries nor keys.
+"""EXAONE 4: as in OLMo 2, only results are normalised. If config.json sets a window, layers without
+it rotate neither queries nor keys.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from dist_aclgraph.shapes.families.decoder import read_decoder, without_rope
 from dist_aclgraph.shapes.families.olmo import with_output_norms
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.sliding_window import sets_window, sliding_layers
 
 
 def read_exaone4(config: ModelConfig) -> ModelSpec:
     spec = with_output_norms(config, read_decoder(config))
-    if spec.window is None:
+    if not sets_window(config):
         return spec
-    return without_rope(spec, set(range(spec.num_layers)) - spec.window.layers)
+    return without_rope(spec, set(range(spec.num_layers)) - sliding_layers(config))

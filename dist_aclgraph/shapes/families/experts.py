@@ -68,6 +68,8 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
     scoring, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
     scoring = config.text("scoring_func", scoring)
     method = config.text("topk_method", method)
+    if is_v3 and scoring == "noaux_tc":  # dots.llm1 writes the method in place of the scores
+        scoring = "sigmoid"
     known = (
         (("sigmoid", "noaux_tc"),)
         if is_v3
@@ -82,14 +84,15 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
     first = config.integer("first_k_dense_replace", 0, least=0, most=MAX_LAYERS)
     step = config.integer("moe_layer_freq", 1, most=MAX_LAYERS)
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS) + config.num_draft_layers
+    listed = _listed_layers(config)
+    ruled = frozenset(i for i in range(first, num_layers) if i % step == 0)
     experts = ExpertSpec(
         num_experts=config.integer("n_routed_experts", most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
         width=config.integer("moe_intermediate_size"),
         # V2 scales or renormalises experts' weights, never both; published checkpoints scale them.
         renormalizes=is_v3 and config.flag("norm_topk_prob", True),
-        layers=_listed_layers(config)
-        or frozenset(i for i in range(first, num_layers) if i % step == 0),
+        layers=ruled if listed is None else listed,
         scoring="sigmoid" if scoring == "sigmoid" else "softmax",
         num_groups=config.integer("n_group", 1, most=MAX_EXPERTS) if has_groups else 1,
         top_groups=config.integer("topk_group", 1, most=MAX_EXPERTS) if has_groups else 1,
@@ -101,13 +104,13 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
     return checked_experts(config, experts)
 
 
-def _listed_layers(config: ModelConfig) -> frozenset[int]:
+def _listed_layers(config: ModelConfig) -> frozenset[int] | None:
     """Return the layers with experts according to ``mlp_layer_types``, and the layers of drafts;
-    empty if config.json does not have this list.
+    None if config.json does not have this list.
     """
     kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
     if not kinds:
-        return frozenset()
+        return None
     if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
         raise config.unsupported(
             f"mlp_layer_types is {', '.join(kinds):.80}; it must have dense or sparse for each of "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dist_aclgraph.shapes.families.decoder import without_rope
 from dist_aclgraph.shapes.families.experts import read_local_experts
 from dist_aclgraph.shapes.families.joined_weights import join
 from dist_aclgraph.shapes.families.llama import read_llama
@@ -25,6 +26,8 @@ NAMES = WeightNames(
 SHARED_GATE_UP = (".mlp.shared_experts.gate_proj.", ".mlp.shared_experts.up_proj.")
 DENSE_GATE_UP = (".mlp.gate_proj.", ".mlp.up_proj.")
 
+MAY_NOT_ROTATE = ("GraniteMoeHybridForCausalLM",)
+
 
 def read_granite(config: ModelConfig) -> ModelSpec:
     return replace(
@@ -43,9 +46,11 @@ def read_granite_moe(config: ModelConfig) -> ModelSpec:
         "full_attention",
     }:
         raise config.unsupported("some layers are of Mamba, which is not supported")
-    if config.text("position_embedding_type", "rope") != "rope":
-        raise config.unsupported("position_embedding_type is not rope, which is not supported")
     spec = read_granite(config)
+    # In the hybrid family, an absent or null type means that nothing is rotated.
+    usual = "nope" if config.architecture in MAY_NOT_ROTATE else "rope"
+    if config.text("position_embedding_type", usual) != "rope":
+        spec = without_rope(spec, range(spec.num_layers))
     shared = config.integer("shared_intermediate_size", 0, least=0)
     parts, width = DENSE_GATE_UP, shared
     if config.has("num_local_experts"):

@@ -257,7 +257,6 @@ SMALL = {
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "2 items; each of 4 layers needs one"),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LGLG"}, "is LGLG; only the last"),
         ("GraniteMoeHybridForCausalLM", {"layers_block_type": ["mamba"] * 4}, "of Mamba"),
-        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope"}, "is not rope"),
         ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts is given"),
         ("BailingMoeV2ForCausalLM", {"use_qk_norm": False}, "only models with use_qk_norm"),
         ("BailingMoeV2ForCausalLM", {"norm_head": True}, "normalised weights of heads"),
@@ -278,6 +277,107 @@ def test_variants_of_more_families_are_refused(
 
     with pytest.raises(UnsupportedModelError, match=sentence):
         read_model_spec(tmp_path)
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, **EXPERTS,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1.2e7, "factor": 8.0}
+GROWING = {"factor": 16.0, "rope_theta": 1e6, "original_max_position_embeddings": 16384}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "others", "defaults"),
+    [
+        ("GptOssForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2},
+         {"rope_parameters": {**YARN, "truncate": False}}),
+        ("ApertusForCausalLM", {}, {"rope_parameters": {
+            **LLAMA3, "rope_type": "llama3", "original_max_position_embeddings": 8192}}),
+        ("Ministral3ForCausalLM", {}, {"rope_parameters": {
+            **YARN, **GROWING, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}),
+        ("GraniteMoeSharedForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2},
+         {"shared_intermediate_size": 0}),
+        ("Qwen3NextForCausalLM", LINEAR, {"shared_expert_intermediate_size": 512}),
+        ("Qwen3_5MoeForCausalLM", LINEAR, {"shared_expert_intermediate_size": 512}),
+        ("Qwen2VLForConditionalGeneration", {"num_attention_heads": 8},
+         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+    ],
+)  # fmt: skip
+def test_an_absent_key_of_a_small_model_has_the_default_of_transformers(
+    tmp_path: Path, architecture: str, others: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    config = SMALL | {"architectures": [architecture]} | others
+    if "num_key_value_heads" in defaults:
+        del config["num_key_value_heads"]
+    specs = []
+    for keys in (defaults, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config | keys))
+        specs.append(read_model_spec(tmp_path))
+
+    assert specs[0] == specs[1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "rotated"),
+    [
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "rope"}, [0, 1, 2, 3]),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope"}, []),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": None}, []),
+        ("GraniteMoeHybridForCausalLM", {}, []),
+        ("Exaone4ForCausalLM", {"sliding_window": 16}, [0, 1, 2]),
+        ("Exaone4ForCausalLM", {"layer_types": ["full_attention"] * 4}, []),
+        ("Exaone4ForCausalLM", {"sliding_window": None}, [0, 1, 2, 3]),
+    ],
+)
+def test_layers_rotate_as_in_transformers(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], rotated: list[int]
+) -> None:
+    config = SMALL | {"architectures": [architecture]} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    other = read_model_spec(tmp_path).other_rope
+
+    assert [i for i in range(4) if not other or i not in other.layers] == rotated
+
+
+@pytest.mark.parametrize("kinds", [["dense"] * 4, ["dense", "sparse", "dense", "dense"]])
+def test_a_list_may_give_experts_to_no_layer(tmp_path: Path, kinds: list[str]) -> None:
+    config = SMALL | {
+        "architectures": ["HYV3ForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "mlp_layer_types": kinds,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    experts = read_model_spec(tmp_path).experts
+
+    assert experts is not None
+    assert sorted(experts.layers) == [i for i in range(4) if kinds[i] == "sparse"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_name_that_a_family_gives_to_a_key_has_priority(tmp_path: Path, order: int) -> None:
+    keys = {"layer_norm_eps": 1e-3, "rms_norm_eps": 1e-5}
+    config = SMALL | {"architectures": ["CohereForCausalLM"]} | dict([*keys.items()][::order])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert read_model_spec(tmp_path).rms_norm_eps == 1e-3
+
+
+def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
+    """The published file has the name of the method as the name of the scores."""
+    config = SMALL | {
+        "architectures": ["Dots1ForCausalLM"], "scoring_func": "noaux_tc", "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    experts = read_model_spec(tmp_path).experts
+
+    assert experts is not None
+    assert (experts.scoring, experts.has_bias, experts.renormalizes) == ("sigmoid", True, True)
 
 
 def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:

@@ -35,8 +35,10 @@ SMALL = NEXT_80B | {"linear_num_value_heads": 16}
 OF_32 = Int4Format(quantises_rows=False, group=32)
 
 
-def write(directory: Path, quantisation: Any = None, description: Any = None) -> Path:
-    config = V3 | {"quantization_config": quantisation}
+def write(
+    directory: Path, quantisation: Any = None, description: Any = None, **others: Any
+) -> Path:
+    config = V3 | {"quantization_config": quantisation} | others
     (directory / "config.json").write_text(json.dumps(config))
     if description:
         (directory / "quant_model_description.json").write_text(json.dumps(description))
@@ -148,6 +150,18 @@ def test_parts_of_ranks_that_no_operator_takes_are_refused(
         read_servable_spec(config)
 
 
+def test_experts_whose_hidden_states_no_operator_takes_are_refused(tmp_path: Path) -> None:
+    """As the group is a whole row, only the operator limits the hidden size."""
+    name = "model.layers.3.mlp.experts.0.up_proj.weight"
+    write(tmp_path, None, {"group_size": 0, name: "W4A8_DYNAMIC"}, hidden_size=7200)
+    config = make_config({"model": str(tmp_path)})
+
+    with pytest.raises(
+        ConfigError, match=r"7200 inputs, the hidden size; .* a multiple of 64: keep"
+    ):
+        read_servable_spec(config)
+
+
 @pytest.mark.parametrize(
     ("config", "name", "group", "tp", "message"),
     [
@@ -164,6 +178,8 @@ def test_parts_of_ranks_that_no_operator_takes_are_refused(
         ),
         (SMALL, "linear_attn.out_proj", 256, 8, ""),
         (SMALL, "linear_attn.in_proj_qkvz", 256, 16, ""),
+        (V3 | {"hidden_size": 896}, "self_attn.q_a_proj", 256, 1, "896 inputs in groups of 256"),
+        (V3 | {"hidden_size": 896}, "self_attn.o_proj", 256, 1, ""),
     ],
 )
 def test_matrices_inside_attention_are_checked_by_their_inputs(
