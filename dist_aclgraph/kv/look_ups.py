@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +61,34 @@ class Files:
 
 
 LookUp = Callable[[Files], T]
+
+
+def count_found(
+    hashes: Sequence[BlockHash], files: Files, is_refused: HasFile = lambda _: False
+) -> int:
+    """Return the number of leading blocks that have files. With recurrent state, the last of these
+    blocks also has a checkpoint with a file.
+
+    The binary search assumes that no file exists after the first missing file, because files of
+    later blocks are deleted first (``block_files``). If the assumption is wrong, the result may be
+    too large; then reading the missing file fails. The first file is always looked up, because the
+    files of a prefix can be deleted before the files of later blocks: as long as the prefix is in
+    the device's cache, no request reads the files.
+
+    Args:
+        is_refused: returns whether a block's file must not be used.
+    """
+
+    def is_missing(index: int) -> bool:
+        return is_refused(hashes[index]) or not files.has(hashes[index])
+
+    if not hashes or is_missing(0):
+        return 0
+    count = bisect_left(range(len(hashes)), True, key=is_missing)
+    if files.has_state is None:
+        return count
+    ends = (n for n in range(count, 0, -1) if files.has_state(hashes[n - 1]))
+    return next(ends, 0)
 
 
 class LookUps:

@@ -55,8 +55,9 @@ class Request:
             to wait.
         look_up: function that returns the number of leading blocks that are cached or have files;
             it returns None while the files are looked up. None if no look-up runs.
-        fetch: fetches blocks that another group has computed; used at most once, None if there is
-            no such group.
+        fetch: fetches blocks that another group has computed to the engine's node; used at most
+            once, None if there is nothing to fetch.
+        source: from which group workers on other nodes fetch blocks; see ``CopyJob``.
         is_suspect: whether the logits were NaN or infinite once. Such a request is computed again
             without shared blocks.
     """
@@ -89,6 +90,7 @@ class Request:
         "request_id",
         "row",
         "sampling",
+        "source",
         "stop_ids",
         "tokens",
         "tries_grammar",
@@ -138,6 +140,7 @@ class Request:
         self.has_looked = False
         self.look_up: Callable[[], int | None] | None = None
         self.fetch: FetchBlocks | None = None
+        self.source = b""
         self.is_over = False
         self.tries_grammar = False  # see ``RankScheduler.free_held``
         self.is_suspect = False

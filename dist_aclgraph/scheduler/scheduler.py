@@ -27,6 +27,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import LookUps
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -85,6 +86,7 @@ class Scheduler:
             is computed. If another engine has sampled a part of a request's output, this part is
             computed token by token, as when it was sampled.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
+        files: the nodes of the group; None if all workers are on the engine's node.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Scheduler:
         choose_exchange: ChooseExchange = no_exchange,
         exact: bool = False,
         look_ups: LookUps | None = None,
+        files: GroupFiles | None = None,
     ) -> None:
         self.config = config
         self.dispatcher = dispatcher
@@ -112,7 +115,7 @@ class Scheduler:
         self._rows = GroupRows(len(pools), config.max_num_seqs, window, num_drafts)
         self._ranks_per_batch = tp * pcp
         self.waiting = WaitingRequests()
-        self.copies = GroupCopies(pools, look_ups, tp * pcp, self.waiting)
+        self.copies = GroupCopies(pools, look_ups, tp * pcp, self.waiting, files)
         self.ranks = [
             RankScheduler(
                 index,

@@ -234,8 +234,8 @@ def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
     "changes",
     [
         {"identity": "other weights"},
-        {"address": Address("far", Endpoint("ipc:///nothing"))},
-        {"address": Address(NODE, Endpoint("ipc:///nothing"))},
+        {"addresses": (Address("far", Endpoint("ipc:///nothing")),)},
+        {"addresses": (Address(NODE, Endpoint("ipc:///nothing")),)},
     ],
     ids=["another model", "reached on its node alone", "the same files"],
 )

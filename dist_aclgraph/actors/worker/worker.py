@@ -18,9 +18,10 @@ import ray
 
 from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
 from dist_aclgraph.actors.host.processes import end_process
-from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
+from dist_aclgraph.actors.wire.addresses import Address, open_meeting, url_host
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.actors.worker.device_faults import DeviceFaults
+from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
 from dist_aclgraph.actors.worker.rank_facts import JoinedDevice, LoadedWeights, WorkerInfo
 from dist_aclgraph.actors.worker.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.worker.step_recorder import StepRecorder, open_recorder
@@ -78,6 +79,7 @@ class Worker:
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
         self._lease = Lease(config.timeouts.link_s)
         self._channel: StepReceiver | None = None  # None while no step loop runs
+        self._node_files: NodeFiles | None = None
 
     @property
     def _joined(self) -> JoinedRank | None:
@@ -368,6 +370,23 @@ class Worker:
         rank.joined.groups.marks.begin_step(step.step)
         rank.runner.launch(step, rank.joined.group_rank, report)
 
+    def open_node_files(self, settings: NodeFilesSettings) -> Address | None:
+        """Become responsible for files of KV blocks on this node until the next step loop ends;
+        return where other groups fetch the files.
+
+        Raises:
+            ConfigError: a folder cannot be made, or is too small.
+            PlacementError: no port is free.
+        """
+        self._close_node_files()
+        self._node_files = NodeFiles(self._config, settings)
+        return self._node_files.address
+
+    def _close_node_files(self) -> None:
+        if self._node_files is not None:
+            self._node_files.close(self._config.timeouts.stop_s / 4)
+            self._node_files = None
+
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
         """Execute steps until the engine ends this worker's step loop.
 
@@ -414,20 +433,34 @@ class Worker:
         finally:
             self._channel = None
             channel.close()
+            self._close_node_files()
 
     def _launch_for(self, plan: RankPlan | Pause | BlockCopyJobs, channel: StepReceiver) -> None:
         runner, joined = self._running.runner, self._running.joined
         with joined.npu.launching():
             if isinstance(plan, BlockCopyJobs):
-                ended = tuple(runner.copy_blocks(plan.jobs))
-                rank, num_read = joined.group_rank, runner.num_read()
-                channel.send(CopiedBlocks(plan.epoch, plan.number, rank, ended, num_read))
+                channel.send(self._copy_blocks(plan))
             elif isinstance(plan, Pause):
                 channel.send(runner.finish())
             else:
                 self.launch(plan, channel.send)
                 runner.prepare_next(channel.has_message)
         self._recorder.idle()
+
+    def _copy_blocks(self, plan: BlockCopyJobs) -> CopiedBlocks:
+        """Begin copy jobs, and continue earlier jobs."""
+        runner, files = self._running.runner, self._node_files
+        ended = runner.copy_blocks([job for job in plan.jobs if job.kind != "find"])
+        if files is not None:
+            ended += files.advance([job for job in plan.jobs if job.kind == "find"])
+        return CopiedBlocks(
+            plan.epoch,
+            plan.number,
+            self._running.joined.group_rank,
+            tuple(ended),
+            runner.num_read(),
+            {} if files is None else files.fetched,
+        )
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
@@ -455,6 +488,8 @@ class Worker:
             rank.resume(keeps_kv=order.keeps_kv)
             self._faults.end()
             self._epoch = order.next_epoch
+            if self._node_files is not None:
+                self._node_files.forget()
         except DistAclGraphError as e:
             error = str(e)
             # The device was started again, so this error is not a consequence of the earlier stop.

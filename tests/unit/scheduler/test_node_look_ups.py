@@ -1,0 +1,125 @@
+"""Files on nodes without the engine are looked up by workers; no look-up is waited for in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.group_files import GroupFiles
+from dist_aclgraph.kv.look_ups import Answer, Files, LookUps
+from dist_aclgraph.kv.tiers import CachePlace
+from dist_aclgraph.scheduler.group_copies import GroupCopies
+from dist_aclgraph.scheduler.waiting_requests import WaitingRequests
+from dist_aclgraph.steps.copies import CopyJob
+from tests.unit.scheduler.test_block_copies import World as Blocks
+
+HALVES = tuple(CachePlace(heads, 2, num_kv_heads=2, rank=heads, num_ranks=2) for heads in (0, 1))
+NAMES = [bytes([number]) * 16 for number in range(5)]
+SOURCE = b"a source"
+
+
+class World:
+    """Copies of a group with two data-parallel ranks of two workers, on the nodes "a" to "c".
+
+    Workers 0 and 1 are on the nodes a and b; workers 2 and 3 on the nodes b and c.
+    """
+
+    def __init__(self, node_ids: str = "abbc") -> None:
+        self.here: set[bytes] = set()
+        self.copies = GroupCopies(
+            [BlockPool(64, 4) for _ in range(2)],
+            LookUps(Files(self.here.__contains__)),
+            2,
+            WaitingRequests(),
+            GroupFiles(HALVES, tuple(node_ids)),
+        )
+
+    def find(
+        self, dp_rank: int, names: Sequence[bytes] = NAMES, first: int = 0, source: bytes = b""
+    ) -> Answer[int]:
+        return self.copies.ranks[dp_rank].find(names, first, None, source)
+
+    def job(self, dp_rank: int) -> CopyJob:
+        jobs = self.copies.take_jobs(is_idle=False)
+        assert not jobs[1 - dp_rank]
+        (job,) = jobs[dp_rank]
+        assert job.kind == "find"
+        return job
+
+
+def test_a_group_on_one_node_asks_no_worker() -> None:
+    world = World("aaaa")
+    world.here.update(NAMES)
+    assert world.find(0, source=SOURCE)() == world.find(1)() == len(NAMES)
+    assert not any(world.copies.take_jobs(is_idle=True)) and not world.copies.is_running
+
+
+def test_without_a_source_only_the_engines_node_is_asked_if_it_has_a_worker() -> None:
+    world = World()
+    world.here.update(NAMES[:3])
+    assert world.find(0)() == 3
+    assert not any(world.copies.take_jobs(is_idle=True))
+
+
+def test_all_nodes_of_a_rank_are_asked_if_blocks_may_have_to_be_fetched() -> None:
+    world = World()
+    world.here.update(NAMES)
+    answer = world.find(0, first=1, source=SOURCE)
+    job = world.job(0)
+    assert (job.source, job.hashes) == (SOURCE, b"".join(NAMES[1:]))
+    assert answer() is None and world.copies.is_running
+    world.copies.end(job.number, 0, 0)
+    assert answer() is None, "worker 0 was not asked"
+    world.copies.end(job.number, 1, 2)
+    assert answer() == 3 and not world.copies.is_running, "one cached block, and two files"
+
+
+def test_the_engines_node_can_have_fewer_files_than_the_others() -> None:
+    world = World()
+    world.here.update(NAMES[:2])
+    answer = world.find(0, source=SOURCE)
+    world.copies.end(world.job(0).number, 1, 5)
+    assert answer() == 2
+
+
+@pytest.mark.parametrize("source", [b"", SOURCE])
+def test_a_rank_without_a_worker_beside_the_engine_uses_no_file_there(source: bytes) -> None:
+    world = World()
+    world.here.update(NAMES)
+    answer = world.find(1, source=source)
+    job = world.job(1)
+    assert job.source == source
+    world.copies.end(job.number, 3, 5)
+    assert answer() is None
+    world.copies.end(job.number, 2, 1)
+    assert answer() == 1
+
+
+def test_nothing_is_asked_for_no_blocks() -> None:
+    assert World().find(1, [], source=SOURCE)() == 0
+
+
+def test_answers_to_forgotten_look_ups_are_ignored() -> None:
+    """After an epoch has ended, workers have dropped their look-ups."""
+    world = World()
+    answer = world.find(1, first=1)
+    job = world.job(1)
+    world.copies.forget()
+    assert answer() == 1 and not world.copies.is_running
+    world.copies.end(job.number, 2, 4)
+    assert answer() == 1
+
+
+def test_a_rank_without_a_worker_beside_the_engine_writes_blocks_that_have_files_there() -> None:
+    world, blocks = World(), Blocks()
+    world.here.update(blocks.hashes)
+    for dp_rank, copies in enumerate(world.copies.ranks):
+        pool = copies._pool
+        blocks.request.block_ids = pool.allocate(len(blocks.hashes))
+        for index, block_id in enumerate(blocks.request.block_ids):
+            pool.store(block_id, blocks.hashes[index])
+            copies.note_stored(blocks.request, index)
+        kinds = [job.kind for job in copies.take_jobs(is_idle=True)]
+        assert kinds == ["save"][:dp_rank]
