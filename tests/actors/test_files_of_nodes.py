@@ -18,6 +18,7 @@ from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, Fil
 from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.kv.block_files import BLOCK_AGE_S
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import FetchBlocks
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
@@ -237,9 +238,14 @@ def test_states_come_from_the_nodes_of_their_ranks(world: World) -> None:
 # ---- the worker that is responsible for a node
 
 
-def job(number: int, source: BlockSource | None = None, names: Sequence[bytes] = NAMES) -> CopyJob:
+def job(
+    number: int,
+    source: BlockSource | None = None,
+    names: Sequence[bytes] = NAMES,
+    first: int = 0,
+) -> CopyJob:
     message = b"" if source is None else msgspec.msgpack.encode(source)
-    depths = pack_ints(range(len(names)))
+    depths = pack_ints(range(first, first + len(names)))
     return CopyJob(number, "find", b"", b"".join(names), depths, source=message)
 
 
@@ -270,6 +276,21 @@ def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
     assert world.nodes["d"].found(HALVES[1]) == NAMES[:5]
     assert files.fetched["num_bytes"] > 0
     assert answer(files, job(3)) == {3: 5}
+
+
+def test_fetched_blocks_of_a_long_prompt_are_deleted_before_the_blocks_of_its_beginning(
+    world: World,
+) -> None:
+    """So they have earlier times of use."""
+    source, first = world.source(HALVES, "ab"), 1000
+    world.nodes["b"].write(HALVES[1])
+    files = world.node_files("d", HALVES[1:])
+    assert answer(files, job(1, source, first=first)) == {1: len(NAMES)}
+    used_s = [
+        world.nodes["d"].tiers(HALVES[1])._first.path_of(name).stat().st_mtime for name in NAMES
+    ]
+    assert used_s == sorted(used_s, reverse=True)
+    assert used_s[0] < time.time() - first * BLOCK_AGE_S / 2
 
 
 def test_a_worker_with_other_files_of_the_model_fetches_nothing(
