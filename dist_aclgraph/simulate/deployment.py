@@ -197,15 +197,19 @@ class AssumedDeployment:
         return max(len({p.folder for p in files.places_beside(rank)}) for rank in ranks)
 
     @property
+    def bytes_of_files(self) -> int:
+        """Bytes of the files of a block on one node; see ``files_per_block``."""
+        return self.files_per_block * (self.planner.cache_spec.bytes_per_block + HEADER.size)
+
+    @property
     def copied_blocks(self) -> dict[str, int]:
         """By the tier's name, the number of blocks that fit in each tier of a node; a block here is
         a data parallel rank's block, with its parts on all workers of the node. Empty if no copies
         are kept. The bytes of checkpoints of states are ignored.
         """
-        kv, files = self.config.kv, self.files_per_block
-        sizes = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
-        block_bytes = files * (self.planner.cache_spec.bytes_per_block + HEADER.size)
-        return {name: int(gib * GIB) // block_bytes for name, gib in sizes.items() if files and gib}
+        kv, size = self.config.kv, self.bytes_of_files
+        limits = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
+        return {name: int(gib * GIB) // size for name, gib in limits.items() if size and gib}
 
     @property
     def states(self) -> dict[str, int] | None:
