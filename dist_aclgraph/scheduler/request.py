@@ -34,7 +34,8 @@ class Request:
             before a long prompt, until the long prompt has waited for as many steps as its
             computation needs.
         max_total_tokens: maximum length of prompt and output together.
-        dp_rank: the data-parallel rank that runs the request.
+        dp_rank: the data-parallel rank that runs the request; while it waits, the last rank that has
+            run it or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         compiled_row: previous row of a request that waits for its grammar; workers compile the
             grammar for this row. -1 for other requests.

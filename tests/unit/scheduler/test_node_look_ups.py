@@ -6,14 +6,21 @@ from collections.abc import Sequence
 
 import pytest
 
+from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import Answer, Files, LookUps
 from dist_aclgraph.kv.tiers import CachePlace
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.group_copies import GroupCopies
+from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.waiting_requests import WaitingRequests
 from dist_aclgraph.steps.copies import CopyJob
+from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
 from tests.unit.scheduler.test_block_copies import World as Blocks
+from tests.unit.scheduler.test_data_parallel import finish, start
 
 HALVES = tuple(CachePlace(heads, 2, num_kv_heads=2, rank=heads, num_ranks=2) for heads in (0, 1))
 NAMES = [bytes([number]) * 16 for number in range(5)]
@@ -113,6 +120,31 @@ def test_answers_to_forgotten_look_ups_are_ignored() -> None:
     assert answer() == 1 and not world.copies.is_running
     world.copies.end(job.number, 2, 4)
     assert answer() == 1
+
+
+def test_a_request_starts_on_the_rank_whose_nodes_were_asked() -> None:
+    """Meanwhile, another rank may have become the rank with the fewest requests."""
+    here: set[bytes] = set()
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        [BlockPool(32, 4) for _ in range(2)],
+        GraphDispatcher(make_plan(4)),
+        max_model_len=64,
+        tp=2,
+        look_ups=LookUps(Files(here.__contains__)),
+        files=GroupFiles(HALVES, tuple("aabb")),
+    )
+    start(scheduler, submit("first", [1] * 9, SamplingParams(max_tokens=9)))
+    finish(scheduler, [5], [], tp=2)
+    start(scheduler, submit("second", range(9), SamplingParams(max_tokens=9)))
+    finish(scheduler, [5], [], tp=2)
+    jobs = scheduler.copies.take_jobs(is_idle=False)
+    assert [[job.kind for job in each] for each in jobs] == [[], ["find"]]
+    scheduler.abort("first")
+    scheduler.copies.end(jobs[1][0].number, 2, 2)
+    scheduler.schedule()
+    jobs = scheduler.copies.take_jobs(is_idle=False)
+    assert [[job.kind for job in each] for each in jobs] == [[], ["load"]]
 
 
 def test_a_rank_without_a_worker_beside_the_engine_writes_blocks_that_have_files_there() -> None:
