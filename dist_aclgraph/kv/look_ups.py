@@ -60,6 +60,19 @@ class Files:
     num_bytes: Callable[[], dict[str, int]] = _count_nothing
 
 
+@dataclass(frozen=True)
+class Source:
+    """The group from which workers on nodes without the engine fetch a request's blocks.
+
+    Attributes:
+        message: the source, for ``BlockFetches.decode_source``.
+        is_wanted: returns whether the request still waits.
+    """
+
+    message: bytes
+    is_wanted: Callable[[], bool]
+
+
 LookUp = Callable[[Files], T]
 
 

@@ -26,6 +26,7 @@ from dist_aclgraph.kv.look_ups import (
     FetchBlocks,
     Files,
     LookUps,
+    Source,
     count_found,
     find_or_fetch,
 )
@@ -255,7 +256,7 @@ class BlockCopies:
         hashes: Sequence[BlockHash],
         first: int = 0,
         fetch: FetchBlocks | None = None,
-        source: bytes = b"",
+        source: Source | None = None,
     ) -> Answer[int]:
         """Look up the number of leading blocks that a request need not compute: ``first`` cached
         blocks, and the following blocks that have files. If the model has recurrent state, the last
@@ -268,7 +269,7 @@ class BlockCopies:
         Args:
             fetch: fetches the blocks that have no files to the engine's node; then the files are
                 looked up again.
-            source: from which group the other nodes fetch blocks; see ``CopyJob``.
+            source: from which group the other nodes fetch blocks.
         """
         wanted = hashes[first:]
         if not wanted:  # an answer without a look-up, so that the request does not wait for a disk
@@ -359,7 +360,7 @@ class BlockCopies:
             self._delete_condemned()
         if may_touch and all(copy.kind != "touch" for copy in self._running.values()):
             self._touch_used()
-        jobs, self._new = tuple(self._new), []
+        jobs, self._new = (*self._new, *self.elsewhere.take_cancelled()), []
         return jobs
 
     def _begin(

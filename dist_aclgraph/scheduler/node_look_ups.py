@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.checkpoints import BlockHash
-from dist_aclgraph.kv.look_ups import Answer
+from dist_aclgraph.kv.look_ups import Answer, Source
 from dist_aclgraph.steps.copies import CopyJob
 
 
@@ -23,10 +23,12 @@ class _LookUp:
     Attributes:
         waits_for: the workers that have not answered.
         num_found: number of leading blocks that all workers that have answered have found.
+        source: the group from which missing blocks are fetched; None if there is none.
     """
 
     waits_for: set[int]
     num_found: int
+    source: Source | None
 
 
 class NodeLookUps:
@@ -46,26 +48,24 @@ class NodeLookUps:
     def is_running(self) -> bool:
         return bool(self._running)
 
-    def must_ask(self, source: bytes) -> bool:
+    def must_ask(self, source: Source | None) -> bool:
         """Return whether the other nodes must be asked: if blocks may have to be fetched, or if the
         engine's node has no files. Otherwise the other nodes usually have the files of the same
         blocks as the engine's node.
         """
-        return bool(self._finders) and (bool(source) or not self.is_beside_engine)
+        return bool(self._finders) and not (source is None and self.is_beside_engine)
 
     def begin(
-        self, number: int, hashes: Sequence[BlockHash], first: int, source: bytes
+        self, number: int, hashes: Sequence[BlockHash], first: int, source: Source | None
     ) -> tuple[CopyJob, Answer[int]]:
         """Begin a look-up; return the job for the workers, and the answer: how many leading blocks
         all nodes have, including ``first`` blocks before ``hashes``.
-
-        Args:
-            source: see ``CopyJob``.
         """
-        found = _LookUp(set(self._finders), len(hashes))
+        found = _LookUp(set(self._finders), len(hashes), source)
         self._running[number] = found
         depths = pack_ints(range(first, first + len(hashes)))
-        job = CopyJob(number, "find", b"", b"".join(hashes), depths, source=source)
+        message = b"" if source is None else source.message
+        job = CopyJob(number, "find", b"", b"".join(hashes), depths, source=message)
         return job, lambda: None if found.waits_for else first + found.num_found
 
     def end(self, number: int, rank: int, num_found: int) -> None:
@@ -77,6 +77,16 @@ class NodeLookUps:
         found.num_found = min(found.num_found, num_found)
         if not found.waits_for:
             del self._running[number]
+
+    def take_cancelled(self) -> list[CopyJob]:
+        """Drop the look-ups of requests that have ended, because they may fetch blocks; return the
+        jobs that tell it the workers.
+        """
+        sources = [(number, found.source) for number, found in self._running.items()]
+        cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
+        for number in cancelled:
+            del self._running[number]
+        return [CopyJob(number, "cancel", b"", b"", b"") for number in cancelled]
 
     def forget(self) -> None:
         """End all look-ups with no blocks found, because the workers have dropped them."""

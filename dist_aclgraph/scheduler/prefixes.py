@@ -64,7 +64,7 @@ class Prefixes:
         if request.look_up is None:
             count = (len(request.tokens) - 1) // pool.block_size
             fetch, source = request.fetch, request.source
-            request.fetch, request.source = None, b""
+            request.fetch, request.source = None, None
             request.look_up = copies.find(request.hashes[:count], len(shared), fetch, source)
         if (end := request.look_up()) is None:
             return True

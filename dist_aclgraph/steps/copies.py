@@ -11,8 +11,9 @@ import msgspec
 # "save" copies blocks from a device to files, and "load" copies blocks from files to a device.
 # "delete" deletes files, and "touch" marks files as the most recently used files; these two kinds
 # use no device. "find" looks up files on a node without an engine, and fetches missing files; one
-# worker of the node does it, and the other workers ignore the job.
-JobKind = Literal["save", "load", "delete", "touch", "find"]
+# worker of the node does it, and the other workers ignore the job. "cancel" ends the "find" with
+# the same number, and has no result.
+JobKind = Literal["save", "load", "delete", "touch", "find", "cancel"]
 
 
 class CopyJob(msgspec.Struct, frozen=True):
@@ -35,6 +36,11 @@ class CopyJob(msgspec.Struct, frozen=True):
     @property
     def is_load(self) -> bool:
         return self.kind == "load"
+
+    @property
+    def is_look_up(self) -> bool:
+        """Whether the job begins or ends a look-up on a node without an engine."""
+        return self.kind in ("find", "cancel")
 
     @property
     def is_upkeep(self) -> bool:

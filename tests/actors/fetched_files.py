@@ -92,7 +92,7 @@ class World:
     def fetch(
         self, names: list[bytes] = NAMES, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        fetch = self.fetches.fetch_from(GROUP, is_wanted)
+        fetch = self.fetches.ways_from(GROUP, is_wanted)[0]
         assert fetch is not None
         ended, end_s = fetch(names, 0), time.monotonic() + WAIT_S
         while not ended():

@@ -314,7 +314,10 @@ def test_a_worker_sends_files_of_its_node(world: World) -> None:
     assert answer(world.node_files("d", HALVES[1:]), job(2, source)) == {2: len(NAMES)}
 
 
-def test_look_ups_that_are_forgotten_get_no_answer_and_end_their_fetches(world: World) -> None:
+@pytest.mark.parametrize("way", ["forget", "cancel"])
+def test_look_ups_that_are_dropped_get_no_answer_and_end_their_fetches(
+    world: World, way: str
+) -> None:
     source = world.source(HALVES, "ab")
     files = world.node_files("d", HALVES[1:])
     looks: list[Callable[[], bool]] = []
@@ -328,5 +331,8 @@ def test_look_ups_that_are_forgotten_get_no_answer_and_end_their_fetches(world: 
         patch.setattr(BlockFetches, "fetch_of", fetch_of)
         patch.setattr(BlockServer, "_answer", lambda *_: None)
         assert files.advance([job(1, source)]) == [] and looks[0]()
-        files.forget()
+        if way == "forget":
+            files.forget()
+        else:
+            assert files.advance([CopyJob(1, "cancel", b"", b"", b"")]) == []
         assert not looks[0]() and files.advance([]) == []

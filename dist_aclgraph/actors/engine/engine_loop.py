@@ -444,8 +444,9 @@ class EngineLoop:
                 hands_over=submit.hands_over and self._copies is not None,
             )
             if submit.source and self._fetches is not None:
-                request.fetch = self._fetches.fetch_from(submit.source, lambda: not request.is_over)
-                request.source = self._fetches.message_for(submit.source)
+                request.fetch, request.source = self._fetches.ways_from(
+                    submit.source, lambda: not request.is_over
+                )
             self._scheduler.add(request)
         except DistAclGraphError as e:
             self._links.send(link, last_words(submit.number, e))

@@ -28,7 +28,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.group_files import Route, routes
-from dist_aclgraph.kv.look_ups import Answer, FetchBlocks
+from dist_aclgraph.kv.look_ups import Answer, FetchBlocks, Source
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.logs import event
 
@@ -148,10 +148,17 @@ class BlockFetches:
                 name,
             )
 
-    def message_for(self, group: str) -> bytes:
-        """Return the source that a group is, for ``decode_source``; empty if it is no source."""
+    def ways_from(
+        self, group: str, is_wanted: Callable[[], bool]
+    ) -> tuple[FetchBlocks | None, Source | None]:
+        """Return how this node, and how other nodes of this group fetch blocks from a group; None
+        if there is nothing to fetch, or if the group is no source.
+        """
         source = self._sources.get(group)
-        return b"" if source is None else msgspec.msgpack.encode(source)
+        if source is None:
+            return None, None
+        message = msgspec.msgpack.encode(source)
+        return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def decode_source(self, message: bytes) -> BlockSource | None:
         """Return the source in a message of the group's engine; None if this node cannot use its
@@ -169,13 +176,6 @@ class BlockFetches:
                 "times) are not those of the engine's node"
             )
         return None
-
-    def fetch_from(self, group: str, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
-        """Return a function that fetches blocks from a group; None if the group is no source, or
-        has no files that this node lacks. See ``fetch_of``.
-        """
-        source = self._sources.get(group)
-        return None if source is None else self.fetch_of(source, is_wanted)
 
     def fetch_of(self, source: BlockSource, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
         """Return a function that fetches blocks from a source; None if there is nothing to fetch.

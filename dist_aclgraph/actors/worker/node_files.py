@@ -94,14 +94,18 @@ class NodeFiles:
         return {} if self._fetches is None else asdict(self._fetches.counts)
 
     def advance(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
-        """Begin look-ups, and continue earlier look-ups, without waiting for a disk or a network.
+        """Begin and cancel look-ups, and continue earlier look-ups, without waiting for a disk or a
+        network.
 
         Returns:
             For each look-up that has ended: its number, and the number of leading blocks whose
             files are on this node.
         """
         for job in jobs:
-            self._answers[job.number] = self._begin(job)
+            if job.kind == "find":
+                self._answers[job.number] = self._begin(job)
+            else:
+                self._answers.pop(job.number, None)
         found = {number: answer() for number, answer in self._answers.items()}
         ended = [(number, count) for number, count in found.items() if count is not None]
         for number, _ in ended:

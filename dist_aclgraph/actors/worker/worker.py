@@ -450,9 +450,9 @@ class Worker:
     def _copy_blocks(self, plan: BlockCopyJobs) -> CopiedBlocks:
         """Begin copy jobs, and continue earlier jobs."""
         runner, files = self._running.runner, self._node_files
-        ended = runner.copy_blocks([job for job in plan.jobs if job.kind != "find"])
+        ended = runner.copy_blocks([job for job in plan.jobs if not job.is_look_up])
         if files is not None:
-            ended += files.advance([job for job in plan.jobs if job.kind == "find"])
+            ended += files.advance([job for job in plan.jobs if job.is_look_up])
         return CopiedBlocks(
             plan.epoch,
             plan.number,

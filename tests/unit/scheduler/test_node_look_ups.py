@@ -9,7 +9,7 @@ import pytest
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.group_files import GroupFiles
-from dist_aclgraph.kv.look_ups import Answer, Files, LookUps
+from dist_aclgraph.kv.look_ups import Answer, Files, LookUps, Source
 from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
@@ -24,7 +24,8 @@ from tests.unit.scheduler.test_data_parallel import finish, start
 
 HALVES = tuple(CachePlace(heads, 2, num_kv_heads=2, rank=heads, num_ranks=2) for heads in (0, 1))
 NAMES = [bytes([number]) * 16 for number in range(5)]
-SOURCE = b"a source"
+MESSAGE = b"a source"
+SOURCE = Source(MESSAGE, lambda: True)
 
 
 class World:
@@ -44,7 +45,11 @@ class World:
         )
 
     def find(
-        self, dp_rank: int, names: Sequence[bytes] = NAMES, first: int = 0, source: bytes = b""
+        self,
+        dp_rank: int,
+        names: Sequence[bytes] = NAMES,
+        first: int = 0,
+        source: Source | None = None,
     ) -> Answer[int]:
         return self.copies.ranks[dp_rank].find(names, first, None, source)
 
@@ -75,7 +80,7 @@ def test_all_nodes_of_a_rank_are_asked_if_blocks_may_have_to_be_fetched() -> Non
     world.here.update(NAMES)
     answer = world.find(0, first=1, source=SOURCE)
     job = world.job(0)
-    assert (job.source, job.hashes) == (SOURCE, b"".join(NAMES[1:]))
+    assert (job.source, job.hashes) == (MESSAGE, b"".join(NAMES[1:]))
     assert answer() is None and world.copies.is_running
     world.copies.end(job.number, 0, 0)
     assert answer() is None, "worker 0 was not asked"
@@ -91,16 +96,16 @@ def test_the_engines_node_can_have_fewer_files_than_the_others() -> None:
     assert answer() == 2
 
 
-@pytest.mark.parametrize("source", [b"", SOURCE])
+@pytest.mark.parametrize("source", [None, SOURCE])
 @pytest.mark.parametrize("ranks", [(2, 3), (3, 2)])
 def test_a_rank_without_a_worker_beside_the_engine_uses_no_file_there(
-    source: bytes, ranks: tuple[int, int]
+    source: Source | None, ranks: tuple[int, int]
 ) -> None:
     world = World()
     world.here.update(NAMES)
     answer = world.find(1, source=source)
     job = world.job(1)
-    assert job.source == source
+    assert job.source == (b"" if source is None else MESSAGE)
     world.copies.end(job.number, ranks[0], ranks[0])
     assert answer() is None
     world.copies.end(job.number, ranks[1], ranks[1])
@@ -120,6 +125,19 @@ def test_answers_to_forgotten_look_ups_are_ignored() -> None:
     assert answer() == 1 and not world.copies.is_running
     world.copies.end(job.number, 2, 4)
     assert answer() == 1
+
+
+def test_a_fetch_on_another_node_ends_with_its_request() -> None:
+    world, is_wanted = World(), [True]
+    world.find(0, source=Source(MESSAGE, lambda: is_wanted[0]))
+    job = world.job(0)
+    assert not any(world.copies.take_jobs(is_idle=False))
+    is_wanted[0] = False
+    ((cancelled,), _) = world.copies.take_jobs(is_idle=False)
+    assert (cancelled.kind, cancelled.number) == ("cancel", job.number)
+    assert not world.copies.is_running
+    world.copies.end(job.number, 1, 3)
+    assert not any(world.copies.take_jobs(is_idle=False))
 
 
 def test_a_request_starts_on_the_rank_whose_nodes_were_asked() -> None:
