@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
@@ -102,6 +102,24 @@ def count_found(
         return count
     ends = (n for n in range(count, 0, -1) if files.has_state(hashes[n - 1]))
     return next(ends, 0)
+
+
+class Existing(NamedTuple):
+    """Hashes of blocks that have files, and of blocks whose checkpoints have files."""
+
+    blocks: Collection[BlockHash]
+    states: Collection[BlockHash]
+
+
+def find_existing(
+    blocks: Sequence[BlockHash], states: Sequence[BlockHash], files: Files
+) -> Existing:
+    """Look up the files of blocks, and of the checkpoints after the blocks ``states``."""
+    has_state = files.has_state
+    return Existing(
+        {each for each in blocks if files.has(each)},
+        {each for each in states if has_state is not None and has_state(each)},
+    )
 
 
 class LookUps:

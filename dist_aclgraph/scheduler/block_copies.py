@@ -16,18 +16,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import (
     Answer,
+    Existing,
     FetchBlocks,
-    Files,
     LookUps,
     Source,
     count_found,
+    find_existing,
     find_or_fetch,
 )
 from dist_aclgraph.scheduler.file_upkeep import FileUpkeep
@@ -106,7 +106,7 @@ class BlockCopies:
         self._look_ups = look_ups
         # The waiting blocks and checkpoints that have files, and the number of blocks that are
         # looked up. ``_existing`` is None if no such look-up runs.
-        self._existing: Answer[_Existing] | None = None
+        self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
         self._ranks = frozenset(ranks)
@@ -208,7 +208,7 @@ class BlockCopies:
             names = [block_hash for _, block_hash, _ in first]
             if not (names or self._pending_states):
                 return
-            look_up = partial(_find_existing, names, tuple(self._pending_states))
+            look_up = partial(find_existing, names, tuple(self._pending_states))
             self._existing, self._num_asked = self._look_ups.ask(look_up), len(names)
         if (existing := self._existing()) is None:
             return
@@ -261,10 +261,6 @@ class BlockCopies:
         """Look up the number of leading blocks that a request need not compute: ``first`` cached
         blocks, and the following blocks that have files. If the model has recurrent state, the last
         of these blocks must also have a checkpoint with a file.
-
-        If some workers are on other nodes, these nodes are asked only if blocks may have to be
-        fetched, or if no worker is on the engine's node. Otherwise the other nodes usually have
-        files of the same blocks.
 
         Args:
             fetch: fetches the blocks that have no files to the engine's node; then the files are
@@ -484,23 +480,6 @@ class BlockCopies:
         self._unsaved.clear()
         self._new.clear()
         return requests
-
-
-class _Existing(NamedTuple):
-    """Hashes of blocks that have files, and of blocks whose checkpoints have files."""
-
-    blocks: Collection[BlockHash]
-    states: Collection[BlockHash]
-
-
-def _find_existing(
-    blocks: Sequence[BlockHash], states: Sequence[BlockHash], files: Files
-) -> _Existing:
-    has_state = files.has_state
-    return _Existing(
-        {each for each in blocks if files.has(each)},
-        {each for each in states if has_state is not None and has_state(each)},
-    )
 
 
 def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:

@@ -20,6 +20,7 @@ from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.topology import GroupRank
 
 ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
 
@@ -94,8 +95,9 @@ def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tup
     has_roles = config.parallel.prefill_groups > 0
     servers = files.servers if has_roles else []
     finders = {rank for dp_rank in range(files.num_dp) for rank in files.finders(dp_rank)}
+    group.file_ranks = [GroupRank(rank) for rank in sorted(finders.union(servers))]
     opening = {}
-    for rank in sorted(finders.union(servers)):
+    for rank in group.file_ranks:
         info = workers.infos[rank]
         settings = NodeFilesSettings(
             info.node_id,
@@ -116,7 +118,7 @@ def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tup
             phase="CAPTURING",
         )
     found = {rank: fetch(ref, workers.ranks[rank], "CAPTURING") for rank, ref in opening.items()}
-    return tuple(found[rank] for rank in servers)
+    return tuple(found[GroupRank(rank)] for rank in servers)
 
 
 def drain_groups(
@@ -153,13 +155,16 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """End the loops of engines and workers. Then let engines delete the copies of KV in memory that
-    no other group uses, and kill the remaining processes.
+    """End the loops of engines and workers. Then let one process on each node delete the copies of
+    KV in memory that no other group uses, and kill the remaining processes.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
     loops = [ref for group in stopping.values() for ref in group.loops]
     ended = [stopping[ref] for ref in _wait([*stopping, *loops], timeout_s) if ref in stopping]
-    _wait([group.engine.leave_copies.remote() for group in ended], timeout_s)
+    owners = [
+        (group.engine, *map(group.workers.workers.__getitem__, group.file_ranks)) for group in ended
+    ]
+    _wait([each.leave_copies.remote() for group in owners for each in group], timeout_s)
     for group in groups:
         group.kill()
 

@@ -36,6 +36,7 @@ from dist_aclgraph.errors import (
     EngineDeadError,
     RankDisagreementError,
 )
+from dist_aclgraph.kv.tiers import HostCopies
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour, read_ahead
 from dist_aclgraph.planning.budget import StreamOffer
@@ -80,6 +81,7 @@ class Worker:
         self._lease = Lease(config.timeouts.link_s)
         self._channel: StepReceiver | None = None  # None while no step loop runs
         self._node_files: NodeFiles | None = None
+        self._copies: HostCopies | None = None  # only if responsible for files on this node
 
     @property
     def _joined(self) -> JoinedRank | None:
@@ -372,20 +374,18 @@ class Worker:
 
     def open_node_files(self, settings: NodeFilesSettings) -> Address | None:
         """Become responsible for files of KV blocks on this node until the next step loop ends;
-        return where other groups fetch the files.
-
-        Raises:
-            ConfigError: a folder cannot be made, or is too small.
-            PlacementError: no port is free.
+        return where other groups fetch the files. Raises the same errors as ``NodeFiles``.
         """
-        self._close_node_files()
         self._node_files = NodeFiles(self._config, settings)
+        if self._copies is None and self._config.kv.host_gib:
+            self._copies = HostCopies(self._config)
         return self._node_files.address
 
-    def _close_node_files(self) -> None:
-        if self._node_files is not None:
-            self._node_files.close(self._config.timeouts.stop_s / 4)
-            self._node_files = None
+    def leave_copies(self) -> None:
+        """Delete the copies in this node's memory, like ``Engine.leave_copies``."""
+        if self._copies is not None:
+            self._copies.leave()
+            self._copies = None
 
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
         """Execute steps until the engine ends this worker's step loop.
@@ -433,7 +433,9 @@ class Worker:
         finally:
             self._channel = None
             channel.close()
-            self._close_node_files()
+            if self._node_files is not None:
+                self._node_files.close(self._config.timeouts.stop_s / 4)
+                self._node_files = None
 
     def _launch_for(self, plan: RankPlan | Pause | BlockCopyJobs, channel: StepReceiver) -> None:
         runner, joined = self._running.runner, self._running.joined
@@ -449,18 +451,13 @@ class Worker:
 
     def _copy_blocks(self, plan: BlockCopyJobs) -> CopiedBlocks:
         """Begin copy jobs, and continue earlier jobs."""
-        runner, files = self._running.runner, self._node_files
+        runner, files, fetched = self._running.runner, self._node_files, dict[str, int]()
         ended = runner.copy_blocks([job for job in plan.jobs if not job.is_look_up])
         if files is not None:
             ended += files.advance([job for job in plan.jobs if job.is_look_up])
-        return CopiedBlocks(
-            plan.epoch,
-            plan.number,
-            self._running.joined.group_rank,
-            tuple(ended),
-            runner.num_read(),
-            {} if files is None else files.fetched,
-        )
+            fetched = files.fetched
+        rank, num_read = self._running.joined.group_rank, runner.num_read()
+        return CopiedBlocks(plan.epoch, plan.number, rank, tuple(ended), num_read, fetched)
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
