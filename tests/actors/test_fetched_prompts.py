@@ -34,10 +34,10 @@ NUM_FULL = sum(len(prompt) // BLOCK for prompt in PROMPTS)
 PREFILL, DECODE = "0", "1"
 
 
-def configure(checkpoint: Path, folder: Path, tp: int) -> Config:
+def configure(checkpoint: Path, folder: Path, tp: int, dcp: int = 1) -> Config:
     folder.mkdir(exist_ok=True)
     kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(folder), "host_gib": 0.1}
-    return make_deployment_config(checkpoint, kv=kv, parallel={"tp": tp})
+    return make_deployment_config(checkpoint, kv=kv, parallel={"tp": tp, "dcp": dcp})
 
 
 @dataclass
@@ -77,14 +77,18 @@ def files_of(config: Config, nodes: Mapping[str, Config]) -> GroupFiles:
 
 @contextmanager
 def serving_pair(
-    checkpoint: Path, folder: Path, prefill_tp: int = 1, nodes: tuple[int, int] = (1, 1)
+    checkpoint: Path,
+    folder: Path,
+    prefill_tp: int = 1,
+    nodes: tuple[int, int] = (1, 1),
+    dcp: int = 1,
 ) -> Iterator[Pair]:
     """Args:
     prefill_tp: number of ranks of the first group. The second group has a rank on each node.
     nodes: number of nodes of the first group, and of the second group.
     """
     from_nodes, to_nodes = (
-        {f"{name}{n}": configure(checkpoint, folder / f"{name}{n}", tp) for n in range(count)}
+        {f"{name}{n}": configure(checkpoint, folder / f"{name}{n}", tp, dcp) for n in range(count)}
         for name, tp, count in (("there", prefill_tp, nodes[0]), ("here", nodes[1], nodes[1]))
     )
     there, here = from_nodes["there0"], to_nodes["here0"]
@@ -175,6 +179,26 @@ def test_groups_on_several_nodes_fetch_from_each_other(
         assert pair.fetches.counts.failures == 0
         metrics = pair.client.query("metrics")[DECODE]
         assert (metrics["kv_failed_fetches"], metrics["kv_fetched_bytes"] > 0) == (0, nodes[1] > 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dcp"),
+    [
+        rare("DeepseekV3ForCausalLM", 2),
+        rare("DeepseekV3ForCausalLM", 1),
+        rare("Qwen3NextForCausalLM", 1),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_shards_latents_and_recurrent_states_are_fetched_between_several_nodes(
+    npu: Any, tmp_path: Path, architecture: str, dcp: int
+) -> None:
+    make_reference(architecture, tmp_path / "checkpoint")
+    with serving_pair(tmp_path / "checkpoint", tmp_path, 2, (2, 2), dcp) as pair:
+        assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
+        counts = pair.copied(DECODE)
+        assert counts["loaded"] > 0 and counts["missed"] == 0
+        assert pair.client.query("metrics")[DECODE]["kv_fetched_bytes"] > 0
 
 
 def test_each_data_parallel_rank_finds_the_copies_of_its_node(npu: Any, tmp_path: Path) -> None:

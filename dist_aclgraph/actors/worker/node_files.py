@@ -8,7 +8,7 @@ the same way as the engine. A worker can also send the node's files to other gro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from dist_aclgraph.actors.host.run_directory import RunDirectory
@@ -48,7 +48,7 @@ class NodeFilesSettings:
 
     node_id: str
     host: str
-    token: str
+    token: str = field(repr=False)
     places: tuple[CachePlace, ...]
     turn: int
     finds: bool
