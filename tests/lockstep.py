@@ -6,7 +6,7 @@ no placement, channels and clients, which other tests cover.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,13 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_
 from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.engine import engine_report
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.worker.node_files import NodeFilesSettings
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
+from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import LookUps, look_ups_of
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 from dist_aclgraph.planning.chip import Chip
@@ -34,6 +37,8 @@ from dist_aclgraph.topology import Ranks
 from tests.actors.rank_processes import RankProcesses, RankStep, rank_processes, rendezvous
 from tests.deployments import Answer
 from tests.unit.scheduler.requests import submit
+
+TOKEN = "secret"  # of the deployment that the group belongs to
 
 
 class ForkedStartup(Startup):
@@ -70,10 +75,19 @@ class Lockstep:
     Attributes:
         scheduler: the group's scheduler, as in an engine.
         ranks: the processes that run the steps.
+        servers: addresses of the files on nodes without the engine; see ``GroupFiles.servers``.
     """
 
-    def __init__(self, planner: Planner, group: LockstepGroup, ranks: RankProcesses) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        planner: Planner,
+        group: LockstepGroup,
+        ranks: RankProcesses,
+        files: GroupFiles | None = None,
+        servers: tuple[Address, ...] = (),
+    ) -> None:
+        self.ranks, self.servers = ranks, servers
+        self._files = files
         self._planner, self._group = planner, group
         self._look_ups: LookUps | None = None
         place = CachePlace.of(planner.config, planner.facts)
@@ -126,6 +140,7 @@ class Lockstep:
             choose_exchange=rule.choose,
             exact=config.recovery.exact,
             look_ups=self._look_ups,
+            files=self._files,
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
@@ -199,15 +214,50 @@ class Lockstep:
 
 
 @contextmanager
-def lockstep(config: Config) -> Iterator[Lockstep]:
+def lockstep(config: Config, nodes: Mapping[str, Config] | None = None) -> Iterator[Lockstep]:
     """Start a group of all ranks of ``config``; end the group when the context ends.
+
+    Args:
+        nodes: the nodes of the ranks, by Ray's id, with the configuration of each node; each node
+            has equally many neighbouring ranks. With None, all ranks are on one node.
 
     Raises:
         DistAclGraphError: for the same reasons as at the start of a deployment.
     """
     planner = Planner.from_config(config)
     assert len(planner.layout.lockstep_groups) == 1
-    with rendezvous() as meeting, rank_processes(planner.config) as ranks:
+    size, files = planner.layout.world_size, None
+    at_ranks: list[Config] = []
+    if nodes is not None:
+        node_ids = [node_id for node_id in nodes for _ in range(size // len(nodes))]
+        at_ranks = [Planner.from_config(nodes[node_id]).config for node_id in node_ids]
+        files = GroupFiles.of(planner.config, planner.facts, node_ids)
+    with rendezvous() as meeting, rank_processes(planner.config, at_ranks) as ranks:
         group = LockstepGroup(ranks, planner)
         ForkedStartup(planner, group, meeting).run(planner.layout.lockstep_groups, deployment="")
-        yield Lockstep(planner, group, ranks)
+        servers = () if files is None else _open_node_files(ranks, files)
+        yield Lockstep(planner, group, ranks, files, servers)
+
+
+def _open_node_files(ranks: RankProcesses, files: GroupFiles) -> tuple[Address, ...]:
+    """Let ranks be responsible for files on the nodes without the engine; return the addresses of
+    their servers.
+    """
+    found = {}
+    for rank in range(len(files.node_ids)):
+        node_id = files.node_ids[rank]
+        if node_id == files.nodes[0]:
+            continue
+        settings = NodeFilesSettings(
+            node_id,
+            "127.0.0.1",
+            TOKEN,
+            files.places_beside(rank),
+            files.nodes.index(node_id),
+            finds=rank in files.finders(rank // len(files.places)),
+            fetches=True,
+            serves=rank in files.servers,
+        )
+        ranks.workers[rank].send(("open_node_files", (settings,)))
+        found[rank] = ranks.workers[rank].recv()
+    return tuple(found[rank] for rank in files.servers)

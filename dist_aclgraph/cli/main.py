@@ -28,7 +28,7 @@ from dist_aclgraph.cli.model_options import (
 )
 from dist_aclgraph.errors import ConfigError, DistAclGraphError
 from dist_aclgraph.extras import require
-from dist_aclgraph.simulate.copy_rates import DISK_GB_S, HOST_GB_S, copy_rates
+from dist_aclgraph.simulate.copy_rates import DISK_GB_S, HOST_GB_S, NETWORK_GB_S, copy_rates
 from dist_aclgraph.version import VERSION
 
 cli = typer.Typer(
@@ -187,6 +187,9 @@ def simulate(
     disk_gbs: Annotated[
         float, typer.Option(help="and from the disk, for a data parallel rank")
     ] = DISK_GB_S,
+    network_gbs: Annotated[
+        float, typer.Option(help="and between nodes, for each node of a group")
+    ] = NETWORK_GB_S,
     compare: Annotated[bool, typer.Option("--compare", help="try other sets of graphs")] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="draw padding and eager steps: a .png")] = None,
@@ -222,7 +225,7 @@ def simulate(
             decide_device(load_local_model(config, overrides, weights=False), "plan"),
             options,
             assumed if times is None else read_times(times, capture_ms),
-            copy_rates(host_gbs, disk_gbs),
+            copy_rates(host_gbs, disk_gbs, network_gbs),
             compare,
         )
         if plot is not None:

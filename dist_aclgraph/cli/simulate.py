@@ -157,10 +157,18 @@ def _routing(rows: list[dict[str, Any]]) -> Table:
 
 
 def _copies(rows: list[dict[str, Any]]) -> Table:
-    """Return a table; a tier's column is the share of prompt tokens whose KV it supplied."""
+    """Return a table; a tier's column is the share of prompt tokens whose KV it supplied. Fetched
+    tokens are read from a tier after the fetch.
+    """
     tiers = sorted({tier for row in rows for tier in row["loaded_share"]}, reverse=True)
+    fetched = ["fetched from other nodes"] if any(row["fetched_share"] for row in rows) else []
     table = Table(
-        "", "prompt tokens cached", *(f"from {tier}" for tier in tiers), "first token p50", "p99"
+        "",
+        "prompt tokens cached",
+        *(f"from {tier}" for tier in tiers),
+        *fetched,
+        "first token p50",
+        "p99",
     )
     for row in rows:
         first, loaded = row["first_token_s"], row["loaded_share"]
@@ -168,6 +176,7 @@ def _copies(rows: list[dict[str, Any]]) -> Table:
             row["name"],
             f"{row['cached_share']:.1%}",
             *(f"{loaded.get(tier, 0.0):.1%}" for tier in tiers),
+            *(f"{row['fetched_share']:.1%}" for _ in fetched),
             f"{first['p50']:.3f} s",
             f"{first['p99']:.3f} s",
         )

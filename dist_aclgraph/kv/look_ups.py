@@ -11,10 +11,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
@@ -59,7 +60,66 @@ class Files:
     num_bytes: Callable[[], dict[str, int]] = _count_nothing
 
 
+@dataclass(frozen=True)
+class Source:
+    """The group from which workers on nodes without the engine fetch a request's blocks.
+
+    Attributes:
+        message: the source, for ``BlockFetches.decode_source``.
+        is_wanted: returns whether the request still waits.
+    """
+
+    message: bytes
+    is_wanted: Callable[[], bool]
+
+
 LookUp = Callable[[Files], T]
+
+
+def count_found(
+    hashes: Sequence[BlockHash], files: Files, is_refused: HasFile = lambda _: False
+) -> int:
+    """Return the number of leading blocks that have files. With recurrent state, the last of these
+    blocks also has a checkpoint with a file.
+
+    The binary search assumes that no file exists after the first missing file, because files of
+    later blocks are deleted first (``block_files``). If the assumption is wrong, the result may be
+    too large; then reading the missing file fails. The first file is always looked up, because the
+    files of a prefix can be deleted before the files of later blocks: as long as the prefix is in
+    the device's cache, no request reads the files.
+
+    Args:
+        is_refused: returns whether a block's file must not be used.
+    """
+
+    def is_missing(index: int) -> bool:
+        return is_refused(hashes[index]) or not files.has(hashes[index])
+
+    if not hashes or is_missing(0):
+        return 0
+    count = bisect_left(range(len(hashes)), True, key=is_missing)
+    if files.has_state is None:
+        return count
+    ends = (n for n in range(count, 0, -1) if files.has_state(hashes[n - 1]))
+    return next(ends, 0)
+
+
+class Existing(NamedTuple):
+    """Hashes of blocks that have files, and of blocks whose checkpoints have files."""
+
+    blocks: Collection[BlockHash]
+    states: Collection[BlockHash]
+
+
+def find_existing(
+    blocks: Sequence[BlockHash], states: Sequence[BlockHash], files: Files
+) -> Existing:
+    """Look up the files of blocks, and of the checkpoints after the blocks ``states``."""
+    has_state = files.has_state
+    return Existing(
+        {each for each in blocks if files.has(each)},
+        {each for each in states if has_state is not None and has_state(each)},
+    )
 
 
 class LookUps:

@@ -11,19 +11,27 @@ A request whose blocks are read has no row and waits; the other requests run.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import BlockHash
-from dist_aclgraph.kv.look_ups import Answer, FetchBlocks, Files, LookUps, find_or_fetch
+from dist_aclgraph.kv.look_ups import (
+    Answer,
+    Existing,
+    FetchBlocks,
+    LookUps,
+    Source,
+    count_found,
+    find_existing,
+    find_or_fetch,
+)
 from dist_aclgraph.scheduler.file_upkeep import FileUpkeep
+from dist_aclgraph.scheduler.node_look_ups import NodeLookUps, smallest
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
@@ -82,19 +90,27 @@ class BlockCopies:
     """Owns the copy jobs of one data-parallel rank.
 
     Args:
-        look_ups: looks up the files of blocks and checkpoints.
+        look_ups: looks up the files of blocks and checkpoints on the engine's node.
         ranks: the workers of the lockstep group that keep parts of the blocks.
+        elsewhere: looks up files on other nodes; by default, all workers are on the engine's node.
     """
 
-    def __init__(self, pool: BlockPool, look_ups: LookUps, ranks: Collection[int]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        look_ups: LookUps,
+        ranks: Collection[int],
+        elsewhere: NodeLookUps | None = None,
+    ) -> None:
         self._pool = pool
         self._look_ups = look_ups
         # The waiting blocks and checkpoints that have files, and the number of blocks that are
         # looked up. ``_existing`` is None if no such look-up runs.
-        self._existing: Answer[_Existing] | None = None
+        self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
         self._ranks = frozenset(ranks)
+        self.elsewhere = NodeLookUps() if elsewhere is None else elsewhere
         self._num_jobs = 0
         self.num_ended = 0  # number of jobs that have ended on all workers
         self._running: dict[int, _Copy] = {}
@@ -192,7 +208,7 @@ class BlockCopies:
             names = [block_hash for _, block_hash, _ in first]
             if not (names or self._pending_states):
                 return
-            look_up = partial(_find_existing, names, tuple(self._pending_states))
+            look_up = partial(find_existing, names, tuple(self._pending_states))
             self._existing, self._num_asked = self._look_ups.ask(look_up), len(names)
         if (existing := self._existing()) is None:
             return
@@ -236,45 +252,36 @@ class BlockCopies:
     # ---- from files to the device
 
     def find(
-        self, hashes: Sequence[BlockHash], first: int = 0, fetch: FetchBlocks | None = None
+        self,
+        hashes: Sequence[BlockHash],
+        first: int = 0,
+        fetch: FetchBlocks | None = None,
+        source: Source | None = None,
     ) -> Answer[int]:
         """Look up the number of leading blocks that a request need not compute: ``first`` cached
         blocks, and the following blocks that have files. If the model has recurrent state, the last
         of these blocks must also have a checkpoint with a file.
 
         Args:
-            fetch: fetches the blocks that have no files; then the files are looked up again.
+            fetch: fetches the blocks that have no files to the engine's node; then the files are
+                looked up again.
+            source: from which group the other nodes fetch blocks.
         """
         wanted = hashes[first:]
         if not wanted:  # an answer without a look-up, so that the request does not wait for a disk
             return lambda: first
-        ask = partial(self._look_ups.ask, lambda files: first + self._count(wanted, files))
-        if fetch is None:
-            return ask()
-        return find_or_fetch(ask, fetch, hashes)
-
-    def _count(self, hashes: Sequence[BlockHash], files: Files) -> int:
-        """Return the number of leading blocks that have files. This function may run in the thread
-        for look-ups.
-
-        The binary search assumes that no file exists after the first missing file, because files of
-        later blocks are deleted first (``block_files``). If the assumption is wrong, the result may
-        be too large; then reading the missing file fails. The first file is always looked up,
-        because the files of a prefix can be deleted before the files of later blocks: as long as
-        the prefix is in the device's cache, no request reads the files.
-        """
-
-        def is_missing(index: int) -> bool:
-            name = hashes[index]
-            return self._upkeep.is_condemned(name) or not files.has(name)
-
-        if not hashes or is_missing(0):
-            return 0
-        count = bisect_left(range(len(hashes)), True, key=is_missing)
-        if files.has_state is None:
-            return count
-        ends = (n for n in range(count, 0, -1) if files.has_state(hashes[n - 1]))
-        return next(ends, 0)
+        answers: list[Answer[int]] = []
+        if self.elsewhere.is_beside_engine:
+            is_refused = self._upkeep.is_condemned
+            ask = partial(
+                self._look_ups.ask, lambda files: first + count_found(wanted, files, is_refused)
+            )
+            answers.append(ask() if fetch is None else find_or_fetch(ask, fetch, hashes))
+        if self.elsewhere.must_ask(source):
+            job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
+            self._new.append(job)
+            answers.append(answer)
+        return partial(smallest, answers)
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Mark the files of these blocks for deletion, because the blocks might contain NaN. Until
@@ -349,7 +356,7 @@ class BlockCopies:
             self._delete_condemned()
         if may_touch and all(copy.kind != "touch" for copy in self._running.values()):
             self._touch_used()
-        jobs, self._new = tuple(self._new), []
+        jobs, self._new = (*self._new, *self.elsewhere.take_cancelled()), []
         return jobs
 
     def _begin(
@@ -369,8 +376,7 @@ class BlockCopies:
             states: see ``_Copy``.
             state_hashes: hashes of checkpoints whose files the job touches or deletes.
         """
-        number = self._num_jobs
-        self._num_jobs += 1
+        number = self._next_number()
         ranks = set(self._ranks)
         self._running[number] = _Copy(kind, held, block_ids, hashes, request, ranks, states)
         self._new.append(
@@ -385,14 +391,19 @@ class BlockCopies:
             )
         )
 
+    def _next_number(self) -> int:
+        self._num_jobs += 1
+        return self._num_jobs - 1
+
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
         """Record that a worker has ended a copy job. If it was the last worker, end the job, and
         return the request that waited for it; return None otherwise.
 
         Args:
             num_whole: number of blocks that the worker has written, or of leading blocks that it
-                has read.
+                has read or found.
         """
+        self.elsewhere.end(number, rank, num_whole)
         copy = self._running.get(number)
         if copy is None or rank not in copy.waits_for:
             return None
@@ -461,6 +472,7 @@ class BlockCopies:
             self._end_states(copy, is_whole=False)
             self._pool.free(copy.held)
         self._running.clear()
+        self.elsewhere.forget()
         self._existing = None
         self._is_late = False
         self._pending_states.clear()
@@ -468,23 +480,6 @@ class BlockCopies:
         self._unsaved.clear()
         self._new.clear()
         return requests
-
-
-class _Existing(NamedTuple):
-    """Hashes of blocks that have files, and of blocks whose checkpoints have files."""
-
-    blocks: Collection[BlockHash]
-    states: Collection[BlockHash]
-
-
-def _find_existing(
-    blocks: Sequence[BlockHash], states: Sequence[BlockHash], files: Files
-) -> _Existing:
-    has_state = files.has_state
-    return _Existing(
-        {each for each in blocks if files.has(each)},
-        {each for each in states if has_state is not None and has_state(each)},
-    )
 
 
 def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:

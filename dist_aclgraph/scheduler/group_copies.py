@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.kv.look_ups import LookUps
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.group_files import GroupFiles
+from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.node_look_ups import NodeLookUps
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.waiting_requests import WaitingRequests
 from dist_aclgraph.steps.copies import CopyJob
@@ -22,6 +25,7 @@ class GroupCopies:
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         ranks_per_batch: number of workers of each data-parallel rank.
         waiting: the requests that wait for files.
+        files: the nodes of the group; None if all workers are on the engine's node.
 
     Attributes:
         ranks: the copies of each data-parallel rank; empty if no copies are kept.
@@ -33,20 +37,21 @@ class GroupCopies:
         look_ups: LookUps | None,
         ranks_per_batch: int,
         waiting: WaitingRequests,
+        files: GroupFiles | None = None,
     ) -> None:
         self._ranks_per_batch = ranks_per_batch
         self._waiting = waiting
         size = ranks_per_batch
         self.ranks = [
-            BlockCopies(pool, look_ups, range(index * size, (index + 1) * size))
+            _copies_of(index, pool, look_ups, range(index * size, (index + 1) * size), files)
             for index, pool in enumerate(pools)
             if look_ups is not None
         ]
 
     @property
     def is_running(self) -> bool:
-        """Whether a copy job runs."""
-        return any(copies.num_running for copies in self.ranks)
+        """Whether a copy job or a look-up on another node runs."""
+        return any(copies.num_running or copies.elsewhere.is_running for copies in self.ranks)
 
     @property
     def is_looking(self) -> bool:
@@ -92,3 +97,20 @@ class GroupCopies:
     def forget(self) -> None:
         """Drop all jobs, because the workers have lost them; no request waits for files."""
         self._waiting.end_fetching([each for copies in self.ranks for each in copies.forget()])
+
+
+def _copies_of(
+    dp_rank: int, pool: BlockPool, look_ups: LookUps, ranks: range, files: GroupFiles | None
+) -> BlockCopies:
+    if files is None:
+        return BlockCopies(pool, look_ups, ranks)
+    is_beside_engine = files.is_beside_engine(dp_rank)
+    if not is_beside_engine:
+        # No file on the engine's node is useful. The workers skip blocks that have files.
+        look_ups = LookUps(Files(_has_none, _has_none if look_ups.has_states else None))
+    elsewhere = NodeLookUps(files.finders(dp_rank), is_beside_engine=is_beside_engine)
+    return BlockCopies(pool, look_ups, ranks, elsewhere)
+
+
+def _has_none(_: BlockHash) -> bool:
+    return False

@@ -63,8 +63,9 @@ class Prefixes:
             return False
         if request.look_up is None:
             count = (len(request.tokens) - 1) // pool.block_size
-            fetch, request.fetch = request.fetch, None
-            request.look_up = copies.find(request.hashes[:count], len(shared), fetch)
+            fetch, source = request.fetch, request.source
+            request.fetch, request.source = None, None
+            request.look_up = copies.find(request.hashes[:count], len(shared), fetch, source)
         if (end := request.look_up()) is None:
             return True
         request.look_up, request.has_looked = None, True

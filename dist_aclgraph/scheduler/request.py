@@ -11,7 +11,7 @@ import numpy as np
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.ints import IntArray, int_list, pack_ints
 from dist_aclgraph.kv.block_pool import salted_root
-from dist_aclgraph.kv.look_ups import FetchBlocks
+from dist_aclgraph.kv.look_ups import FetchBlocks, Source
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.step import PromptLogprobs, RowSampling, RowStart
 
@@ -34,7 +34,8 @@ class Request:
             before a long prompt, until the long prompt has waited for as many steps as its
             computation needs.
         max_total_tokens: maximum length of prompt and output together.
-        dp_rank: the data-parallel rank that runs the request.
+        dp_rank: the data-parallel rank that runs the request; while the request waits, the last
+            rank that has run it or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         compiled_row: previous row of a request that waits for its grammar; workers compile the
             grammar for this row. -1 for other requests.
@@ -55,8 +56,10 @@ class Request:
             to wait.
         look_up: function that returns the number of leading blocks that are cached or have files;
             it returns None while the files are looked up. None if no look-up runs.
-        fetch: fetches blocks that another group has computed; used at most once, None if there is
-            no such group.
+        fetch: fetches blocks that another group has computed to the engine's node; used at most
+            once, None if there is nothing to fetch.
+        source: from which group workers on other nodes fetch blocks; used at most once, None if
+            there is none.
         is_suspect: whether the logits were NaN or infinite once. Such a request is computed again
             without shared blocks.
     """
@@ -89,6 +92,7 @@ class Request:
         "request_id",
         "row",
         "sampling",
+        "source",
         "stop_ids",
         "tokens",
         "tries_grammar",
@@ -138,6 +142,7 @@ class Request:
         self.has_looked = False
         self.look_up: Callable[[], int | None] | None = None
         self.fetch: FetchBlocks | None = None
+        self.source: Source | None = None
         self.is_over = False
         self.tries_grammar = False  # see ``RankScheduler.free_held``
         self.is_suspect = False

@@ -27,6 +27,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import LookUps
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -85,6 +86,7 @@ class Scheduler:
             is computed. If another engine has sampled a part of a request's output, this part is
             computed token by token, as when it was sampled.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
+        files: the nodes of the group; None if all workers are on the engine's node.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Scheduler:
         choose_exchange: ChooseExchange = no_exchange,
         exact: bool = False,
         look_ups: LookUps | None = None,
+        files: GroupFiles | None = None,
     ) -> None:
         self.config = config
         self.dispatcher = dispatcher
@@ -112,7 +115,7 @@ class Scheduler:
         self._rows = GroupRows(len(pools), config.max_num_seqs, window, num_drafts)
         self._ranks_per_batch = tp * pcp
         self.waiting = WaitingRequests()
-        self.copies = GroupCopies(pools, look_ups, tp * pcp, self.waiting)
+        self.copies = GroupCopies(pools, look_ups, tp * pcp, self.waiting, files)
         self.ranks = [
             RankScheduler(
                 index,
@@ -402,16 +405,21 @@ class Scheduler:
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
         """Start the first waiting request on a rank; return False if no rank can start it.
 
-        The rank with the longest cached prefix is preferred, then the rank with the fewest running
-        requests, then the rank with the most free blocks.
+        The rank with the longest cached prefix is preferred, then the rank whose files were looked
+        up, then the rank with the fewest running requests, then the rank with the most free blocks.
         """
+        looked = request.dp_rank if request.look_up is not None else -1
         offers = []
         for rank, builder in zip(self.ranks, builders, strict=True):
             if rank.has_room_for(builder, request):
                 shared = rank.prefixes.match(request)
-                order = (-len(shared), rank.num_running, -rank.pool.num_free, rank.index)
+                is_other = rank.index != looked
+                order = (-len(shared), is_other, rank.num_running, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
+            if index != looked:
+                request.look_up = None  # the rank may be on other nodes, which have other files
+            request.dp_rank = index
             if self.ranks[index].prefixes.fetch(request, shared):
                 self.waiting.wait_for_files(request)
                 return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dist_aclgraph.errors import ConfigError
 
-HOST_GB_S, DISK_GB_S = 5.0, 2.0
+HOST_GB_S, DISK_GB_S, NETWORK_GB_S = 5.0, 2.0, 0.75
 
 
 @dataclass(frozen=True)
@@ -17,27 +17,31 @@ class CopyRates:
     Attributes:
         host: between an NPU and files in memory, for each NPU.
         disk: from the disk, for all NPUs of a data-parallel rank together.
+        network: between nodes, for each node of a group (ADR 35 gives the default).
     """
 
     host: float = HOST_GB_S * 1e9
     disk: float = DISK_GB_S * 1e9
+    network: float = NETWORK_GB_S * 1e9
 
     @property
     def in_words(self) -> str:
         return (
             f"copies of KV move {self.host / 1e9:g} GB/s between each NPU and memory, and "
             f"{self.disk / 1e9:g} GB/s from the disk for each data parallel rank; files of states "
-            "take no room, and writes to the disk take no time"
+            "take no room, and writes to the disk take no time; each node of a group fetches "
+            f"{self.network / 1e9:g} GB/s from other nodes, one prompt after the other"
         )
 
 
-def copy_rates(host_gbs: float, disk_gbs: float) -> CopyRates:
+def copy_rates(host_gbs: float, disk_gbs: float, network_gbs: float = NETWORK_GB_S) -> CopyRates:
     """Return rates that are given in GB/s.
 
     Raises:
         ConfigError: a rate is not positive and finite.
     """
-    for option, rate in (("--host-gbs", host_gbs), ("--disk-gbs", disk_gbs)):
+    options = {"--host-gbs": host_gbs, "--disk-gbs": disk_gbs, "--network-gbs": network_gbs}
+    for option, rate in options.items():
         if not 0 < rate < math.inf:
             raise ConfigError(f"{option} is {rate:g}; it must be positive and finite")
-    return CopyRates(host_gbs * 1e9, disk_gbs * 1e9)
+    return CopyRates(host_gbs * 1e9, disk_gbs * 1e9, network_gbs * 1e9)

@@ -14,7 +14,8 @@ from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.environment import launch_blocking
 from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.kv.block_files import HEADER
-from dist_aclgraph.kv.tiers import DISK, GIB, HOST, CachePlace
+from dist_aclgraph.kv.group_files import GroupFiles
+from dist_aclgraph.kv.tiers import DISK, GIB, HOST
 from dist_aclgraph.planning.budget import (
     BudgetModel,
     StreamOffer,
@@ -185,20 +186,30 @@ class AssumedDeployment:
 
     @property
     def files_per_block(self) -> int:
-        """Number of files of a block on all workers of a data parallel rank; 0 without copies."""
-        place = CachePlace.of(self.config, self.facts)
-        return 0 if place is None else place.num_heads * place.num_shards
+        """Largest number of files of a block on one node, of all workers of a data parallel rank
+        there; 0 without copies.
+        """
+        ranks = range(self.layout.tp * self.layout.pcp)
+        nodes = [str(rank // self.config.device.npus_of_node) for rank in ranks]
+        files = GroupFiles.of(self.config, self.facts, nodes)
+        if files is None:
+            return 0
+        return max(len({p.folder for p in files.places_beside(rank)}) for rank in ranks)
+
+    @property
+    def bytes_of_files(self) -> int:
+        """Bytes of the files of a block on one node; see ``files_per_block``."""
+        return self.files_per_block * (self.planner.cache_spec.bytes_per_block + HEADER.size)
 
     @property
     def copied_blocks(self) -> dict[str, int]:
         """By the tier's name, the number of blocks that fit in each tier of a node; a block here is
-        a data parallel rank's block, with its parts on all workers. Empty if no copies are kept.
-        The bytes of checkpoints of states are ignored.
+        a data parallel rank's block, with its parts on all workers of the node. Empty if no copies
+        are kept. The bytes of checkpoints of states are ignored.
         """
-        kv, files = self.config.kv, self.files_per_block
-        sizes = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
-        block_bytes = files * (self.planner.cache_spec.bytes_per_block + HEADER.size)
-        return {name: int(gib * GIB) // block_bytes for name, gib in sizes.items() if files and gib}
+        kv, size = self.config.kv, self.bytes_of_files
+        limits = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
+        return {name: int(gib * GIB) // size for name, gib in limits.items() if size and gib}
 
     @property
     def states(self) -> dict[str, int] | None:

@@ -16,7 +16,7 @@ from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_files import BLOCK_AGE_S
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.checkpoints import BlockHash
-from dist_aclgraph.kv.look_ups import Files, LookUps
+from dist_aclgraph.kv.look_ups import Files
 from dist_aclgraph.kv.tiers import DISK, HOST
 from dist_aclgraph.scheduler.file_upkeep import TOUCH_S
 from dist_aclgraph.scheduler.scheduler import Scheduler
@@ -86,8 +86,9 @@ class SimulatedNode:
         tiers = {name: SimulatedTier(count) for name, count in sizes.items()}
         return cls(tiers, deployment.facts.linear is not None)
 
-    def look_ups(self) -> LookUps:
-        return LookUps(Files(self._has, self._states.__contains__ if self.has_states else None))
+    @property
+    def files(self) -> Files:
+        return Files(self._has, self._states.__contains__ if self.has_states else None)
 
     def _has(self, block_hash: BlockHash) -> bool:
         return self.tier_of(block_hash) is not None
@@ -110,6 +111,10 @@ class SimulatedNode:
             self.tiers[found].use(block_hash, used_s)
             next(iter(self.tiers.values())).add(block_hash, used_s)
         return found
+
+    def add_fetched(self, block_hash: BlockHash, used_s: float) -> bool:
+        """Add a block from another node to the first tier; return whether the tier now has it."""
+        return next(iter(self.tiers.values())).add(block_hash, used_s)
 
     def use(self, block_hash: BlockHash, used_s: float) -> None:
         for tier in self.tiers.values():

@@ -11,6 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
+from dist_aclgraph.kv.look_ups import LookUps
 from dist_aclgraph.planning.budget import Probe, StreamOffer, total
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -35,6 +37,7 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.simulate.copy_rates import CopyRates
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
+from dist_aclgraph.simulate.fetches import SimulatedFetches
 from dist_aclgraph.simulate.files import SimulatedCopies, SimulatedNode, make_copies
 from dist_aclgraph.simulate.latencies import Latencies
 from dist_aclgraph.simulate.load import Arrival, Batch
@@ -165,11 +168,16 @@ class SimulatedGroup:
             pcp=deployment.layout.pcp,
             choose_exchange=deployment.exchange.choose,
             exact=config.recovery.exact,
-            look_ups=None if node is None else node.look_ups(),
+            look_ups=None if node is None else LookUps(node.files),
         )
+        self.node = node
         self.copies: SimulatedCopies | None = None
+        self.fetches: SimulatedFetches | None = None
         if node is not None:
-            self.copies = make_copies(self.scheduler, deployment, node, rates or CopyRates())
+            rates = rates or CopyRates()
+            self.copies = make_copies(self.scheduler, deployment, node, rates)
+            block_s = deployment.bytes_of_files / rates.network
+            self.fetches = SimulatedFetches(node, block_s, lambda: self.clock_s)
         # Requests whose prompt another group waits for, until their blocks are in files.
         self._handing_over: list[Request] = []
         self._ranks_per_batch = deployment.layout.tp * deployment.layout.pcp
@@ -235,19 +243,27 @@ class SimulatedGroup:
             has_changed = False
             if self.copies is not None:
                 has_changed = self.copies.advance(self.clock_s, is_idle=not flying)
+            if self.fetches is not None:
+                has_changed |= self.fetches.advance(self.clock_s)
             if plan is not None and len(flying) < scheduler.config.steps_in_flight:
                 continue
             if flying:
                 yield self._run(*flying.popleft(), on_progress)
             elif has_changed:
                 yield StepOutputs()
-            elif self.copies is not None and self.copies.next_end_s < until_s:
-                self.clock_s = max(self.clock_s, self.copies.next_end_s)
+            elif (end_s := self._next_end_s) < until_s:
+                self.clock_s = max(self.clock_s, end_s)
             elif until_s == math.inf:
                 assert not scheduler.has_work, "requests wait, and none can ever run"
                 return
             else:
                 self._wait(until_s, is_changed)
+
+    @property
+    def _next_end_s(self) -> float:
+        """The time at which the next copy job or fetch ends; infinite if none runs."""
+        running = (each for each in (self.copies, self.fetches) if each is not None)
+        return min((each.next_end_s for each in running), default=math.inf)
 
     def submit(
         self,
@@ -256,6 +272,7 @@ class SimulatedGroup:
         *,
         hands_over: bool = False,
         output: Sequence[int] = (),
+        source: SimulatedNode | None = None,
     ) -> bool:
         """Submit a request; return whether the scheduler accepted it.
 
@@ -263,6 +280,7 @@ class SimulatedGroup:
             name: request id, a number as text.
             hands_over: whether the group computes only the prompt and the first token.
             output: the tokens that another group has generated.
+            source: the node of the group that has computed the prompt.
         """
         prompt = arrival.token_ids(int(name))
         request = Request(
@@ -272,6 +290,8 @@ class SimulatedGroup:
             max_tokens=1 if hands_over else arrival.output_tokens - len(output),
             hands_over=hands_over,
         )
+        if self.fetches is not None and source not in (None, self.node):
+            request.fetch = partial(self.fetches.begin, source)
         try:
             self.scheduler.add(request)
         except DistAclGraphError as e:

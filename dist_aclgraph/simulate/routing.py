@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.routing import RequestRouter
+from dist_aclgraph.simulate.files import SimulatedNode
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.latencies import quantiles
 from dist_aclgraph.simulate.load import Arrival
@@ -88,11 +89,18 @@ class RoutedLoad:
         self._pass_time(float("inf"))
         return self._report(sent)
 
-    def _send(self, name: str, coming: Arrival, output: Sequence[int] = ()) -> str | None:
+    def _send(
+        self,
+        name: str,
+        coming: Arrival,
+        output: Sequence[int] = (),
+        source: SimulatedNode | None = None,
+    ) -> str | None:
         """Send a request to a group; return the group, or None if it has refused the request.
 
         Args:
             output: the tokens that a prefill group has generated.
+            source: the node of this prefill group.
         """
         prompt = pack_ints([*coming.token_ids(int(name)), *output])
         hands_over, among = False, list(self._groups)
@@ -102,7 +110,7 @@ class RoutedLoad:
             among = list(able)
         chosen = self._routing.route(name, prompt, "", among)
         group = self._groups[chosen]
-        if not group.submit(name, coming, hands_over=hands_over, output=output):
+        if not group.submit(name, coming, hands_over=hands_over, output=output, source=source):
             self._routing.ended(name)
             return None
         if hands_over:
@@ -130,7 +138,8 @@ class RoutedLoad:
                 if not other.is_busy:  # the clock of an idle group has not advanced
                     for _ in other.play_until(group.clock_s, lambda: None):
                         pass
-            self._send(name, coming, request.tokens[request.num_prompt_tokens :].tolist())
+            output = request.tokens[request.num_prompt_tokens :].tolist()
+            self._send(name, coming, output, group.node)
 
     def _take(self, outputs: StepOutputs) -> None:
         for index in outputs.firsts.tolist():
@@ -149,6 +158,7 @@ class RoutedLoad:
             "loaded_share": {
                 tier: count / max(1, admitted) for tier, count in self._loaded_tokens().items()
             },
+            "fetched_share": self._fetched_tokens() / max(1, admitted),
             "seconds": max(group.clock_s for group in self._groups.values()),
             "groups": [
                 {
@@ -158,6 +168,14 @@ class RoutedLoad:
                 for name, found in schedulers.items()
             ],
         }
+
+    def _fetched_tokens(self) -> int:
+        """Return the number of tokens whose KV was fetched from other nodes."""
+        return sum(
+            group.fetches.num_blocks * group.scheduler.ranks[0].pool.block_size
+            for group in self._groups.values()
+            if group.fetches is not None
+        )
 
     def _loaded_tokens(self) -> Counter[str]:
         """Return the number of tokens whose KV was read from each tier of files."""

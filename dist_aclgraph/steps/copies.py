@@ -10,14 +10,16 @@ import msgspec
 
 # "save" copies blocks from a device to files, and "load" copies blocks from files to a device.
 # "delete" deletes files, and "touch" marks files as the most recently used files; these two kinds
-# use no device.
-JobKind = Literal["save", "load", "delete", "touch"]
+# use no device. "find" looks up files on a node without an engine, and fetches missing files; one
+# worker of the node does it, and the other workers ignore the job. "cancel" ends the "find" with
+# the same number, and has no result.
+JobKind = Literal["save", "load", "delete", "touch", "find", "cancel"]
 
 
 class CopyJob(msgspec.Struct, frozen=True):
     """Work on the files of KV blocks and checkpoints.
 
-    Jobs of the kinds "delete" and "touch" have no block ids and no checkpoints.
+    Jobs of the kinds "delete", "touch" and "find" have no block ids and no checkpoints.
     """
 
     number: int
@@ -27,10 +29,18 @@ class CopyJob(msgspec.Struct, frozen=True):
     depths: bytes  # int32 [n], for each block, the number of blocks before it in its prompt
     checkpoints: bytes = b""  # int32 [k]
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
+    source: bytes = (
+        b""  # of a "find": the group that has computed the blocks; empty if there is none
+    )
 
     @property
     def is_load(self) -> bool:
         return self.kind == "load"
+
+    @property
+    def is_look_up(self) -> bool:
+        """Whether the job begins or ends a look-up on a node without an engine."""
+        return self.kind in ("find", "cancel")
 
     @property
     def is_upkeep(self) -> bool:
@@ -50,8 +60,9 @@ class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
     """A worker's reply to ``BlockCopyJobs``.
 
     ``ended`` has a pair for each job that has ended: the number of the job, and how many blocks
-    were written, or how many leading blocks were read. ``num_read`` is the number of blocks that
-    the worker has read so far, by the tier's name.
+    were written, or how many leading blocks were read or found. ``num_read`` is the number of
+    blocks that the worker has read so far, by the tier's name. ``fetched`` counts what the worker
+    has fetched so far, if it fetches files.
     """
 
     epoch: int
@@ -59,3 +70,4 @@ class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
     rank: int
     ended: tuple[tuple[int, int], ...] = ()
     num_read: dict[str, int] = {}
+    fetched: dict[str, int] = {}

@@ -22,6 +22,7 @@ from dist_aclgraph.actors.wire.block_server import (
 )
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.tiers import CachePlace, cache_identity
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
@@ -34,6 +35,11 @@ SIZE = 5000  # bytes of a block of one worker
 
 def contents(name: bytes, place: int) -> bytes:
     return (name + bytes([place])) * (SIZE // 17)
+
+
+def one_node(place: CachePlace) -> GroupFiles:
+    """Return the files of a group with two workers on one node, from the first worker's place."""
+    return GroupFiles((place, replace(place, heads=1, rank=1)), ("source", "source"))
 
 
 class World:
@@ -61,14 +67,18 @@ class World:
         self.now_s = 100.0
         at = Place(NODE, str(folder), **server)
         self.server = BlockServer(at, TOKEN, self.there)
-        self.fetches = BlockFetches(here, NODE, TOKEN, clock=lambda: self.now_s)
+        files = one_node(place)
+        self.holders = files.holders
+        self.fetches = BlockFetches(
+            here, NODE, TOKEN, files.places_beside(0), clock=lambda: self.now_s
+        )
         at_file = self.server.address.file  # stands for an address on other nodes
         self.address = Address("source", at_file, self.server.address.tcp or at_file)
         self.use(self.address)
 
     def use(self, at: Address, **changes: Any) -> None:
         """Replace the group list, so that files are fetched from a source at this address."""
-        source = BlockSource(at, cache_identity(self.config), self.place)
+        source = BlockSource((at,), cache_identity(self.config), self.place, self.holders)
         source = msgspec.structs.replace(source, **changes)
         entries = (GroupEntry("3", at, 1, 1), GroupEntry(GROUP, at, 1, 1, blocks=source))
         self.fetches.set_groups(GroupList(1, entries))
@@ -82,7 +92,7 @@ class World:
     def fetch(
         self, names: list[bytes] = NAMES, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        fetch = self.fetches.fetch_from(GROUP, is_wanted)
+        fetch = self.fetches.ways_from(GROUP, is_wanted)[0]
         assert fetch is not None
         ended, end_s = fetch(names, 0), time.monotonic() + WAIT_S
         while not ended():

@@ -149,14 +149,18 @@ class RankProcesses(WorkerGroup):
 
 
 @contextmanager
-def rank_processes(config: Config) -> Iterator[RankProcesses]:
-    """Within this context, one process runs for each rank of the group of ``config``."""
+def rank_processes(config: Config, at_ranks: Sequence[Config] = ()) -> Iterator[RankProcesses]:
+    """Within this context, one process runs for each rank of the group of ``config``.
+
+    Args:
+        at_ranks: the configuration of each rank, if they differ, as for ranks on several nodes.
+    """
     size = config.parallel.world_size
     context = forks()
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        arguments = (config, rank, theirs)
+        arguments = (at_ranks[rank] if at_ranks else config, rank, theirs)
         process = context.Process(target=_run_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -241,7 +245,7 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         jobs = to_worker_decoder.decode(message)
         assert isinstance(jobs, BlockCopyJobs)
         with worker._running.joined.npu.launching():
-            return tuple(worker._running.runner.copy_blocks(jobs.jobs))
+            return worker._copy_blocks(jobs).ended
 
     def kv_bytes() -> int:
         """Return the number of bytes of the decoder's caches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children
@@ -38,6 +38,7 @@ class ServingRanks:
     client: EngineClient
     ranks: RankProcesses
     address: Address
+    servers: tuple[Address, ...] = ()  # of the files on nodes without the engine
 
     def submit(self, name: str, prompt: list[int], params: Any) -> Answer:
         answer = Answer()
@@ -57,14 +58,18 @@ class _Captured:
 
 @contextmanager
 def serving_ranks(
-    config: Config, directory: Path, fetches: BlockFetches | None = None
+    config: Config,
+    directory: Path,
+    fetches: BlockFetches | None = None,
+    nodes: Mapping[str, Config] | None = None,
 ) -> Iterator[ServingRanks]:
     """Within this context, all ranks of ``config`` serve as one group.
 
     Args:
         fetches: see ``EngineLoop``.
+        nodes: see ``lockstep``.
     """
-    with lockstep(config) as group:
+    with lockstep(config, nodes) as group:
         ranks = group.ranks
         group.scheduler.epoch = 1
         place = Place(NODE, str(directory))
@@ -101,7 +106,7 @@ def serving_ranks(
         watch.start()
         client = EngineClient([links.address], TOKEN, node_id=NODE, link_s=WAIT_S)
         try:
-            yield ServingRanks(loop, client, ranks, links.address)
+            yield ServingRanks(loop, client, ranks, links.address, group.servers)
         finally:
             is_over.set()
             client.close()

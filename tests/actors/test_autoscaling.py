@@ -160,7 +160,9 @@ def test_copies_are_deleted_after_workers_have_stopped_to_write_them(
         return [ref for ref in refs if ref != "stop of lost"], []
 
     def make_group(name: str) -> Any:
-        group = Mock(loops=[f"loop of {name}"])
+        group = Mock(loops=[f"loop of {name}"], file_ranks=[1])
+        group.workers.workers = [Mock(), Mock()]
+        group.workers.workers[1].leave_copies.remote.return_value = f"leave of rank 1 of {name}"
         group.engine.stop.remote.return_value = f"stop of {name}"
         group.engine.leave_copies.remote.return_value = f"leave of {name}"
         group.kill = lambda: happened.append(f"kill {name}")
@@ -171,7 +173,7 @@ def test_copies_are_deleted_after_workers_have_stopped_to_write_them(
 
     assert happened[:2] == [
         ["stop of lost", "stop of good", "loop of lost", "loop of good"],
-        ["leave of good"],
+        ["leave of good", "leave of rank 1 of good"],
     ]
     assert happened[2:] == ["kill lost", "kill good"]
 

@@ -234,16 +234,16 @@ def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
     "changes",
     [
         {"identity": "other weights"},
-        {"address": Address("far", Endpoint("ipc:///nothing"))},
-        {"address": Address(NODE, Endpoint("ipc:///nothing"))},
+        {"addresses": (Address("far", Endpoint("ipc:///nothing")),)},
+        {"addresses": (Address(NODE, Endpoint("ipc:///nothing")),)},
     ],
     ids=["another model", "reached on its node alone", "the same files"],
 )
 def test_a_source_that_cannot_be_used_is_not_asked(world: World, changes: Any) -> None:
     world.use(world.address, **changes)
-    assert world.fetches.fetch_from(GROUP, lambda: True) is None
-    assert world.fetches.fetch_from("3", lambda: True) is None, "a group without a server"
-    assert world.fetches.fetch_from("unknown", lambda: True) is None
+    assert world.fetches.ways_from(GROUP, lambda: True)[0] is None
+    assert world.fetches.ways_from("3", lambda: True)[0] is None, "a group without a server"
+    assert world.fetches.ways_from("unknown", lambda: True)[0] is None
 
 
 def test_a_log_line_says_that_a_group_has_other_files_of_the_model(
@@ -286,7 +286,7 @@ class Hang:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self._goes_on, self._calls = threading.Event(), list[bool]()
         monkeypatch.setattr("dist_aclgraph.kv.tiers.KVTiers.has_first", self._wait)
-        begin = world.fetches.fetch_from(GROUP, lambda: True)
+        begin = world.fetches.ways_from(GROUP, lambda: True)[0]
         assert begin is not None
         self.begin = partial(begin, NAMES, 0)
         self.first = [self.begin() for _ in range(NUM_THREADS)]

@@ -130,9 +130,10 @@ class FakeFetches:
         self.asked: list[tuple[str, bool]] = []
         self.is_wanted: Callable[[], bool] = lambda: False
 
-    def fetch_from(self, source: str, is_wanted: Callable[[], bool]) -> None:
+    def ways_from(self, source: str, is_wanted: Callable[[], bool]) -> tuple[None, None]:
         self.asked.append((source, is_wanted()))
         self.is_wanted = is_wanted
+        return None, None
 
 
 def test_a_fetch_of_blocks_is_wanted_until_its_request_ends(tmp_path: Path) -> None:

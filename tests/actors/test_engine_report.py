@@ -35,7 +35,7 @@ def test_all_that_is_by_rank_has_the_names_of_world_ranks():
 
     found = group_metrics(
         scheduler,
-        LoopCounts(0, 0, 0, {}, {}),
+        LoopCounts(0, 0, 0, {}, {}, {}),
         {},
         {"emulated": True, "ranks": [make_rank(2), make_rank(3)]},
     )

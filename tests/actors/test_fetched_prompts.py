@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,15 @@ from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, tiers_of
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import Config
-from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
+from dist_aclgraph.kv.group_files import GroupFiles
+from dist_aclgraph.kv.tiers import KVTiers, cache_identity
 from dist_aclgraph.planning.planner import Planner
 from tests.actors.kv_sockets import LOOPBACK
 from tests.actors.leftovers import wait_until
 from tests.actors.serving_ranks import NODE, TOKEN, WAIT_S, ServingRanks, serving_ranks
 from tests.checkpoints import make_prompts, make_reference
 from tests.deployments import Answer, greedy_params, make_deployment_config, tokens_of
+from tests.lockstep import lockstep
 from tests.slow import rare
 
 PROMPTS, OTHERS = make_prompts([100, 65, 180, 97]), make_prompts([97, 180, 66, 99], seed=1)
@@ -32,10 +34,10 @@ NUM_FULL = sum(len(prompt) // BLOCK for prompt in PROMPTS)
 PREFILL, DECODE = "0", "1"
 
 
-def configure(checkpoint: Path, folder: Path, tp: int) -> Config:
-    folder.mkdir()
+def configure(checkpoint: Path, folder: Path, tp: int, dcp: int = 1) -> Config:
+    folder.mkdir(exist_ok=True)
     kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(folder), "host_gib": 0.1}
-    return make_deployment_config(checkpoint, kv=kv, parallel={"tp": tp})
+    return make_deployment_config(checkpoint, kv=kv, parallel={"tp": tp, "dcp": dcp})
 
 
 @dataclass
@@ -65,26 +67,48 @@ class Pair:
         return blocks
 
 
+def files_of(config: Config, nodes: Mapping[str, Config]) -> GroupFiles:
+    ranks_per_node = config.parallel.world_size // len(nodes)
+    node_ids = [node_id for node_id in nodes for _ in range(ranks_per_node)]
+    files = GroupFiles.of(config, Planner.from_config(config).facts, node_ids)
+    assert files is not None
+    return files
+
+
 @contextmanager
-def serving_pair(checkpoint: Path, folder: Path, prefill_tp: int = 1) -> Iterator[Pair]:
-    there = configure(checkpoint, folder / "there", prefill_tp)
-    here = configure(checkpoint, folder / "here", 1)
-    place = CachePlace.of(there, Planner.from_config(there).facts)
-    assert place is not None
+def serving_pair(
+    checkpoint: Path,
+    folder: Path,
+    prefill_tp: int = 1,
+    nodes: tuple[int, int] = (1, 1),
+    dcp: int = 1,
+) -> Iterator[Pair]:
+    """Args:
+    prefill_tp: number of ranks of the first group. The second group has a rank on each node.
+    nodes: number of nodes of the first group, and of the second group.
+    """
+    from_nodes, to_nodes = (
+        {f"{name}{n}": configure(checkpoint, folder / f"{name}{n}", tp, dcp) for n in range(count)}
+        for name, tp, count in (("there", prefill_tp, nodes[0]), ("here", nodes[1], nodes[1]))
+    )
+    there, here = from_nodes["there0"], to_nodes["here0"]
+    from_files = files_of(there, from_nodes)
     with ExitStack() as stack:
-        fetches = BlockFetches(here, "another node", TOKEN)
+        places = files_of(here, to_nodes).places_beside(0)
+        fetches = BlockFetches(here, "here0", TOKEN, places)
         stack.callback(fetches.close)
-        prefill = stack.enter_context(serving_ranks(there, folder / "there"))
-        decode = stack.enter_context(serving_ranks(here, folder / "here", fetches))
+        prefill = stack.enter_context(serving_ranks(there, folder / "there0", nodes=from_nodes))
+        decode = stack.enter_context(serving_ranks(here, folder / "here0", fetches, to_nodes))
         answers = [
             prefill.submit(f"alone{index}", prompt, greedy_params(TOKENS))
             for index, prompt in enumerate([*PROMPTS, *OTHERS])
         ]
         wanted = tokens_of(ANSWER_S, answers)
-        at = Place(NODE, str(folder), LOOPBACK)
+        at, place = Place("there0", str(folder), LOOPBACK), from_files.places[0]
         server = BlockServer(at, TOKEN, tiers_of(there, place))
         stack.callback(server.close)
-        source = BlockSource(server.address, cache_identity(there), place)
+        addresses = (server.address, *prefill.servers)
+        source = BlockSource(addresses, cache_identity(there), place, from_files.holders)
         first = GroupEntry(PREFILL, prefill.address, 128, BLOCK, prefill_from=64, blocks=source)
         groups = GroupList(1, (first, GroupEntry(DECODE, decode.address, 128, BLOCK)))
         for service in (prefill, decode):
@@ -139,3 +163,62 @@ def test_other_divisions_of_heads_and_recurrent_states_are_fetched(
         counts = pair.copied(DECODE)
         assert counts["loaded"] > 0 and counts["missed"] == 0
         assert pair.fetches.counts.blocks == NUM_FULL
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [(2, 2), rare((1, 2)), rare((2, 1))], ids=str)
+def test_groups_on_several_nodes_fetch_from_each_other(
+    checkpoint: Path, tmp_path: Path, nodes: tuple[int, int]
+) -> None:
+    """Each node has its own files. The engine's node alone cannot find the other nodes' files."""
+    with serving_pair(checkpoint, tmp_path, prefill_tp=2, nodes=nodes) as pair:
+        assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
+        counts = pair.copied(DECODE)
+        assert (counts["loaded"], counts["missed"]) == (NUM_FULL, 0)
+        assert pair.fetches.counts.failures == 0
+        metrics = pair.client.query("metrics")[DECODE]
+        assert (metrics["kv_failed_fetches"], metrics["kv_fetched_bytes"] > 0) == (0, nodes[1] > 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dcp"),
+    [
+        rare("DeepseekV3ForCausalLM", 2),
+        rare("DeepseekV3ForCausalLM", 1),
+        rare("Qwen3NextForCausalLM", 1),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_shards_latents_and_recurrent_states_are_fetched_between_several_nodes(
+    npu: Any, tmp_path: Path, architecture: str, dcp: int
+) -> None:
+    make_reference(architecture, tmp_path / "checkpoint")
+    with serving_pair(tmp_path / "checkpoint", tmp_path, 2, (2, 2), dcp) as pair:
+        assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
+        counts = pair.copied(DECODE)
+        assert counts["loaded"] > 0 and counts["missed"] == 0
+        assert pair.client.query("metrics")[DECODE]["kv_fetched_bytes"] > 0
+
+
+def test_each_data_parallel_rank_finds_the_copies_of_its_node(npu: Any, tmp_path: Path) -> None:
+    make_reference("DeepseekV3ForCausalLM", tmp_path / "checkpoint")
+    kv = {"num_blocks": 128, "block_size": BLOCK, "host_gib": 0.1}
+    nodes = {
+        name: make_deployment_config(
+            tmp_path / "checkpoint",
+            kv={**kv, "host_path": str(tmp_path / name)},
+            parallel={"dp": 2, "ep": 2},
+        )
+        for name in ("first", "second")
+    }
+    for name in nodes:
+        (tmp_path / name).mkdir()
+    with lockstep(nodes["first"], nodes) as group:
+        answers = group.generate(PROMPTS, greedy_params(TOKENS))
+        saved = [copies.counts.saved for copies in group.scheduler.copies.ranks]
+        assert all(saved), "a rank has computed nothing"
+        group.restart()
+        again = group.generate(PROMPTS, greedy_params(TOKENS), "again")
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
+        assert all(copies.counts.loaded for copies in group.scheduler.copies.ranks)

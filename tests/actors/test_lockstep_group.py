@@ -37,7 +37,7 @@ def test_each_group_tells_its_own_block_size() -> None:
 
 def test_only_a_prefill_group_tells_where_its_blocks_are() -> None:
     group = make_group()
-    group.blocks_at = BlockSource(group.address, "model", CachePlace())
+    group.blocks_at = BlockSource((group.address,), "model", CachePlace(), ())
     assert group.entry.blocks is None
     group.prefills = True
     assert group.entry.blocks == group.blocks_at

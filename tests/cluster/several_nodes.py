@@ -36,6 +36,11 @@ OVER_NODES = {
     "timeouts.link_s": 60, **LONG_STARTS,
 }  # fmt: skip
 APART = {**OVER_NODES, "parallel.ep": 1}
+# One group computes long prompts. The other group fetches their KV from files on other nodes.
+COPIES = {
+    "kv.disk": "~/kv", "kv.disk_gib": 0.1, "kv.block_size": 16,
+    "parallel.prefill_groups": 1, "parallel.prefill_from_tokens": 64,
+}  # fmt: skip
 
 # Programs that run at the head. Their arguments are a configuration file, and changes of the
 # configuration as JSON.

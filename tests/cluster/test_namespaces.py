@@ -18,6 +18,7 @@ import pytest
 
 from dist_aclgraph.config import load_config
 from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.actors.leftovers import wait_until
 from tests.cluster.several_nodes import (
     APART,
     GENERATE,
@@ -104,6 +105,24 @@ def test_a_group_over_two_hosts_gives_the_tokens_of_one(hosts: Hosts) -> None:
     for address, places in found.items():
         ours = {host for host, port in places if port in PORTS}
         assert ours == ({leader} if address == leader else set())
+
+
+def test_a_group_over_two_hosts_deletes_the_copies_in_the_memory_of_both(hosts: Hosts) -> None:
+    settings = {**OVER_NODES, "kv.host_gib": 0.1, "kv.block_size": 16}
+    prompts = [[first, *range(3, 40)] for first in range(4)]
+
+    with at_head(hosts, GENERATE, "configs/tiny-deepseek.yaml", json.dumps(settings)) as program:
+        program.read()
+        program.write([prompts, NUM_TOKENS])
+        program.read()
+        wait_until(lambda: all(map(copies_of, hosts.others)), "a host has no copies")
+
+    assert [copies_of(node) for node in hosts.others] == [[], []]
+
+
+def copies_of(node: Node) -> list[Path]:
+    """Return the folders with copies of KV in a host's memory."""
+    return list((node.files / "dev/shm").glob("dist-aclgraph-kv-*/*/*/"))
 
 
 def test_a_group_over_two_hosts_comes_back_from_a_link_that_failed(

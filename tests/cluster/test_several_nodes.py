@@ -34,6 +34,7 @@ from tests.actors.strangers import (
 )
 from tests.cluster.several_nodes import (
     APART,
+    COPIES,
     GENERATE,
     NUM_TOKENS,
     OVER_NODES,
@@ -50,11 +51,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HEAD, LEFT, RIGHT = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 STREAM_TOKENS = 400
-# One group computes long prompts. The other group fetches their KV from files on another node.
-COPIES = {
-    "kv.disk": "~/kv", "kv.disk_gib": 0.1, "kv.block_size": 16,
-    "parallel.prefill_groups": 1, "parallel.prefill_from_tokens": 64,
-}  # fmt: skip
 
 
 class Deployed:

@@ -13,11 +13,14 @@ from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.controller.startup import EPOCH
 from dist_aclgraph.actors.engine.engine import EngineSettings, EngineSockets
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.worker.node_files import NodeFilesSettings
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.errors import WorkerError
-from dist_aclgraph.kv.tiers import CachePlace
+from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.topology import GroupRank
 
 ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
 
@@ -34,6 +37,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     """
     planner = group.planner
     timeout_s = planner.config.timeouts.join_s
+    files = GroupFiles.of(planner.config, planner.facts, group.workers.node_ids)
+    servers = () if files is None else _open_node_files(group, files, token)
     asking = group.engine.channel_addresses.remote(group.workers.node_ids)
     group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s), group.number)
     chip = Chip(group.offers[0].device, group.offers[0].cann)
@@ -59,7 +64,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         exchange=exchange,
         counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
         has_state=planner.facts.linear is not None,
-        cache_place=CachePlace.of(planner.config, planner.facts),
+        files=files,
+        servers=servers,
         token=token,
         report=report,
     )
@@ -72,6 +78,47 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
     sockets: EngineSockets = ray.get(serving, timeout=timeout_s)
     group.opened_at, group.blocks_at = sockets.clients, sockets.blocks
+
+
+def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[Address, ...]:
+    """Let workers be responsible for the files of KV blocks on nodes without the group's engine.
+
+    Returns:
+        Where other groups fetch the files of these nodes, in the order of ``files.nodes``; empty
+        without prefill groups.
+
+    Raises:
+        WorkerError: a worker did not answer in time.
+        DistAclGraphError: the error of a worker.
+    """
+    workers, config = group.workers, group.planner.config
+    has_roles = config.parallel.prefill_groups > 0
+    servers = files.servers if has_roles else []
+    finders = {rank for dp_rank in range(files.num_dp) for rank in files.finders(dp_rank)}
+    group.file_ranks = [GroupRank(rank) for rank in sorted(finders.union(servers))]
+    opening = {}
+    for rank in group.file_ranks:
+        info = workers.infos[rank]
+        settings = NodeFilesSettings(
+            info.node_id,
+            info.node_ip,
+            token,
+            files.places_beside(rank),
+            files.nodes.index(info.node_id),
+            finds=rank in finders,
+            fetches=has_roles,
+            serves=rank in servers,
+        )
+        opening[rank] = workers.workers[rank].open_node_files.remote(settings)
+    num_late = len(opening) - len(_wait(list(opening.values()), config.timeouts.join_s))
+    if num_late:
+        raise WorkerError(
+            f"{num_late} workers could not use their nodes' files of KV blocks within "
+            f"{config.timeouts.join_s:g} s (timeouts.join_s)",
+            phase="CAPTURING",
+        )
+    found = {rank: fetch(ref, workers.ranks[rank], "CAPTURING") for rank, ref in opening.items()}
+    return tuple(found[GroupRank(rank)] for rank in servers)
 
 
 def drain_groups(
@@ -108,13 +155,16 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """End the loops of engines and workers. Then let engines delete the copies of KV in memory that
-    no other group uses, and kill the remaining processes.
+    """End the loops of engines and workers. Then let one process on each node delete the copies of
+    KV in memory that no other group uses, and kill the remaining processes.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
     loops = [ref for group in stopping.values() for ref in group.loops]
     ended = [stopping[ref] for ref in _wait([*stopping, *loops], timeout_s) if ref in stopping]
-    _wait([group.engine.leave_copies.remote() for group in ended], timeout_s)
+    owners = [
+        (group.engine, *map(group.workers.workers.__getitem__, group.file_ranks)) for group in ended
+    ]
+    _wait([each.leave_copies.remote() for group in owners for each in group], timeout_s)
     for group in groups:
         group.kill()
 

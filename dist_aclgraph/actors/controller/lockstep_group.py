@@ -50,6 +50,8 @@ class LockstepGroup:
     number: int = 0  # the group's name for clients; never reused for another group
     opened_at: Address | None = None  # where clients reach the group's engine
     blocks_at: BlockSource | None = None  # where other groups fetch the KV of prompts
+    # Workers that are responsible for files of KV on nodes without the engine.
+    file_ranks: list[GroupRank] = field(default_factory=list)
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve
     prefills: bool = False  # whether the group computes prompts for other groups

@@ -34,6 +34,7 @@ class CopyLink:
         self._timeout_s = timeout_s
         self._number = 0
         self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
+        self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
         self._waits_for: set[int] = set()  # workers that have not answered the last message
         self._touched_s = time.monotonic()
         self._num_ended = [0] * len(scheduler.copies.ranks)  # last known ``num_ended`` of each rank
@@ -53,6 +54,15 @@ class CopyLink:
             found.update(self._num_read.get(rank, {}))
         return dict(found)
 
+    def fetched(self) -> dict[str, int]:
+        """Return the sums of ``FetchCounts`` over all workers that fetch files. Any thread may call
+        this.
+        """
+        found: Counter[str] = Counter()
+        for counts in list(self._fetched.values()):
+            found.update(counts)
+        return dict(found)
+
     def turn(self, *, is_idle: bool) -> None:
         """Apply the workers' answers, and send the workers the next message if one is due.
 
@@ -68,6 +78,7 @@ class CopyLink:
         now_s = time.monotonic()
         for answer in self._channel.take_copied():
             self._num_read[answer.rank] = answer.num_read
+            self._fetched[answer.rank] = answer.fetched
             if answer.epoch != scheduler.epoch:
                 continue
             if answer.number == self._number:

@@ -34,8 +34,9 @@ from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.kv.events import CacheEvents
+from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import LookUps, look_ups_of
-from dist_aclgraph.kv.tiers import CachePlace, HostCopies, KVTiers, cache_identity
+from dist_aclgraph.kv.tiers import HostCopies, KVTiers, cache_identity
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -66,7 +67,8 @@ class EngineSettings:
     exchange: ExchangeRule
     counts_shared_blocks: bool
     has_state: bool  # whether the model has recurrent state
-    cache_place: CachePlace | None  # the first rank's part of the cache; None if no copies are kept
+    files: GroupFiles | None  # None if no copies are kept
+    servers: tuple[Address, ...]  # of the files on other nodes, see ``GroupFiles.servers``
     token: str
     report: dict[str, Any]
 
@@ -108,7 +110,6 @@ class Engine:
         self._world_ranks: tuple[WorldRank, ...] = ()
         self._channel: StepSender | None = None
         self._clients_at: Place | None = None
-        self._spans_nodes = False
         self._resumption: Resumption | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
@@ -150,7 +151,6 @@ class Engine:
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
         self._clients_at = replace(place, host=clients_host)
-        self._spans_nodes = workers_host is not None
         parallel = self._config.parallel
         self._channel = StepSender(
             world_ranks,
@@ -181,14 +181,15 @@ class Engine:
         dispatcher = GraphDispatcher(
             settings.plan, LazyGraphs.from_config(config, settings.lazy_capacity)
         )
-        place = settings.cache_place
+        files = settings.files
         look_ups: LookUps | None = None
         blocks: BlockSource | None = None
-        if place is not None:
+        if files is not None:
+            place = files.places[0]
             tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
             look_ups = look_ups_of(tiers, states)
             self._copies = HostCopies(config) if config.kv.host_gib else None
-            blocks = self._share_blocks(settings, place)
+            blocks = self._share_blocks(settings, files)
         block_size, events = Shards.from_config(config).tokens_per_block, config.kv.events
         caches = [CacheEvents(block_size, events.encoding) for _ in range(layout.dp)]
         scheduler = Scheduler(
@@ -213,6 +214,7 @@ class Engine:
             choose_exchange=settings.exchange.choose,
             exact=config.recovery.exact,
             look_ups=look_ups,
+            files=files,
         )
         ranks = ChannelRanks(
             self._channel,
@@ -260,20 +262,20 @@ class Engine:
         self._thread.start()
         return EngineSockets(clients.address, blocks)
 
-    def _share_blocks(self, settings: EngineSettings, place: CachePlace) -> BlockSource | None:
+    def _share_blocks(self, settings: EngineSettings, files: GroupFiles) -> BlockSource | None:
         """With prefill groups, serve the files of blocks on this node to other nodes, and prepare
-        to fetch files from other nodes. Return where other groups fetch the files.
+        to fetch files from other nodes. Return where other groups fetch the group's files.
         """
-        config, at = self._config, self._clients_at
+        config, at, place = self._config, self._clients_at, files.places[0]
         if not config.parallel.prefill_groups:
             return None
         assert at is not None
         self._block_server = BlockServer(at, settings.token, tiers_of(config, place))
-        # Workers on other nodes would not find the files that are fetched to this node.
-        if not self._spans_nodes:
-            group = str(settings.group)
-            self._fetches = BlockFetches(config, at.node_id, settings.token, group)
-        return BlockSource(self._block_server.address, cache_identity(config), place)
+        self._fetches = BlockFetches(
+            config, at.node_id, settings.token, files.places_beside(0), str(settings.group)
+        )
+        addresses = (self._block_server.address, *settings.servers)
+        return BlockSource(addresses, cache_identity(config), place, files.holders)
 
     def _raise_if_dead(self) -> None:
         assert self._loop is not None

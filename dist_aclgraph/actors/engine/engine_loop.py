@@ -444,7 +444,9 @@ class EngineLoop:
                 hands_over=submit.hands_over and self._copies is not None,
             )
             if submit.source and self._fetches is not None:
-                request.fetch = self._fetches.fetch_from(submit.source, lambda: not request.is_over)
+                request.fetch, request.source = self._fetches.ways_from(
+                    submit.source, lambda: not request.is_over
+                )
             self._scheduler.add(request)
         except DistAclGraphError as e:
             self._links.send(link, last_words(submit.number, e))
@@ -483,9 +485,9 @@ class EngineLoop:
         """Return the counters and gauges of this group, for /metrics."""
         tokens = self._num_tokens
         resumptions = dict(self._resumption.counts)
-        num_read = {} if self._copies is None else self._copies.num_read()
+        copies = ({}, {}) if (c := self._copies) is None else (c.num_read(), c.fetched())
         counts = LoopCounts(
-            tokens["prompt"], tokens["generation"], self._num_steps, resumptions, num_read
+            tokens["prompt"], tokens["generation"], self._num_steps, resumptions, *copies
         )
         return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
 

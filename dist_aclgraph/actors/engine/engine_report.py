@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ class LoopCounts:
     steps: int
     resumptions: Mapping[DeviceFault, int]  # the keys are the faults that had stopped a device
     num_read: Mapping[str, int]  # number of KV blocks that were read from each tier
+    fetched: Mapping[str, int]  # what workers on other nodes have fetched; see ``FetchCounts``
 
 
 def group_metrics(
@@ -37,7 +39,8 @@ def group_metrics(
         costs: costs of all graphs that exist.
         ranks_report: facts about the ranks, from the controller.
     """
-    stats, fetched = scheduler.stats(), ranks_report.get("fetched", {})
+    stats = scheduler.stats()
+    fetched = Counter(ranks_report.get("fetched", {})) + Counter(counts.fetched)
     return {
         "num_requests_running": stats["running"],
         "num_requests_waiting": stats["waiting"],

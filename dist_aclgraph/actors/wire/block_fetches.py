@@ -1,4 +1,4 @@
-"""BlockFetches: fetches files of KV blocks from the nodes of other groups.
+"""BlockFetches: fetches files of KV blocks from the nodes of other groups to this node.
 
 A few threads copy files into the first tier of this node. A file gets its final name when it is
 complete. From then on, requests find the file in the same way as a file that was written on this
@@ -12,24 +12,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
-import zmq
 
 from dist_aclgraph.actors.wire.addresses import Endpoint
-from dist_aclgraph.actors.wire.block_server import WINDOW, BlockSource, FileKind, ReadFile, tiers_of
+from dist_aclgraph.actors.wire.block_links import FileKey, SourceError, SourceLinks
+from dist_aclgraph.actors.wire.block_server import BlockSource, FileKind, tiers_of
 from dist_aclgraph.actors.wire.context import Context, make_context
 from dist_aclgraph.actors.wire.messages import GroupList
-from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, read_frame
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import NotAMessageError, PlacementError
+from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.kv.checkpoints import BlockHash
-from dist_aclgraph.kv.look_ups import Answer, FetchBlocks
+from dist_aclgraph.kv.group_files import Route, routes
+from dist_aclgraph.kv.look_ups import Answer, FetchBlocks, Source
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.logs import event
 
@@ -40,7 +39,10 @@ PAUSE_S = 30.0  # after a source was silent, nothing is fetched from it for this
 NUM_THREADS = 2
 
 logger = logging.getLogger(__name__)
-_numbers = msgspec.msgpack.Decoder(int)
+
+# The node from which a fetch reads each file, by the kind of the file and the index of its place;
+# see ``Route``.
+Endpoints = Mapping[FileKind, Mapping[int, Endpoint | None]]
 
 
 @dataclass
@@ -58,30 +60,22 @@ class _Fetch:
     """The blocks that a request lacks.
 
     Attributes:
+        place: place of the source's first worker.
+        ways: the ways to read the files, see ``routes``; a later way is used for the blocks that
+            were not found on earlier ways.
         names: the hashes of the blocks, in the order of the prompt.
         depth: number of blocks before the first of these blocks in the prompt.
         is_wanted: returns whether the request still waits.
         deadline_s: when the request stops waiting, for a thread or for the end of the fetch.
     """
 
-    endpoint: Endpoint
     place: CachePlace
+    ways: Sequence[Endpoints]
     names: Sequence[BlockHash]
     depth: int
     is_wanted: Callable[[], bool]
     deadline_s: float
     done: threading.Event = field(default_factory=threading.Event)
-
-
-class _Key(NamedTuple):
-    """Identifies a file by the index of its block in the names of a fetch, and by its place."""
-
-    position: int
-    place: int
-
-
-class _SourceError(Exception):
-    """A source has sent no file in time, or has sent an invalid answer."""
 
 
 class BlockFetches:
@@ -91,7 +85,10 @@ class BlockFetches:
     Args:
         node_id: Ray's id of this node.
         token: the deployment's token.
-        group: name of this engine's group, from which nothing is fetched.
+        places: the places of the group's workers on this node; only files that these workers can
+            use are fetched.
+        group: name of this group, from which nothing is fetched.
+        turn: see ``routes``.
     """
 
     def __init__(
@@ -99,20 +96,25 @@ class BlockFetches:
         config: Config,
         node_id: str,
         token: str,
+        places: Collection[CachePlace],
         group: str = "",
+        turn: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._identity = cache_identity(config)
         self._node_id = node_id
         self._token = token
+        self._places = places
         self._group = group
+        self._turn = turn
         self._clock = clock
         self._version = 0  # version of the group list that named these sources
         self._sources: dict[str, BlockSource] = {}
         self._others: set[str] = set()  # groups whose blocks this group cannot read
         self._paused: dict[str, float] = {}  # for each URL, the end of the pause after a failure
         self._files: dict[CachePlace, dict[FileKind, list[KVTiers]]] = {}
+        self._has_warned = False
         self._is_closing = False
         self._guard = threading.Lock()  # guards ``counts`` and the sources
         self.counts = FetchCounts()
@@ -146,26 +148,65 @@ class BlockFetches:
                 name,
             )
 
-    def fetch_from(self, group: str, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
-        """Return a function that fetches blocks from a group; None if the group has no source.
+    def ways_from(
+        self, group: str, is_wanted: Callable[[], bool]
+    ) -> tuple[FetchBlocks | None, Source | None]:
+        """Return how this node, and how other nodes of this group fetch blocks from a group; None
+        if there is nothing to fetch, or if the group is no source.
+        """
+        source = self._sources.get(group)
+        if source is None:
+            return None, None
+        message = msgspec.msgpack.encode(source)
+        return self.fetch_of(source, is_wanted), Source(message, is_wanted)
+
+    def decode_source(self, message: bytes) -> BlockSource | None:
+        """Return the source in a message of the group's engine; None if this node cannot use its
+        files.
+        """
+        if not message:
+            return None
+        source = msgspec.msgpack.decode(message, type=BlockSource)
+        if source.identity == self._identity:
+            return source
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "no KV blocks are fetched to this node: its files of the model (names, sizes, "
+                "times) are not those of the engine's node"
+            )
+        return None
+
+    def fetch_of(self, source: BlockSource, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
+        """Return a function that fetches blocks from a source; None if there is nothing to fetch.
 
         Args:
             is_wanted: returns whether the request still waits; if not, the fetch ends.
         """
-        source = self._sources.get(group)
+        nodes = [address.node_id for address in source.addresses]
         # Groups of one node have the same files.
-        if source is None or source.address.node_id == self._node_id:
-            return None
+        here = nodes.index(self._node_id) if self._node_id in nodes else None
+        found = routes(source.place, source.holders, self._places, here=here, turn=self._turn)
+        ways = [way for way in (self._resolve(source, each) for each in found) if way is not None]
+        return partial(self._begin, source.place, ways, is_wanted) if ways else None
+
+    def _resolve(self, source: BlockSource, route: Route) -> Endpoints | None:
+        """Return the endpoints of a route; None if a node cannot be reached from this node."""
         try:
-            endpoint = source.address.seen_from(self._node_id)
-        except PlacementError:  # the group's engine can only be reached on its own node
+            at = {node: source.addresses[node].seen_from(self._node_id) for node in route.nodes}
+        except PlacementError:  # the node expects only peers on its own node
             return None
-        return partial(self._begin, endpoint, source.place, is_wanted)
+        parts: dict[FileKind, dict[int, int | None]]
+        parts = {"block": route.blocks, "state": route.states}
+        return {
+            kind: {place: None if node is None else at[node] for place, node in part.items()}
+            for kind, part in parts.items()
+        }
 
     def _begin(
         self,
-        endpoint: Endpoint,
         place: CachePlace,
+        ways: Sequence[Endpoints],
         is_wanted: Callable[[], bool],
         names: Sequence[BlockHash],
         depth: int,
@@ -173,7 +214,7 @@ class BlockFetches:
         if self._hangs():
             return lambda: True
         deadline_s = self._clock() + QUEUE_S
-        fetch = _Fetch(endpoint, place, names, depth, is_wanted, deadline_s)
+        fetch = _Fetch(place, ways, names, depth, is_wanted, deadline_s)
         self._fetches.put(fetch)
         return partial(self._has_ended, fetch)
 
@@ -218,24 +259,47 @@ class BlockFetches:
                 fetch.done.set()
 
     def _run(self, context: Context, fetch: _Fetch) -> None:
-        url = fetch.endpoint.url
-        if self._clock() < self._paused.get(url, 0.0) or not self._goes_on(fetch):
+        ways = [way for way in fetch.ways if not self._is_paused(way)]
+        if not ways or not self._goes_on(fetch):
             return
         fetch.deadline_s = self._clock() + LIMIT_S
-        files = self._files_at(fetch.place)
-        try:
-            with closing(_Link(context, fetch.endpoint, self._token)) as link:
-                # With recurrent state, a request starts from a checkpoint, so blocks after the last
-                # checkpoint are not needed.
-                wanted = self._copy_state(link, fetch, files["state"], len(fetch.names))
-                names = fetch.names[:wanted]
-                count = self._copy(link, fetch, "block", files["block"], names, fetch.depth)
-                if count < wanted:
-                    self._copy_state(link, fetch, files["state"], count)
-        except _SourceError as e:
-            self._paused[url] = self._clock() + PAUSE_S
-            self._count_failure()
-            event(logger, "kv_source_silent", logging.WARNING, cause=str(e), pause_s=PAUSE_S)
+        files, count = self._files_at(fetch.place), 0
+        for way in ways:
+            try:
+                with closing(SourceLinks(context, way, self._token, SILENCE_S)) as links:
+                    count += self._read(links, fetch, way, files, count)
+            except SourceError as e:
+                self._paused[e.url] = self._clock() + PAUSE_S
+                self._count_failure()
+                event(logger, "kv_source_silent", logging.WARNING, cause=str(e), pause_s=PAUSE_S)
+            if count == len(fetch.names) or not self._goes_on(fetch):
+                return
+
+    def _is_paused(self, way: Endpoints) -> bool:
+        urls = {each.url for part in way.values() for each in part.values() if each is not None}
+        return any(self._clock() < self._paused.get(url, 0.0) for url in urls)
+
+    def _read(
+        self,
+        links: SourceLinks,
+        fetch: _Fetch,
+        way: Endpoints,
+        files: Mapping[FileKind, Sequence[KVTiers]],
+        first: int,
+    ) -> int:
+        """Fetch the blocks from ``first`` on in one way; return how many leading ones are whole."""
+        blocks, states = (
+            {place: files[kind][place] for place in sorted(way[kind])}
+            for kind in ("block", "state")
+        )
+        names, depth = fetch.names[first:], fetch.depth + first
+        # With recurrent state, a request starts from a checkpoint, so blocks after the last
+        # checkpoint are not needed.
+        wanted = self._copy_state(links, fetch, states, names, depth)
+        count = self._copy(links, fetch, "block", blocks, names[:wanted], depth)
+        if count < wanted:
+            self._copy_state(links, fetch, states, names[:count], depth)
+        return count
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
         """Return this node's folders for files that have the source's layout."""
@@ -249,102 +313,56 @@ class BlockFetches:
         is_late = self._clock() > fetch.deadline_s
         return not (is_late or self._is_closing) and fetch.is_wanted()
 
-    def _copy_state(self, link: _Link, fetch: _Fetch, places: Sequence[KVTiers], count: int) -> int:
-        """Fetch the last checkpoint that the source has for the first ``count`` blocks; return the
-        number of blocks up to this checkpoint. Without recurrent state, return ``count``.
+    def _copy_state(
+        self,
+        links: SourceLinks,
+        fetch: _Fetch,
+        places: Mapping[int, KVTiers],
+        names: Sequence[BlockHash],
+        depth: int,
+    ) -> int:
+        """Fetch the last checkpoint that the source has for these blocks; return the number of
+        blocks up to this checkpoint. Without recurrent state, return the number of blocks.
         """
+        count = len(names)
         while count and places and self._goes_on(fetch):
             last = count - 1
-            if self._copy(link, fetch, "state", places, [fetch.names[last]], fetch.depth + last):
+            if self._copy(links, fetch, "state", places, [names[last]], depth + last):
                 break
             count = last
         return count
 
     def _copy(
         self,
-        link: _Link,
+        links: SourceLinks,
         fetch: _Fetch,
         kind: FileKind,
-        places: Sequence[KVTiers],
+        places: Mapping[int, KVTiers],
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
         """Fetch the files of blocks that are missing on this node, until a fetch fails. Return the
         number of leading blocks that have all files.
 
-        The first worker's file of a block is fetched last. Look-ups check only this file, so they
+        The first place's file of a block is fetched last. Look-ups check only this file, so they
         find only blocks that have all files.
+
+        Args:
+            places: the files of each place that this node needs, by the place's index.
         """
         missing = (
-            _Key(position, place)
+            FileKey(position, place)
             for position, name in enumerate(names)
-            for place, files in reversed(list(enumerate(places)))
+            for place, files in reversed(list(places.items()))
             if not files.has_first(name)
         )
-        for key, file in link.read_all(kind, names, missing):
+        for key, file in links.read_all(kind, names, missing):
             if not file or not self._goes_on(fetch):
                 return key.position
             if not places[key.place].add_file(names[key.position], file, depth + key.position):
-                logger.warning("a KV block from %s is not kept", fetch.endpoint.url)
+                logger.warning("a KV block from another node is not kept")
                 return key.position
             with self._guard:
                 self.counts.num_bytes += len(file)
                 self.counts.blocks += kind == "block" and key.place == 0
         return len(names)
-
-
-class _Link:
-    """A connection to a source, for one fetch."""
-
-    def __init__(self, context: Context, endpoint: Endpoint, token: str) -> None:
-        self._token = token
-        self._next = 0  # number of the next request
-        self._last = -1  # number of the last answer
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        endpoint.connect(self._socket)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def read_all(
-        self, kind: FileKind, names: Sequence[BlockHash], keys: Iterable[_Key]
-    ) -> Iterator[tuple[_Key, memoryview]]:
-        """Yield the files in order; a missing file is empty.
-
-        At most ``WINDOW`` requests wait for answers at the same time.
-
-        Raises:
-            _SourceError: the source refuses the connection, no file has arrived in time, or an
-                answer is not valid.
-        """
-        asked: list[tuple[_Key, int]] = []
-        for key in keys:
-            request = ReadFile(self._token, self._next, kind, key.place, names[key.position])
-            try:
-                self._socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
-            except zmq.Again:  # not a full queue, but a failed handshake
-                raise _SourceError("the source refuses the connection") from None
-            asked.append((key, self._next))
-            self._next += 1
-            if len(asked) == WINDOW:
-                yield self._receive(*asked.pop(0))
-        for each in asked:
-            yield self._receive(*each)
-
-    def _receive(self, key: _Key, number: int) -> tuple[_Key, memoryview]:
-        frame = memoryview(b"")
-        while self._last < number:  # earlier answers belong to files that are not wanted any longer
-            if not self._socket.poll(int(SILENCE_S * 1000)):
-                raise _SourceError(f"no file has arrived within {SILENCE_S:g} s")
-            # Read without a copy, because a copy of many bytes would hold Python's global lock.
-            first, *rest = self._socket.recv_multipart(copy=False)
-            try:
-                found = read_frame(_numbers, first.bytes)
-            except NotAMessageError as e:
-                raise _SourceError(str(e)) from None
-            if not self._last < found <= number or len(rest) != 1:
-                raise _SourceError("the frames are no answer to a request")
-            self._last = found
-            frame = memoryview(rest[0].buffer)
-        return key, frame

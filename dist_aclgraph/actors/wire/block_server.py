@@ -1,8 +1,9 @@
-"""BlockServer: sends files of KV blocks to engines on other nodes.
+"""BlockServer: sends files of KV blocks to groups on other nodes.
 
-A group that computes prompts for other groups runs this server on the node of the group's engine.
-Each request identifies one file by a place and a hash, never by a path. Each answer contains one
-whole file, or no file. The server can only read files.
+In a deployment with prefill groups, each group runs this server on each of its nodes: in the
+engine on the engine's node, and in a worker on each other node. Each request identifies one file by
+a place and a hash, never by a path. Each answer contains one whole file, or no file. The server can
+only read files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dist_aclgraph.actors.wire.sockets import (
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.kv.group_files import Holders
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of requests of one fetch that wait for answers
@@ -41,18 +43,20 @@ FileKind = Literal["block", "state"]
 
 
 class BlockSource(msgspec.Struct, frozen=True):
-    """Where other engines can fetch the files of a group's blocks.
+    """Where other groups can fetch the files of a group's blocks.
 
     Attributes:
-        address: where engines connect.
-        identity: result of ``cache_identity``; only engines with the same identity can use the
+        addresses: the address of the server on each node of the group; see ``GroupFiles.nodes``.
+        identity: result of ``cache_identity``; only groups with the same identity can use the
             files.
         place: the first worker's part of the cache.
+        holders: the nodes that have the files; see ``GroupFiles.holders``.
     """
 
-    address: Address
+    addresses: tuple[Address, ...]
     identity: str
     place: CachePlace
+    holders: tuple[Holders, ...]
 
 
 class ReadFile(msgspec.Struct, frozen=True, array_like=True):

@@ -18,9 +18,10 @@ import ray
 
 from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
 from dist_aclgraph.actors.host.processes import end_process
-from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
+from dist_aclgraph.actors.wire.addresses import Address, open_meeting, url_host
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.actors.worker.device_faults import DeviceFaults
+from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
 from dist_aclgraph.actors.worker.rank_facts import JoinedDevice, LoadedWeights, WorkerInfo
 from dist_aclgraph.actors.worker.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.worker.step_recorder import StepRecorder, open_recorder
@@ -35,6 +36,7 @@ from dist_aclgraph.errors import (
     EngineDeadError,
     RankDisagreementError,
 )
+from dist_aclgraph.kv.tiers import HostCopies
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour, read_ahead
 from dist_aclgraph.planning.budget import StreamOffer
@@ -78,6 +80,8 @@ class Worker:
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
         self._lease = Lease(config.timeouts.link_s)
         self._channel: StepReceiver | None = None  # None while no step loop runs
+        self._node_files: NodeFiles | None = None
+        self._copies: HostCopies | None = None  # only if responsible for files on this node
 
     @property
     def _joined(self) -> JoinedRank | None:
@@ -368,6 +372,21 @@ class Worker:
         rank.joined.groups.marks.begin_step(step.step)
         rank.runner.launch(step, rank.joined.group_rank, report)
 
+    def open_node_files(self, settings: NodeFilesSettings) -> Address | None:
+        """Become responsible for files of KV blocks on this node until the next step loop ends;
+        return where other groups fetch the files. Raises the same errors as ``NodeFiles``.
+        """
+        self._node_files = NodeFiles(self._config, settings)
+        if self._copies is None and self._config.kv.host_gib:
+            self._copies = HostCopies(self._config)
+        return self._node_files.address
+
+    def leave_copies(self) -> None:
+        """Delete the copies in this node's memory, like ``Engine.leave_copies``."""
+        if self._copies is not None:
+            self._copies.leave()
+            self._copies = None
+
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
         """Execute steps until the engine ends this worker's step loop.
 
@@ -414,20 +433,31 @@ class Worker:
         finally:
             self._channel = None
             channel.close()
+            if self._node_files is not None:
+                self._node_files.close(self._config.timeouts.stop_s / 4)
+                self._node_files = None
 
     def _launch_for(self, plan: RankPlan | Pause | BlockCopyJobs, channel: StepReceiver) -> None:
         runner, joined = self._running.runner, self._running.joined
         with joined.npu.launching():
             if isinstance(plan, BlockCopyJobs):
-                ended = tuple(runner.copy_blocks(plan.jobs))
-                rank, num_read = joined.group_rank, runner.num_read()
-                channel.send(CopiedBlocks(plan.epoch, plan.number, rank, ended, num_read))
+                channel.send(self._copy_blocks(plan))
             elif isinstance(plan, Pause):
                 channel.send(runner.finish())
             else:
                 self.launch(plan, channel.send)
                 runner.prepare_next(channel.has_message)
         self._recorder.idle()
+
+    def _copy_blocks(self, plan: BlockCopyJobs) -> CopiedBlocks:
+        """Begin copy jobs, and continue earlier jobs."""
+        runner, files, fetched = self._running.runner, self._node_files, dict[str, int]()
+        ended = runner.copy_blocks([job for job in plan.jobs if not job.is_look_up])
+        if files is not None:
+            ended += files.advance([job for job in plan.jobs if job.is_look_up])
+            fetched = files.fetched
+        rank, num_read = self._running.joined.group_rank, runner.num_read()
+        return CopiedBlocks(plan.epoch, plan.number, rank, tuple(ended), num_read, fetched)
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
@@ -455,6 +485,8 @@ class Worker:
             rank.resume(keeps_kv=order.keeps_kv)
             self._faults.end()
             self._epoch = order.next_epoch
+            if self._node_files is not None:
+                self._node_files.forget()
         except DistAclGraphError as e:
             error = str(e)
             # The device was started again, so this error is not a consequence of the earlier stop.

@@ -115,6 +115,23 @@ def test_copies_of_a_block_take_the_bytes_of_all_ranks_with_different_heads(
     assert copies(2, host_gib=1.0)["memory"] == {"tokens": tokens}
     assert copies(4, host_gib=1.0)["memory"] == {"tokens": tokens}
     assert set(copies(2)) == {"disk"}
+
+
+@pytest.mark.parametrize(("tp", "node_npus", "files"), [(2, 1, 1), (4, 2, 1), (4, 3, 2)])
+def test_a_node_keeps_only_the_copies_of_its_own_ranks(
+    checkpoint: Path, tp: int, node_npus: int, files: int
+) -> None:
+    config = make(
+        checkpoint,
+        parallel={"tp": tp, "dp": 1},
+        kv={"host_gib": 1.0},
+        device={"node_npus": node_npus},
+    )
+    copies = plan_report(config)["kv"]["copies"]
+    assert copies["memory"] == {"tokens": (1 << 30) // (files * (131072 + 36)) * 128}
+
+
+def test_without_copies_a_plan_has_none(checkpoint: Path) -> None:
     assert plan_report(make(checkpoint))["kv"]["copies"] == {}
 
 

@@ -1,0 +1,157 @@
+"""NodeFiles: the files of KV blocks on a node without the group's engine.
+
+If the workers of a group are on several nodes, the engine can neither look up nor fetch files on
+the other nodes. There, a worker does both for all workers of its data-parallel rank on its node, in
+the same way as the engine. A worker can also send the node's files to other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from dist_aclgraph.actors.host.run_directory import RunDirectory
+from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.block_fetches import BlockFetches
+from dist_aclgraph.actors.wire.block_server import BlockServer, tiers_of
+from dist_aclgraph.config import Config
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.kv.block_pool import HASH_BYTES
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.look_ups import (
+    Answer,
+    FetchBlocks,
+    Files,
+    count_found,
+    find_or_fetch,
+    look_ups_of,
+)
+from dist_aclgraph.kv.tiers import CachePlace, KVTiers
+from dist_aclgraph.steps.copies import CopyJob
+
+
+@dataclass(frozen=True)
+class NodeFilesSettings:
+    """What the controller tells a worker that is responsible for files on its node.
+
+    Attributes:
+        node_id: Ray's id of the node.
+        host: the node's own address.
+        token: the deployment's token.
+        places: see ``GroupFiles.places_beside``.
+        turn: index of the node among the group's nodes.
+        finds: whether the worker looks up files for its data-parallel rank.
+        fetches: whether a worker that looks up files also fetches files from other groups.
+        serves: whether the worker sends files to other groups.
+    """
+
+    node_id: str
+    host: str
+    token: str = field(repr=False)
+    places: tuple[CachePlace, ...]
+    turn: int
+    finds: bool
+    fetches: bool
+    serves: bool
+
+
+class NodeFiles:
+    """Looks up, fetches and serves files of one node. Only the thread of the step loop may call
+    ``advance`` and ``forget``.
+
+    Raises:
+        ConfigError: a folder cannot be made, or is too small.
+        PlacementError: no port is free.
+    """
+
+    def __init__(self, config: Config, settings: NodeFilesSettings) -> None:
+        place = settings.places[0]
+        tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
+        self._look_ups = look_ups_of(tiers, states) if settings.finds else None
+        self._fetches: BlockFetches | None = None
+        if settings.finds and settings.fetches:
+            self._fetches = BlockFetches(
+                config, settings.node_id, settings.token, settings.places, turn=settings.turn
+            )
+        self._directory: RunDirectory | None = None
+        self._server: BlockServer | None = None
+        if settings.serves:
+            self._directory = RunDirectory()
+            ports = config.cluster.port_range
+            at = Place(settings.node_id, self._directory.path, settings.host, ports)
+            self._server = BlockServer(at, settings.token, tiers_of(config, place))
+        self._answers: dict[int, Answer[int]] = {}
+
+    @property
+    def address(self) -> Address | None:
+        """Where other groups fetch the node's files; None if they fetch none."""
+        return None if self._server is None else self._server.address
+
+    @property
+    def fetched(self) -> dict[str, int]:
+        """The fields of ``FetchCounts``; empty if nothing is fetched."""
+        return {} if self._fetches is None else asdict(self._fetches.counts)
+
+    def advance(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
+        """Begin and cancel look-ups, and continue earlier look-ups, without waiting for a disk or a
+        network.
+
+        Returns:
+            For each look-up that has ended: its number, and the number of leading blocks whose
+            files are on this node.
+        """
+        for job in jobs:
+            if job.kind == "find":
+                self._answers[job.number] = self._begin(job)
+            else:
+                self._answers.pop(job.number, None)
+        found = {number: answer() for number, answer in self._answers.items()}
+        ended = [(number, count) for number, count in found.items() if count is not None]
+        for number, _ in ended:
+            del self._answers[number]
+        return ended
+
+    def _begin(self, job: CopyJob) -> Answer[int]:
+        look_ups = self._look_ups
+        if look_ups is None:
+            return lambda: 0
+        names = [job.hashes[i : i + HASH_BYTES] for i in range(0, len(job.hashes), HASH_BYTES)]
+        ask = partial(look_ups.ask, partial(_count, names))
+        fetch = self._fetch_of(job)
+        return ask() if fetch is None else find_or_fetch(ask, fetch, names)
+
+    def _fetch_of(self, job: CopyJob) -> FetchBlocks | None:
+        fetches, number = self._fetches, job.number
+        source = None if fetches is None else fetches.decode_source(job.source)
+        if fetches is None or source is None:
+            return None
+        fetch = fetches.fetch_of(source, lambda: number in self._answers)
+        if fetch is None:
+            return None
+        first = int(unpack_ints(job.depths)[0])
+
+        def begin(names: Sequence[BlockHash], depth: int) -> Answer[bool]:
+            return fetch(names, first + depth)
+
+        return begin
+
+    def forget(self) -> None:
+        """Drop all look-ups, because the engine expects no answers; their fetches end."""
+        self._answers.clear()
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads and release the port. A thread that hangs in a file system remains until
+        the process ends.
+        """
+        self.forget()
+        if self._fetches is not None:
+            self._fetches.close(timeout_s)
+        if self._server is not None:
+            self._server.close(timeout_s)
+        if self._directory is not None:
+            self._directory.remove()
+
+
+def _count(names: Sequence[BlockHash], files: Files) -> int:
+    return count_found(names, files)

@@ -1,0 +1,201 @@
+"""Which nodes of a lockstep group have which files of KV blocks, and which node reads which files.
+
+Each worker writes its part of a block to a file on the worker's node. So if the workers of a group
+are on several nodes, each node has only some of the files. All functions here are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.kv.tiers import CachePlace
+from dist_aclgraph.shapes.model_facts import ModelFacts
+from dist_aclgraph.topology import ParallelLayout
+
+Nodes = tuple[int, ...]  # indexes of nodes of a group
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The nodes that have the files of one data-parallel rank.
+
+    Attributes:
+        blocks: for each of ``CachePlace.all_places``, the nodes with a worker at this place.
+        states: the same for each of ``CachePlace.all_state_places``.
+    """
+
+    blocks: tuple[Nodes, ...]
+    states: tuple[Nodes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Route:
+    """The node from which each file is read, by the index of the file's place. None stands for the
+    reading node itself; a place that is not needed is missing.
+
+    Attributes:
+        blocks: by the index among ``CachePlace.all_places``.
+        states: by the index among ``CachePlace.all_state_places``.
+    """
+
+    blocks: dict[int, int | None]
+    states: dict[int, int | None]
+
+    @property
+    def nodes(self) -> set[int]:
+        """The nodes from which files are read, without the reading node."""
+        return {node for node in (self.blocks | self.states).values() if node is not None}
+
+
+@dataclass(frozen=True)
+class GroupFiles:
+    """The places and nodes of a lockstep group's workers.
+
+    Attributes:
+        places: the part of the cache that each worker of a data-parallel rank keeps.
+        node_ids: Ray's id of each worker's node, by group rank. The group's engine is on the node
+            of the first worker.
+    """
+
+    places: tuple[CachePlace, ...]
+    node_ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, facts: ModelFacts, node_ids: Sequence[str]) -> GroupFiles | None:
+        """Return the files of a group whose workers are on these nodes; None if no copies are kept.
+
+        Args:
+            node_ids: Ray's id of each worker's node, by group rank.
+        """
+        layout, places = ParallelLayout.from_config(config.parallel), list[CachePlace]()
+        for rank in range(layout.tp * layout.pcp):
+            dcp_rank = layout.group_of("dcp", rank).index(rank)
+            place = CachePlace.of(config, facts, layout.coordinates(rank).tp, dcp_rank)
+            if place is None:
+                return None
+            places.append(place)
+        return cls(tuple(places), tuple(node_ids))
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """The ids of the group's nodes; the engine's node is the first."""
+        return tuple(dict.fromkeys(self.node_ids))
+
+    def ranks_of(self, dp_rank: int) -> range:
+        """Return the group ranks of the workers of a data-parallel rank."""
+        size = len(self.places)
+        return range(dp_rank * size, (dp_rank + 1) * size)
+
+    @property
+    def num_dp(self) -> int:
+        return len(self.node_ids) // len(self.places)
+
+    def is_beside_engine(self, dp_rank: int) -> bool:
+        """Whether a worker of a data-parallel rank is on the engine's node."""
+        return any(self.node_ids[rank] == self.nodes[0] for rank in self.ranks_of(dp_rank))
+
+    def finders(self, dp_rank: int) -> list[int]:
+        """Return the workers that look up and fetch files for a data-parallel rank: its first
+        worker on each node, without the engine's node, where the engine does it.
+        """
+        first: dict[str, int] = {}
+        for rank in self.ranks_of(dp_rank):
+            first.setdefault(self.node_ids[rank], rank)
+        return [rank for node_id, rank in first.items() if node_id != self.nodes[0]]
+
+    @property
+    def servers(self) -> list[int]:
+        """The first worker on each node but the engine's, in the order of ``nodes``."""
+        return [self.node_ids.index(node_id) for node_id in self.nodes[1:]]
+
+    def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
+        """Return the places of all workers of a worker's data-parallel rank on its node, without
+        duplicates, in the order of ``CachePlace.all_places``.
+        """
+        ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
+        there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}
+        return tuple(sorted(there, key=lambda place: (place.heads, place.shard, place.rank)))
+
+    @property
+    def holders(self) -> tuple[Holders, ...]:
+        """The holders of each data-parallel rank's files, without duplicates."""
+        return tuple(dict.fromkeys(self._holders(dp_rank) for dp_rank in range(self.num_dp)))
+
+    def _holders(self, dp_rank: int) -> Holders:
+        node_of = [self.nodes.index(self.node_ids[rank]) for rank in self.ranks_of(dp_rank)]
+        places, first = self.places, self.places[0]
+
+        def nodes_of(workers: Iterable[bool]) -> Nodes:
+            return tuple(sorted(set(compress(node_of, workers))))
+
+        return Holders(
+            tuple(nodes_of(p.folder == of.folder for p in places) for of in first.all_places),
+            tuple(
+                nodes_of(p.rank == of.rank for p in self.places) for of in first.all_state_places
+            ),
+        )
+
+
+def routes(
+    source: CachePlace,
+    holders: Sequence[Holders],
+    readers: Collection[CachePlace],
+    *,
+    here: int | None = None,
+    turn: int = 0,
+) -> list[Route]:
+    """Return the ways in which a node reads the files that it needs from the nodes of a source.
+
+    Each way is complete. There is one way for each data-parallel rank of the source, because the
+    reader does not know which of these ranks has computed the blocks. A way on which all files are
+    read from the reading node itself is left out.
+
+    Args:
+        source: place of the source's first worker.
+        readers: the places of the workers on the reading node.
+        here: index of the reading node among the source's nodes; None if it is another node.
+        turn: if several nodes have a file, this number chooses the node, so that different readers
+            use different nodes.
+    """
+    blocks = [
+        index
+        for index, place in enumerate(source.all_places)
+        if any(overlaps(place, reader) for reader in readers)
+    ]
+    states = [
+        place.rank
+        for place in source.all_state_places
+        if any((place.rank, place.num_ranks) == (r.rank, r.num_ranks) for r in readers)
+    ]
+    if not blocks or (source.has_state and not states):
+        return []  # the readers could not use the files
+
+    def choose(nodes: Nodes) -> int | None:
+        return None if here in nodes else nodes[turn % len(nodes)]
+
+    found = [
+        Route(
+            {index: choose(each.blocks[index]) for index in blocks},
+            {index: choose(each.states[index]) for index in states},
+        )
+        for each in holders
+    ]
+    return [route for route in found if route.nodes]
+
+
+def overlaps(place: CachePlace, other: CachePlace) -> bool:
+    """Return whether two workers, of groups with any numbers of ranks, keep parts of the same
+    blocks, so that one can use the other's file. See ``OtherLayouts``.
+    """
+    shards = [(p.shard, p.num_shards, p.interleave, p.num_kv_heads) for p in (place, other)]
+    if shards[0] != shards[1]:
+        return False
+    part, other_part = place.part, other.part
+    if part is None or other_part is None:
+        return True
+    ends = part.first + part.size, other_part.first + other_part.size
+    return max(part.first, other_part.first) < min(ends)

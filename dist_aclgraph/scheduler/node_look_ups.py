@@ -1,0 +1,103 @@
+"""NodeLookUps: look-ups of files on nodes other than the engine's.
+
+The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
+own workers. One worker of each other node looks up the files there, and fetches missing files if
+the request has a source. Messages to workers about copies contain these look-ups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.kv.look_ups import Answer, Source
+from dist_aclgraph.steps.copies import CopyJob
+
+
+@dataclass
+class _LookUp:
+    """A look-up that runs.
+
+    Attributes:
+        waits_for: the workers that have not answered.
+        num_found: number of leading blocks that all workers that have answered have found.
+        source: the group from which missing blocks are fetched; None if there is none.
+    """
+
+    waits_for: set[int]
+    num_found: int
+    source: Source | None
+
+
+class NodeLookUps:
+    """Owns the look-ups of one data-parallel rank on other nodes.
+
+    Args:
+        finders: the workers that look up files; see ``GroupFiles.finders``.
+        is_beside_engine: whether a worker of the data-parallel rank is on the engine's node.
+    """
+
+    def __init__(self, finders: Collection[int] = (), *, is_beside_engine: bool = True) -> None:
+        self.is_beside_engine = is_beside_engine
+        self._finders = finders
+        self._running: dict[int, _LookUp] = {}
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
+    def must_ask(self, source: Source | None) -> bool:
+        """Return whether the other nodes must be asked: if blocks may have to be fetched, or if the
+        engine's node has no files. Otherwise the other nodes usually have the files of the same
+        blocks as the engine's node.
+        """
+        return bool(self._finders) and not (source is None and self.is_beside_engine)
+
+    def begin(
+        self, number: int, hashes: Sequence[BlockHash], first: int, source: Source | None
+    ) -> tuple[CopyJob, Answer[int]]:
+        """Begin a look-up; return the job for the workers, and the answer: how many leading blocks
+        all nodes have, including ``first`` blocks before ``hashes``.
+        """
+        found = _LookUp(set(self._finders), len(hashes), source)
+        self._running[number] = found
+        depths = pack_ints(range(first, first + len(hashes)))
+        message = b"" if source is None else source.message
+        job = CopyJob(number, "find", b"", b"".join(hashes), depths, source=message)
+        return job, lambda: None if found.waits_for else first + found.num_found
+
+    def end(self, number: int, rank: int, num_found: int) -> None:
+        """Record a worker's answer. Other jobs, and workers that were not asked, are ignored."""
+        found = self._running.get(number)
+        if found is None or rank not in found.waits_for:
+            return
+        found.waits_for.remove(rank)
+        found.num_found = min(found.num_found, num_found)
+        if not found.waits_for:
+            del self._running[number]
+
+    def take_cancelled(self) -> list[CopyJob]:
+        """Drop the look-ups of requests that have ended, because they may fetch blocks; return the
+        jobs that tell it the workers.
+        """
+        sources = [(number, found.source) for number, found in self._running.items()]
+        cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
+        for number in cancelled:
+            del self._running[number]
+        return [CopyJob(number, "cancel", b"", b"", b"") for number in cancelled]
+
+    def forget(self) -> None:
+        """End all look-ups with no blocks found, because the workers have dropped them."""
+        for found in self._running.values():
+            found.waits_for.clear()
+            found.num_found = 0
+        self._running.clear()
+
+
+def smallest(answers: Sequence[Answer[int]]) -> int | None:
+    """Return the smallest of several results; None while one of them is unknown."""
+    found = [answer() for answer in answers]
+    known = [count for count in found if count is not None]
+    return min(known) if len(known) == len(found) else None
