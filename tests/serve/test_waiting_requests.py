@@ -272,8 +272,7 @@ def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -
     first, second = one.engines[0], one.new_engine()
     entries = [GroupEntry(str(i), e.address, 100, 16) for i, e in enumerate((first, second))]
     first.groups = GroupList(1, tuple(entries))
-    until(lambda: set(one.client.states().values()) == {"serving"})
-    until(lambda: len(one.client.states()) == 2)
+    until(lambda: list(one.client.states().values()) == ["serving", "serving"])
     for name in "ab":  # one request on each engine
         one.submit(name, 400)
         one.collect(name, 5)
