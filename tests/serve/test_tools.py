@@ -301,6 +301,22 @@ def test_reasoning_is_apart_from_the_content(tooled, stream, is_opened):
         assert reply.usage.completion_tokens_details.reasoning_tokens > 3
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_call_within_reasoning_is_a_call_unless_tools_are_strict(tooled, is_strict):
+    # The grammar of a strict tool applies to the text after the reasoning only.
+    call = CALLS[CALLS.index("<tool_call>") :]
+    tooled.answer(f"hm\n{call}</think>Yes" if is_strict else f"hm\n{call}")
+    weather = {**WEATHER, "function": {**WEATHER["function"], "strict": is_strict}}
+
+    reply = ask(tooled, tools=[weather, CLOCK], extra_body={"enable_thinking": True})
+
+    message = reply.choices[0].message
+    names = [each.function.name for each in message.tool_calls or []]
+    assert names == ([] if is_strict else ["weather", "clock"])
+    assert message.reasoning_content == (f"hm\n{call}" if is_strict else "hm")
+    assert (message.content or "") == ("Yes" if is_strict else "")
+
+
 def test_stop_strings_end_only_content(tooled):
     tooled.answer("<think>one STOP</think>two STOP three")
 
