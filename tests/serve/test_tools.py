@@ -82,6 +82,23 @@ def test_a_stream_has_the_same_calls_in_pieces(tooled):
     assert all("content" not in c.choices[0].delta.model_fields_set for c in chunks[5:])
 
 
+@pytest.mark.parametrize("max_tokens", [None, 60])
+def test_a_stream_for_mistrals_client_has_whole_calls(tooled, max_tokens):
+    tooled.answer(CALLS)
+    agent = {"User-Agent": "mistral-client-python/3.7.0"}
+    options = {"tools": [WEATHER, CLOCK], "max_tokens": max_tokens}
+
+    chunks = list(ask(tooled, stream=True, extra_headers=agent, **options))
+    tooled.answer(CALLS)
+    expected = joined(ask(tooled, stream=True, **options))
+
+    found = joined(chunks)
+    assert [call[1:] for call in found["calls"]] == [call[1:] for call in expected["calls"]]
+    assert (found["content"], found["reason"]) == (expected["content"], expected["reason"])
+    sent = [call for chunk in chunks for call in (chunk.choices[0].delta.tool_calls or [])]
+    assert [call.function.name for call in sent] == [call[1] for call in found["calls"]]
+
+
 def test_the_template_gets_the_tools_and_earlier_calls(tooled):
     tooled.answer("Sunny.")
     history = [
