@@ -426,3 +426,13 @@ def test_the_head_of_a_message_of_gpt_oss_may_lack_its_marker(text, expected, ha
 
     for sizes in ((1,), (2, 3), (100,)):
         assert read(form, text, sizes) == expected
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_line_break_divides_messages_of_reasoning_of_gpt_oss(has_tokens):
+    thought = "<|channel|>analysis<|message|>{}<|end|>"
+    text = f"{thought.format('one')}<|start|>assistant{thought.format('two')}{ANSWER}"
+
+    for sizes in ((1,), (2, 3), (100,)):
+        found = read(make_format("gpt_oss", has_tokens=has_tokens), text, sizes)
+        assert found == Message("Yes", "one\ntwo")
