@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dist_aclgraph.formats.json_call import copy_arguments
 from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -73,6 +74,14 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
     """Read a call after its first tag; return whether the answer continues after the call."""
     parameter, end_parameter = tags.parameter
     scanner.begin_call(name)
+    yield from scanner.skip_space()
+    if (yield from scanner.peek()) == "{":  # models also write all arguments as JSON
+        if not (yield from copy_arguments(scanner)):
+            return True
+        scanner.end_call()
+        yield from scanner.skip_space()
+        yield from scanner.match(tags.invoke[1])
+        return True
     arguments = Arguments(scanner, tools.get(name, {}))
     while True:
         yield from scanner.skip_space()

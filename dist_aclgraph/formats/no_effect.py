@@ -43,6 +43,7 @@ def leave_out_no_effect(schema: dict[str, Any]) -> None:
         for key, values in NOTHING.items():
             if part.get(key) in values:
                 del part[key]
+        _leave_out_counts(part)
         found = part.get("format")
         if isinstance(found, str) and found not in FORMATS:
             del part["format"]
@@ -50,3 +51,15 @@ def leave_out_no_effect(schema: dict[str, Any]) -> None:
             name = part.get(key)
             if isinstance(name, str) and not _URI.fullmatch(name):
                 del part[key]
+
+
+def _leave_out_counts(part: dict[str, Any]) -> None:
+    """Remove limits of the number of properties that ``required`` and ``properties`` imply."""
+    required, properties = part.get("required", []), part.get("properties", {})
+    least, most = part.get("minProperties"), part.get("maxProperties")
+    is_sure = isinstance(required, list) and isinstance(properties, dict)
+    if is_sure and isinstance(least, int) and least <= len(set(map(str, required))):
+        del part["minProperties"]
+    is_closed = part.get("additionalProperties") is False and "patternProperties" not in part
+    if is_sure and is_closed and isinstance(most, int) and most >= len(properties):
+        del part["maxProperties"]

@@ -1,8 +1,4 @@
-"""Mistral's client chats, calls tools, gets objects and gets embeddings.
-
-Streams with tools are not tested, because the client accepts only whole calls. The list of models
-is not tested, because the client demands fields that neither OpenAI nor vLLM has.
-"""
+"""Mistral's client chats, calls tools, gets objects and gets embeddings."""
 
 from __future__ import annotations
 
@@ -32,6 +28,9 @@ call = first.message.tool_calls[0]
 result = dict(role="tool", tool_call_id=call.id, name="get_weather", content="sunny, 21 degrees")
 history = [weather, first.message, result]
 last = client.chat.complete(messages=history, tools=tools, **common).choices[0]
+events = client.chat.stream(messages=[weather], tools=tools, **common)
+streamed = [call.function for event in events
+            for call in event.data.choices[0].delta.tool_calls or []]
 whole = client.chat.complete(messages=[ask], **common).choices[0].message.content
 pieces = [event.data.choices[0].delta.content or "" for event in client.chat.stream(
     messages=[ask], **common)]
@@ -39,6 +38,7 @@ begun = [ask, {"role": "assistant", "content": os.environ["BEGUN"], "prefix": Tr
 print(json.dumps({
     "models": [[each.id, each.capabilities.completion_chat] for each in client.models.list().data],
     "call": [call.function.name, json.loads(call.function.arguments)],
+    "streamed": [[each.name, json.loads(each.arguments)] for each in streamed],
     "text": last.message.content,
     "texts": [whole, "".join(pieces)],
     "rest": client.chat.complete(messages=begun, **common).choices[0].message.content,
@@ -62,6 +62,7 @@ def test_mistral_chats_calls_a_tool_and_gets_objects(agent):
 
     assert found["models"] == [["tiny-agent", True]]
     assert found["call"] == ["get_weather", {"city": "Tokyo"}]
+    assert found["streamed"] == [found["call"]]
     assert found["text"] == "It is sunny in Tokyo, 21 degrees."
     whole, streamed = found["texts"]
     assert whole == streamed == begun + found["rest"]

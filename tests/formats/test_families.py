@@ -355,6 +355,27 @@ def test_white_space_before_a_call_divides_the_texts_around_it(before, after, ex
         assert found == Message(expected, calls=[STOPPED] * 2)
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("name", "mark", "outer"),
+    [
+        ("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls"),
+        ("minimax_m2", "", "minimax:tool_call"),
+    ],
+)
+@given(sizes=SIZES)
+def test_arguments_between_tags_may_be_json(name, mark, outer, has_tokens, sizes):
+    form = make_format(name, has_tokens=has_tokens)
+    find = f'<{mark}invoke name="find">\n{JSON}\n</{mark}invoke>'
+    stop = f'<{mark}invoke name="stop">{{}}</{mark}invoke>'
+
+    found = read(form, f"I look.<{outer}>\n{find}\n{stop}\n</{outer}>", sizes)
+
+    assert found == Message("I look.", calls=[FOUND, STOPPED])
+    cut = read(form, f'<{outer}><{mark}invoke name="find">{{"n": 1, "te', sizes)
+    assert cut == Message(calls=[("find", '{"n": 1, "te', False)])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -405,3 +426,13 @@ def test_the_head_of_a_message_of_gpt_oss_may_lack_its_marker(text, expected, ha
 
     for sizes in ((1,), (2, 3), (100,)):
         assert read(form, text, sizes) == expected
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_line_break_divides_messages_of_reasoning_of_gpt_oss(has_tokens):
+    thought = "<|channel|>analysis<|message|>{}<|end|>"
+    text = f"{thought.format('one')}<|start|>assistant{thought.format('two')}{ANSWER}"
+
+    for sizes in ((1,), (2, 3), (100,)):
+        found = read(make_format("gpt_oss", has_tokens=has_tokens), text, sizes)
+        assert found == Message("Yes", "one\ntwo")

@@ -63,3 +63,28 @@ def test_data_and_keywords_with_an_effect_stay():
     leave_out_no_effect(schema)
 
     assert json.dumps(schema) == before
+
+
+PAIR = {"properties": {"a": {}, "b": {}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "left"),
+    [
+        ({**PAIR, "minProperties": 0}, PAIR),
+        ({**PAIR, "maxProperties": 2}, PAIR),
+        ({**PAIR, "required": ["a"], "minProperties": 1}, {**PAIR, "required": ["a"]}),
+        ({"required": ["a", "a"], "minProperties": 2}, None),
+        ({**PAIR, "minProperties": 1}, None),
+        ({**PAIR, "maxProperties": 1}, None),
+        ({"properties": {"a": {}}, "maxProperties": 1}, None),
+        ({**PAIR, "patternProperties": {"c": {}}, "maxProperties": 2}, None),
+        ({"properties": {"minProperties": {}}, "required": ["minProperties"]}, None),
+    ],
+)
+def test_numbers_of_properties_that_the_schema_implies_have_no_effect(schema, left):
+    found = json.loads(json.dumps(schema))
+
+    leave_out_no_effect(found)
+
+    assert found == (schema if left is None else left)

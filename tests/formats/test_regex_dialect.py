@@ -75,3 +75,11 @@ def test_a_pattern_in_the_dialect_stays_the_same(pattern):
     once = in_dialect(pattern)
 
     assert in_dialect(once) == once
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a{,3}", "a{2,1}", "(a", "a)", "[a", "[b-a]", r"(a)\1", r"a\b"]
+)
+def test_other_patterns_stay_refused(pattern):
+    with pytest.raises(AssertionError):  # the grammar has an error
+        allows(pattern, "a")

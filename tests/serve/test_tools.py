@@ -82,6 +82,23 @@ def test_a_stream_has_the_same_calls_in_pieces(tooled):
     assert all("content" not in c.choices[0].delta.model_fields_set for c in chunks[5:])
 
 
+@pytest.mark.parametrize("max_tokens", [None, 60])
+def test_a_stream_for_mistrals_client_has_whole_calls(tooled, max_tokens):
+    tooled.answer(CALLS)
+    agent = {"User-Agent": "mistral-client-python/3.7.0"}
+    options = {"tools": [WEATHER, CLOCK], "max_tokens": max_tokens}
+
+    chunks = list(ask(tooled, stream=True, extra_headers=agent, **options))
+    tooled.answer(CALLS)
+    expected = joined(ask(tooled, stream=True, **options))
+
+    found = joined(chunks)
+    assert [call[1:] for call in found["calls"]] == [call[1:] for call in expected["calls"]]
+    assert (found["content"], found["reason"]) == (expected["content"], expected["reason"])
+    sent = [call for chunk in chunks for call in (chunk.choices[0].delta.tool_calls or [])]
+    assert [call.function.name for call in sent] == [call[1] for call in found["calls"]]
+
+
 def test_the_template_gets_the_tools_and_earlier_calls(tooled):
     tooled.answer("Sunny.")
     history = [
@@ -299,6 +316,22 @@ def test_reasoning_is_apart_from_the_content(tooled, stream, is_opened):
         assert (message.reasoning_content, message.content) == ("hm, 2", "Four.")
         assert message.reasoning == "hm, 2"
         assert reply.usage.completion_tokens_details.reasoning_tokens > 3
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_call_within_reasoning_is_a_call_unless_tools_are_strict(tooled, is_strict):
+    # The grammar of a strict tool applies to the text after the reasoning only.
+    call = CALLS[CALLS.index("<tool_call>") :]
+    tooled.answer(f"hm\n{call}</think>Yes" if is_strict else f"hm\n{call}")
+    weather = {**WEATHER, "function": {**WEATHER["function"], "strict": is_strict}}
+
+    reply = ask(tooled, tools=[weather, CLOCK], extra_body={"enable_thinking": True})
+
+    message = reply.choices[0].message
+    names = [each.function.name for each in message.tool_calls or []]
+    assert names == ([] if is_strict else ["weather", "clock"])
+    assert message.reasoning_content == (f"hm\n{call}" if is_strict else "hm")
+    assert (message.content or "") == ("Yes" if is_strict else "")
 
 
 def test_stop_strings_end_only_content(tooled):

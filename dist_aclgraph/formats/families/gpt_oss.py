@@ -36,6 +36,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     scanned = [scanner.coded(marker) for marker in MARKERS]
     start, end, message, channel_begin, constrain, returned, call = scanned
     ends = (end, call, returned, start)
+    has_thought = False
     while (yield from scanner.peek()):
         scanner.keep()
         head, marker = yield from scanner.read_head([message, *ends])
@@ -75,6 +76,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 scanner.end_call()
         elif recipient or channel.startswith("analysis"):
             yield from scanner.begin_reasoning()
+            if has_thought:  # a line break divides two messages
+                scanner.reasoning("\n")
+            has_thought = True
             if (yield from scanner.copy_until(ends, scanner.reasoning)) is not None:
                 scanner.end_reasoning()
         else:

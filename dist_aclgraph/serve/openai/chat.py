@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_aclgraph.formats.events import CallBegin
+from dist_aclgraph.formats.events import CallBegin, Event
 from dist_aclgraph.serve.openai.body import read_body
-from dist_aclgraph.serve.openai.chat_deltas import delta_of, message_of
+from dist_aclgraph.serve.openai.chat_deltas import WholeCalls, delta_of, message_of
 from dist_aclgraph.serve.openai.conversation import Conversation, open_conversation
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.kv_transfer import transfer_of
@@ -18,6 +20,10 @@ from dist_aclgraph.serve.openai.reply import Reply, joined, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import ChatRequest
 from dist_aclgraph.serve.resume.journal import Chance
+
+# Mistral's clients refuse pieces of calls: each delta of a stream must contain whole calls. These
+# are the beginnings of the clients' user agents.
+NEED_WHOLE_CALLS = ("mistral-client-python/", "mistral-client-typescript/")
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
@@ -31,11 +37,18 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
     found = await open_conversation(state, request.scope, asked)
     is_named = asked.tools is not None and asked.tools.named
     shape = _ChatReply(state, body, found.prompt_ids, found.chance, is_named=is_named)
+    if request.headers.get("user-agent", "").startswith(NEED_WHOLE_CALLS):
+        shape.whole_calls = defaultdict(WholeCalls)
     return await reply(request, found.generation, shape, stream=bool(body.stream))
 
 
 class _ChatReply(Reply):
-    """Converts pieces of the answer to chat completion objects."""
+    """Converts pieces of the answer to chat completion objects.
+
+    Attributes:
+        whole_calls: for each choice, the calls that are held back; None if a stream has pieces of
+            calls.
+    """
 
     def __init__(
         self,
@@ -54,11 +67,16 @@ class _ChatReply(Reply):
         self._is_named = is_named
         self._begun: set[int] = set()
         self._calling: set[int] = set()  # indices of the choices that have called a tool
+        self.whole_calls: defaultdict[int, WholeCalls] | None = None
 
     def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
-        if piece.events:
-            delta = delta_of(piece.events, self._name_of(piece))
+        events: Sequence[Event] = piece.events
+        if self.whole_calls is not None:
+            is_last = piece.finish_reason is not None
+            events = self.whole_calls[piece.index].add(events, is_last=is_last)
+        if events:
+            delta = delta_of(events, self._name_of(piece))
         has_more = len(piece.logprobs) > piece.has_end_token
         logprobs = self._logprobs(piece) if has_more else None
         choice = self._choice(piece.index, delta, logprobs, self._finish_reason(piece))

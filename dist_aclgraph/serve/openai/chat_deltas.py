@@ -9,6 +9,7 @@ from typing import Any
 from dist_aclgraph.formats.events import (
     CallArguments,
     CallBegin,
+    CallEnd,
     Content,
     Event,
     Reasoning,
@@ -57,6 +58,29 @@ def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
     if calls:
         delta["tool_calls"] = list(calls.values())
     return delta
+
+
+class WholeCalls:
+    """Holds the events of each call back until the call is complete, or the answer ends."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Event]] = {}  # by the position of the call
+
+    def add(self, events: Sequence[Event], *, is_last: bool) -> list[Event]:
+        """Add the next events of the answer; return the events that can be passed on."""
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, (CallBegin, CallArguments)):
+                self._held.setdefault(event.index, []).append(event)
+            elif isinstance(event, CallEnd):
+                found += self._held.pop(event.index, [])
+            else:
+                found.append(event)
+        if is_last:
+            for held in self._held.values():
+                found += held
+            self._held = {}
+        return found
 
 
 def message_of(events: Sequence[Event], name: str) -> dict[str, Any]:
