@@ -44,6 +44,7 @@ class _Rule:
             layers from ``max_window_layers`` on, by default from layer 28 on; or all but the last
             layer of each group of ``sliding_window_pattern`` layers.
         group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
+        by_pattern: whether the architecture has this key.
         by_type: whether ``layer_types`` replaces ``layers``.
         by_switch: whether layers have windows only if ``use_sliding_window`` is true.
     """
@@ -51,6 +52,7 @@ class _Rule:
     usual: int | None = 4096
     layers: Literal["all", "every second", "later", "in groups"] = "all"
     group: int = 4
+    by_pattern: bool = True
     by_type: bool = True
     by_switch: bool = False
 
@@ -68,7 +70,7 @@ RULES = {
     "Phi3ForCausalLM": _Rule(usual=None, by_type=False),
     "Gemma3ForCausalLM": _Rule(layers="in groups", group=6),
     "Gemma3ForConditionalGeneration": _Rule(layers="in groups", group=6),
-    "Olmo3ForCausalLM": _Rule(layers="in groups"),
+    "Olmo3ForCausalLM": _Rule(layers="in groups", by_pattern=False),
     "Cohere2ForCausalLM": _Rule(layers="in groups"),
     "Exaone4ForCausalLM": _Rule(layers="in groups"),
     "Dots1ForCausalLM": _Rule(layers="later"),
@@ -118,7 +120,8 @@ def _layers(config: ModelConfig, rule: _Rule) -> Sequence[int]:
     if rule.layers == "later":
         return range(config.integer("max_window_layers", 28, least=0), num_layers)
     if rule.layers == "in groups":
-        return [i for i in range(num_layers) if (i + 1) % _group(config, rule.group)]
+        group = _group(config, rule.group) if rule.by_pattern else rule.group
+        return [i for i in range(num_layers) if (i + 1) % group]
     return range(0, num_layers, 2 if rule.layers == "every second" else 1)
 
 

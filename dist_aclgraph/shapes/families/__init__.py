@@ -173,10 +173,13 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
         )
     check_quantisation(config)
     spec = READERS[architecture](config)
-    if spec.experts is not None and spec.activation != "silu":
-        raise config.unsupported(
-            f"hidden_act {spec.activation} is not supported beside experts; only silu"
-        )
+    # In linear attention, hidden_act also follows the convolution.
+    only_silu = {"experts": spec.experts, "linear attention": spec.linear}
+    for beside in (name for name, part in only_silu.items() if part is not None):
+        if spec.activation != "silu":
+            raise config.unsupported(
+                f"hidden_act {spec.activation} is not supported beside {beside}; only silu"
+            )
     if spec.latent is not None and spec.rope.query_growth:
         raise config.unsupported(
             "llama_4_scaling_beta is not supported beside latent attention, only 0"

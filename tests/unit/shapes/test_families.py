@@ -267,6 +267,10 @@ SMALL = {
          r"num_experts_per_tok lists \[1, 2\]; only one value"),
         ("Ernie4_5_MoeForCausalLM", {"moe_num_experts": 8, "moe_k": 1, "moe_intermediate_size": 8,
                                      "hidden_act": "gelu_pytorch_tanh"}, "beside experts"),
+        ("Qwen3_5ForCausalLM", {
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+            "hidden_act": "gelu_pytorch_tanh"}, "tanh is not supported beside linear attention"),
     ],
 )  # fmt: skip
 def test_variants_of_more_families_are_refused(

@@ -53,6 +53,8 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ),
         ({"architectures": ["MinistralForCausalLM"], "layer_types": [SLIDING, *[FULL] * 3]}, [0]),
         ({"architectures": ["MixtralForCausalLM"]}, [0, 1, 2, 3]),
+        ({"architectures": ["Cohere2ForCausalLM"], "sliding_window_pattern": 2}, [0, 2]),
+        ({"architectures": ["Olmo3ForCausalLM"], "sliding_window_pattern": 2}, [0, 1, 2]),
     ],
     ids=lambda value: repr(value)[:60],
 )
