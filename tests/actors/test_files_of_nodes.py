@@ -274,7 +274,7 @@ def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
     world.nodes["d"].write(HALVES[1], NAMES[:2])
     assert answer(files, job(1, source), job(2)) == {1: 5, 2: 2}
     assert world.nodes["d"].found(HALVES[1]) == NAMES[:5]
-    assert files.fetched["num_bytes"] > 0
+    assert files.fetched["num_bytes"] > 0 and files.fetched["blocks"] == 3
     assert answer(files, job(3)) == {3: 5}
 
 

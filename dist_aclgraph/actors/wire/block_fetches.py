@@ -356,6 +356,7 @@ class BlockFetches:
             for place, files in reversed(list(places.items()))
             if not files.has_first(name)
         )
+        first = min(places, default=None)
         for key, file in links.read_all(kind, names, missing):
             if not file or not self._goes_on(fetch):
                 return key.position
@@ -364,5 +365,5 @@ class BlockFetches:
                 return key.position
             with self._guard:
                 self.counts.num_bytes += len(file)
-                self.counts.blocks += kind == "block" and key.place == 0
+                self.counts.blocks += kind == "block" and key.place == first
         return len(names)
