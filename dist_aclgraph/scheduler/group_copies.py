@@ -51,7 +51,7 @@ class GroupCopies:
     @property
     def is_running(self) -> bool:
         """Whether a copy job or a look-up on another node runs."""
-        return any(copies.num_running or copies.elsewhere.is_running for copies in self.ranks)
+        return any(copies.num_running for copies in self.ranks)
 
     @property
     def is_looking(self) -> bool:
