@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from dist_aclgraph.actors.wire import block_fetches
-from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.addresses import Listener, Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, FileKind, tiers_of
 from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_files import BLOCK_AGE_S
 from dist_aclgraph.kv.group_files import GroupFiles
@@ -311,6 +314,30 @@ def test_a_worker_sends_files_of_its_node(world: World) -> None:
     source = BlockSource((*source.addresses, sends.address), source.identity, FIRST, holders)
     world.nodes["b"].write(HALVES[1])
     assert answer(world.node_files("d", HALVES[1:]), job(2, source)) == {2: len(NAMES)}
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_worker_that_joins_another_group_keeps_no_threads(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    """This is also true if no port is free on its node."""
+    node, others = world.nodes["d"], set(threading.enumerate())
+
+    def new_threads() -> set[str]:
+        names = {thread.name for thread in set(threading.enumerate()) - others}
+        return {name for name in names if name.startswith("kv-")}
+
+    disk = {"disk": str(tmp_path / "disk"), "disk_gib": 0.01}
+    node.config = node.config.model_copy(update={"kv": node.config.kv.model_copy(update=disk)})
+    if opens:
+        files = world.node_files("d", HALVES[1:], serves=True)
+        assert new_threads() == {"kv-look-ups", "kv-fetches", "kv-server"}
+        files.close(WAIT_S)
+    else:
+        with monkeypatch.context() as patch, pytest.raises(PlacementError):
+            patch.setattr(Listener, "bind", Mock(side_effect=PlacementError("no port is free")))
+            world.node_files("d", HALVES[1:], serves=True)
+    wait_until(lambda: not new_threads(), lambda: f"{new_threads()} do not end", WAIT_S)
 
 
 @pytest.mark.parametrize("way", ["forget", "cancel"])

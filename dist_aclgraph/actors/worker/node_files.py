@@ -68,12 +68,6 @@ class NodeFiles:
     def __init__(self, config: Config, settings: NodeFilesSettings) -> None:
         place = settings.places[0]
         tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
-        self._look_ups = look_ups_of(tiers, states) if settings.finds else None
-        self._fetches: BlockFetches | None = None
-        if settings.finds and settings.fetches:
-            self._fetches = BlockFetches(
-                config, settings.node_id, settings.token, settings.places, turn=settings.turn
-            )
         self._directory: RunDirectory | None = None
         self._server: BlockServer | None = None
         if settings.serves:
@@ -81,6 +75,13 @@ class NodeFiles:
             ports = config.cluster.port_range
             at = Place(settings.node_id, self._directory.path, settings.host, ports)
             self._server = BlockServer(at, settings.token, tiers_of(config, place))
+        # After the server, because these threads would remain if no port were free.
+        self._look_ups = look_ups_of(tiers, states) if settings.finds else None
+        self._fetches: BlockFetches | None = None
+        if settings.finds and settings.fetches:
+            self._fetches = BlockFetches(
+                config, settings.node_id, settings.token, settings.places, turn=settings.turn
+            )
         self._answers: dict[int, Answer[int]] = {}
 
     @property
@@ -145,6 +146,8 @@ class NodeFiles:
         the process ends.
         """
         self.forget()
+        if self._look_ups is not None:
+            self._look_ups.close()
         if self._fetches is not None:
             self._fetches.close(timeout_s)
         if self._server is not None:
