@@ -405,20 +405,23 @@ class Scheduler:
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
         """Start the first waiting request on a rank; return False if no rank can start it.
 
-        The rank with the longest cached prefix is preferred, then the rank whose files were looked
-        up, then the rank with the fewest running requests, then the rank with the most free blocks.
+        The rank with the longest cached prefix is preferred, then (in a group on several nodes) the
+        rank whose files were looked up, then the rank with the fewest running requests, then the
+        rank with the most free blocks.
         """
-        looked = request.dp_rank if request.look_up is not None else -1
+        looked: int | None = None
+        if request.look_up is not None and self.copies.spans_nodes:
+            looked = request.dp_rank  # ranks on other nodes have other files
         offers = []
         for rank, builder in zip(self.ranks, builders, strict=True):
             if rank.has_room_for(builder, request):
                 shared = rank.prefixes.match(request)
-                is_other = rank.index != looked
+                is_other = looked not in (None, rank.index)
                 order = (-len(shared), is_other, rank.num_running, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
-            if index != looked:
-                request.look_up = None  # the rank may be on other nodes, which have other files
+            if looked not in (None, index):
+                request.look_up = None
             request.dp_rank = index
             if self.ranks[index].prefixes.fetch(request, shared):
                 self.waiting.wait_for_files(request)
