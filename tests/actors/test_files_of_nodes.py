@@ -313,7 +313,13 @@ def test_a_worker_sends_files_of_its_node(world: World) -> None:
     holders = GroupFiles(HALVES, ("a", "b")).holders
     source = BlockSource((*source.addresses, sends.address), source.identity, FIRST, holders)
     world.nodes["b"].write(HALVES[1])
-    assert answer(world.node_files("d", HALVES[1:]), job(2, source)) == {2: len(NAMES)}
+    quiet = Mock(side_effect=AssertionError("nobody has fetched a file"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockServer, "wait_until_quiet", quiet)
+        sends.wait_until_quiet(WAIT_S)
+        assert answer(world.node_files("d", HALVES[1:]), job(2, source)) == {2: len(NAMES)}
+        with pytest.raises(AssertionError):
+            sends.wait_until_quiet(WAIT_S)
 
 
 @pytest.mark.parametrize("opens", [True, False])

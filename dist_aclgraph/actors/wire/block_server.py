@@ -153,6 +153,11 @@ class BlockServer:
         answer = (peer, msgspec.msgpack.encode(request.number), file)
         self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether somebody has requested a file."""
+        return self._was_asked.is_set()
+
     def wait_until_quiet(self, timeout_s: float) -> None:
         """Wait until nobody has requested a file for ``QUIET_S``."""
         end_s = time.monotonic() + timeout_s

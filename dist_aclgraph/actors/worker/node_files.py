@@ -141,8 +141,15 @@ class NodeFiles:
         """Drop all look-ups, because the engine expects no answers; their fetches end."""
         self._answers.clear()
 
+    def wait_until_quiet(self, timeout_s: float) -> None:
+        """Wait until other groups have fetched the files that they need. Files are needed while the
+        group drains, and the engine's drain waits only for fetches from its own node.
+        """
+        if self._server is not None and self._server.was_asked:
+            self._server.wait_until_quiet(timeout_s)
+
     def close(self, timeout_s: float) -> None:
-        """End the threads and release the port. A thread that hangs in a file system remains until
+        """End the threads and release the port, each within ``timeout_s``. A thread that hangs in a file system remains until
         the process ends.
         """
         self.forget()

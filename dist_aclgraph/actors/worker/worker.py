@@ -426,6 +426,8 @@ class Worker:
                         is_stopped = True
             # The engine deletes the files in memory after this loop has ended.
             self._running.runner.end_copies(self._config.timeouts.stop_s / 2)
+            if self._node_files is not None:
+                self._node_files.wait_until_quiet(self._config.timeouts.stop_s / 4)
             self._recorder.end()
         except EngineDeadError as e:
             self._recorder.fail(e)
@@ -434,7 +436,7 @@ class Worker:
             self._channel = None
             channel.close()
             if self._node_files is not None:
-                self._node_files.close(self._config.timeouts.stop_s / 4)
+                self._node_files.close(self._config.timeouts.stop_s / 8)
                 self._node_files = None
 
     def _launch_for(self, plan: RankPlan | Pause | BlockCopyJobs, channel: StepReceiver) -> None:
