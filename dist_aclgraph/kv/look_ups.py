@@ -246,8 +246,8 @@ def find_or_fetch(
     last look-up.
 
     Args:
-        ask: begins to look up the number of leading blocks of ``hashes`` that this node has, so
-            that no fetch is needed.
+        ask: begins to look up the number of leading blocks of ``hashes`` that this node has. The
+            other blocks are fetched.
     """
 
     def turns() -> Iterator[int | None]:

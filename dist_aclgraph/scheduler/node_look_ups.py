@@ -83,8 +83,8 @@ class NodeLookUps:
         return True
 
     def take_cancelled(self) -> list[CopyJob]:
-        """Drop the look-ups of requests that have ended, because they may fetch blocks; return the
-        jobs that tell it the workers.
+        """Drop the look-ups that have a source and whose requests have ended; return the jobs that
+        end these look-ups, and their fetches, on the workers.
         """
         sources = [(number, found.source) for number, found in self._running.items()]
         cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
