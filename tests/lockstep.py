@@ -260,4 +260,4 @@ def _open_node_files(ranks: RankProcesses, files: GroupFiles) -> tuple[Address, 
         )
         ranks.workers[rank].send(("open_node_files", (settings,)))
         found[rank] = ranks.workers[rank].recv()
-    return tuple(found[rank] for rank in files.servers)
+    return tuple(found[rank].address for rank in files.servers)

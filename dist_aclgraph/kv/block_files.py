@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import struct
 import time
 import zlib
@@ -257,6 +258,13 @@ class BlockFiles:
     def delete(self, block_hash: BlockHash) -> None:
         """Delete a block's file if it exists."""
         self._delete(self.path_of(block_hash))
+
+    def delete_all(self) -> None:
+        """Delete the folder with all its files."""
+        # Subtracted first: if the count is lost, it is counted again while the files exist.
+        if size := sum(size for _, _, size in _files_below(self._folder)):
+            self._add(-size)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _delete(self, path: Path) -> None:
         """Delete a file, and subtract its bytes from the count."""

@@ -35,7 +35,7 @@ class Holders:
 @dataclass(frozen=True)
 class Route:
     """The node from which each file is read, by the index of the file's place. None stands for the
-    reading node itself; a place that is not needed is missing.
+    reading node itself. Only places whose files the reading node needs are in the route.
 
     Attributes:
         blocks: by the index among ``CachePlace.all_places``.
@@ -148,11 +148,11 @@ def routes(
     here: int | None = None,
     turn: int = 0,
 ) -> list[Route]:
-    """Return the ways in which a node reads the files that it needs from the nodes of a source.
+    """Return the ways in which a node can read the files that it needs from the nodes of a source.
 
-    Each way is complete. There is one way for each data-parallel rank of the source, because the
-    reader does not know which of these ranks has computed the blocks. A way on which all files are
-    read from the reading node itself is left out.
+    Each way names a node for every file. There is one way for each data-parallel rank of the
+    source, because the reader does not know which of these ranks has computed the blocks. If all
+    files of a way are on the reading node itself, the way is left out.
 
     Args:
         source: place of the source's first worker.

@@ -144,6 +144,9 @@ class LookUps:
         result = look_up(self._files)
         return lambda: result
 
+    def close(self) -> None:
+        """End the thread, if there is one; afterwards, nothing may be looked up."""
+
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, as the last look-up found.
 
@@ -184,7 +187,7 @@ class DiskLookUps(LookUps):
         self._late: _Call | None = None  # a call that runs for longer than ``LIMIT_S``
         self._resumes_s = 0.0
         self._last: _Call | None = None
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="kv-look-ups", daemon=True).start()
 
     def ask(self, look_up: LookUp[T]) -> Answer[T]:
@@ -196,6 +199,9 @@ class DiskLookUps(LookUps):
         if last is None or last.done.is_set():
             call.done.wait(GRACE_S)
         return partial(self._result, call, look_up)
+
+    def close(self) -> None:
+        self._calls.put(None)
 
     def _is_silent(self) -> bool:
         """Whether the disk is not used at present."""
@@ -224,8 +230,7 @@ class DiskLookUps(LookUps):
             event(logger, "kv_disk_silent", logging.WARNING, limit_s=LIMIT_S, pause_s=PAUSE_S)
 
     def _serve(self) -> None:
-        while True:
-            call = self._calls.get()
+        while (call := self._calls.get()) is not None:
             if not call.is_late:
                 try:
                     call.result = call.run()
@@ -241,8 +246,8 @@ def find_or_fetch(
     last look-up.
 
     Args:
-        ask: begins to look up the number of leading blocks of ``hashes`` that this node has, so
-            that no fetch is needed.
+        ask: begins to look up the number of leading blocks of ``hashes`` that this node has. The
+            other blocks are fetched.
     """
 
     def turns() -> Iterator[int | None]:

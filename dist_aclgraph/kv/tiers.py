@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -333,7 +332,7 @@ class HostCopies:
         """Delete the copies if no other group uses them."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            BlockFiles(self._folder.parent, self._folder, max_bytes=0).delete_all()
         os.close(self._lock)
 
 

@@ -112,7 +112,8 @@ class BlockCopies:
         self._ranks = frozenset(ranks)
         self.elsewhere = NodeLookUps() if elsewhere is None else elsewhere
         self._num_jobs = 0
-        self.num_ended = 0  # number of jobs that have ended on all workers
+        # Number of jobs, and of look-ups on other nodes, that have ended on all workers.
+        self.num_ended = 0
         self._running: dict[int, _Copy] = {}
         # Block id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
@@ -135,7 +136,8 @@ class BlockCopies:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Number of copy jobs and of look-ups on other nodes that run."""
+        return len(self._running) + self.elsewhere.num_running
 
     @property
     def _readers(self) -> list[Request]:
@@ -183,12 +185,13 @@ class BlockCopies:
         """Record that the copy jobs are late, for example because a worker's thread for files waits
         for a disk that does not answer.
 
-        Until the next job ends, no request waits for copies.
+        Until the next job ends, no request waits for copies, or for look-ups on other nodes.
 
         Returns:
             The requests for which jobs read blocks.
         """
         self._is_late = True
+        self.elsewhere.forget()
         return self._readers
 
     def _settle(self, hashes: Sequence[BlockHash]) -> None:
@@ -267,8 +270,9 @@ class BlockCopies:
                 looked up again.
             source: from which group the other nodes fetch blocks.
         """
-        wanted = hashes[first:]
-        if not wanted:  # an answer without a look-up, so that the request does not wait for a disk
+        wanted, asks_others = hashes[first:], self.elsewhere.must_ask(source)
+        # An answer without a look-up, so that the request does not wait for a disk or a worker.
+        if not wanted or (asks_others and self._is_late):
             return lambda: first
         answers: list[Answer[int]] = []
         if self.elsewhere.is_beside_engine:
@@ -277,7 +281,7 @@ class BlockCopies:
                 self._look_ups.ask, lambda files: first + count_found(wanted, files, is_refused)
             )
             answers.append(ask() if fetch is None else find_or_fetch(ask, fetch, hashes))
-        if self.elsewhere.must_ask(source):
+        if asks_others:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
@@ -403,7 +407,8 @@ class BlockCopies:
             num_whole: number of blocks that the worker has written, or of leading blocks that it
                 has read or found.
         """
-        self.elsewhere.end(number, rank, num_whole)
+        if self.elsewhere.end(number, rank, num_whole):
+            self._note_end()
         copy = self._running.get(number)
         if copy is None or rank not in copy.waits_for:
             return None
@@ -412,8 +417,7 @@ class BlockCopies:
         if copy.waits_for:
             return None
         del self._running[number]
-        self.num_ended += 1
-        self._is_late = False
+        self._note_end()
         count, total = copy.num_whole, len(copy.block_ids)
         if copy.kind == "delete":
             self._upkeep.end_deletion(copy.hashes, is_done=True)
@@ -434,6 +438,10 @@ class BlockCopies:
         self._end_states(copy, is_whole=count == total)
         self._pool.free(copy.held)
         return copy.request
+
+    def _note_end(self) -> None:
+        self.num_ended += 1
+        self._is_late = False
 
     def _leave_condemned(self, copy: _Copy, count: int) -> int:
         """``count`` leading blocks were read; return how many of them may be used. Blocks that were

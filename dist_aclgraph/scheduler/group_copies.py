@@ -29,6 +29,7 @@ class GroupCopies:
 
     Attributes:
         ranks: the copies of each data-parallel rank; empty if no copies are kept.
+        spans_nodes: whether the workers are on several nodes.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class GroupCopies:
     ) -> None:
         self._ranks_per_batch = ranks_per_batch
         self._waiting = waiting
+        self.spans_nodes = files is not None and len(files.nodes) > 1
         size = ranks_per_batch
         self.ranks = [
             _copies_of(index, pool, look_ups, range(index * size, (index + 1) * size), files)
@@ -51,7 +53,7 @@ class GroupCopies:
     @property
     def is_running(self) -> bool:
         """Whether a copy job or a look-up on another node runs."""
-        return any(copies.num_running or copies.elsewhere.is_running for copies in self.ranks)
+        return any(copies.num_running for copies in self.ranks)
 
     @property
     def is_looking(self) -> bool:

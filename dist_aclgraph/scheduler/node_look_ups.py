@@ -45,8 +45,8 @@ class NodeLookUps:
         self._running: dict[int, _LookUp] = {}
 
     @property
-    def is_running(self) -> bool:
-        return bool(self._running)
+    def num_running(self) -> int:
+        return len(self._running)
 
     def must_ask(self, source: Source | None) -> bool:
         """Return whether the other nodes must be asked: if blocks may have to be fetched, or if the
@@ -68,19 +68,23 @@ class NodeLookUps:
         job = CopyJob(number, "find", b"", b"".join(hashes), depths, source=message)
         return job, lambda: None if found.waits_for else first + found.num_found
 
-    def end(self, number: int, rank: int, num_found: int) -> None:
-        """Record a worker's answer. Other jobs, and workers that were not asked, are ignored."""
+    def end(self, number: int, rank: int, num_found: int) -> bool:
+        """Record a worker's answer; return whether it has ended a look-up. Other jobs, and workers
+        that were not asked, are ignored.
+        """
         found = self._running.get(number)
         if found is None or rank not in found.waits_for:
-            return
+            return False
         found.waits_for.remove(rank)
         found.num_found = min(found.num_found, num_found)
-        if not found.waits_for:
-            del self._running[number]
+        if found.waits_for:
+            return False
+        del self._running[number]
+        return True
 
     def take_cancelled(self) -> list[CopyJob]:
-        """Drop the look-ups of requests that have ended, because they may fetch blocks; return the
-        jobs that tell it the workers.
+        """Drop the look-ups that have a source and whose requests have ended; return the jobs that
+        end these look-ups, and their fetches, on the workers.
         """
         sources = [(number, found.source) for number, found in self._running.items()]
         cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
@@ -89,7 +93,9 @@ class NodeLookUps:
         return [CopyJob(number, "cancel", b"", b"", b"") for number in cancelled]
 
     def forget(self) -> None:
-        """End all look-ups with no blocks found, because the workers have dropped them."""
+        """End all look-ups with no blocks found, because the workers have dropped them, or do not
+        answer. Later answers are ignored.
+        """
         for found in self._running.values():
             found.waits_for.clear()
             found.num_found = 0

@@ -405,25 +405,29 @@ class Scheduler:
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
         """Start the first waiting request on a rank; return False if no rank can start it.
 
-        The rank with the longest cached prefix is preferred, then the rank whose files were looked
-        up, then the rank with the fewest running requests, then the rank with the most free blocks.
+        The rank with the longest cached prefix is preferred, then (in a group on several nodes) the
+        rank whose files were looked up, then the rank with the fewest requests that run (or, in
+        such a group, wait for files), then the rank with the most free blocks.
         """
-        looked = request.dp_rank if request.look_up is not None else -1
+        spans_nodes = self.copies.spans_nodes
+        has_rank = spans_nodes and request.look_up is not None  # other nodes have other files
         offers = []
         for rank, builder in zip(self.ranks, builders, strict=True):
             if rank.has_room_for(builder, request):
                 shared = rank.prefixes.match(request)
-                is_other = rank.index != looked
-                order = (-len(shared), is_other, rank.num_running, -rank.pool.num_free, rank.index)
+                busy = rank.num_running + spans_nodes * self.waiting.num_fetching[rank.index]
+                is_other = has_rank and rank.index != request.dp_rank
+                order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
-        for (*_, index), shared in sorted(offers):
-            if index != looked:
-                request.look_up = None  # the rank may be on other nodes, which have other files
-            request.dp_rank = index
-            if self.ranks[index].prefixes.fetch(request, shared):
-                self.waiting.wait_for_files(request)
-                return True
+        for (_, is_other, *_, index), shared in sorted(offers):
+            # No second look-up on another rank: after it, this rank may have no room, too.
+            if not is_other:
+                request.dp_rank = index
+                if self.ranks[index].prefixes.fetch(request, shared):
+                    self.waiting.wait_for_files(request)
+                    return True
             if self.ranks[index].start(builders[index], request, shared):
+                request.look_up = None
                 self.admitted.append(request)
                 self.num_admitted_tokens += len(request.tokens)
                 self.num_cached_tokens += len(shared) * self.ranks[index].pool.block_size

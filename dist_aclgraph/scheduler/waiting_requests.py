@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 
 from dist_aclgraph.scheduler.request import Request
@@ -20,6 +20,7 @@ class WaitingRequests:
         self.queue: deque[Request] = deque()
         # Requests that wait until their blocks are looked up in files, or read from files.
         self._fetching: set[Request] = set()
+        self.num_fetching: Counter[int] = Counter()  # their number, by their data-parallel rank
         # Requests that wait for the compilation of their grammars, with their last rank and row.
         self._compiling: dict[Request, tuple[int, int]] = {}
 
@@ -35,6 +36,7 @@ class WaitingRequests:
         """Remove a waiting request, whatever it waits for."""
         if request in self._fetching:
             self._fetching.remove(request)
+            self.num_fetching[request.dp_rank] -= 1
         elif self._compiling.pop(request, None) is None:
             self.queue.remove(request)
 
@@ -56,6 +58,7 @@ class WaitingRequests:
         The caller removes the request from the queue.
         """
         self._fetching.add(request)
+        self.num_fetching[request.dp_rank] += 1
 
     def end_looking(self) -> None:
         """Put the requests whose files were looked up back into the queue."""
@@ -71,6 +74,7 @@ class WaitingRequests:
         """Put the requests that still wait for files back into the queue; return their number."""
         left = [request for request in requests if request in self._fetching]
         self._fetching.difference_update(left)
+        self.num_fetching.subtract(request.dp_rank for request in left)
         self.add(left)
         return len(left)
 

@@ -11,7 +11,9 @@ from dist_aclgraph.actors.engine import copy_link
 from dist_aclgraph.actors.engine.copy_link import CopyLink
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.kv.look_ups import Files, LookUps
+from dist_aclgraph.kv.group_files import GroupFiles
+from dist_aclgraph.kv.look_ups import Files, LookUps, Source
+from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.file_upkeep import TOUCH_S
@@ -49,7 +51,13 @@ class FakeChannel:
 class World:
     """A scheduler with one request, whose three blocks have files."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_pools: int = 1) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        num_pools: int = 1,
+        files: GroupFiles | None = None,
+        source: Source | None = None,
+    ) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(copy_link.time, "monotonic", lambda: self.now_s)
         self.scheduler = Scheduler(
@@ -60,10 +68,19 @@ class World:
             epoch=EPOCH,
             tp=WORKERS // num_pools,
             look_ups=LookUps(Files(lambda block_hash: True)),
+            files=files,
         )
         self.channel = FakeChannel()
         self.link = CopyLink(self.scheduler, self.channel, TIMEOUT_S)  # type: ignore[arg-type]
-        self.scheduler.add(submit("a", list(range(3 * BLOCK + 1)), SamplingParams(max_tokens=2)))
+        self.source = source
+        self.add("a", 0)
+
+    def add(self, name: str, first_token: int) -> None:
+        """Submit a request with three full blocks and one further token."""
+        tokens = list(range(first_token, first_token + 3 * BLOCK + 1))
+        request = submit(name, tokens, SamplingParams(max_tokens=2))
+        request.source = self.source
+        self.scheduler.add(request)
 
     def turn(self) -> int:
         """Return the number of tokens in the next step; 0 without a step."""
@@ -122,6 +139,26 @@ def test_no_request_waits_for_copies_again_until_one_ends(world: World) -> None:
     world.scheduler.add(submit("c", list(range(90, 90 + 3 * BLOCK + 1)), SamplingParams()))
     world.turn()
     assert [job.is_load for _, (jobs,) in world.channel.sent for job in jobs] == [True, True]
+
+
+@pytest.mark.parametrize("source", [None, Source(b"a source", lambda: True)])
+def test_no_request_waits_for_a_node_that_never_answers_a_look_up(
+    monkeypatch: pytest.MonkeyPatch, source: Source | None
+) -> None:
+    """Without a source, no worker of the request's rank is on the engine's node."""
+    places = tuple(CachePlace(rank, 2, num_kv_heads=2) for rank in range(WORKERS))
+    files = GroupFiles(places if source else places[:1], ("a", "b"))
+    world = World(monkeypatch, 1 if source else 2, files, source)
+    if source is None:  # rank 0 is occupied, so that the request starts on rank 1
+        pool = world.scheduler.ranks[0].pool
+        pool.allocate(pool.num_free)
+    assert world.turn() == 0
+    world.now_s += TIMEOUT_S + 1
+    world.turn()
+    assert world.turn() == 3 * BLOCK + 1
+    world.add("b", 50)
+    assert world.turn() == 1 + 3 * BLOCK + 1, "a later request does not wait again"
+    assert len(world.channel.sent) == 1, "the worker has not answered"
 
 
 @pytest.mark.parametrize("num_pools", [1, 2])

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from dist_aclgraph.actors.wire import block_fetches
-from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.addresses import Listener, Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
-from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, FileKind, tiers_of
+from dist_aclgraph.actors.wire.block_server import (
+    BlockServer,
+    BlockSource,
+    FileKind,
+    NodeServer,
+    source_of,
+    tiers_of,
+)
 from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_files import BLOCK_AGE_S
 from dist_aclgraph.kv.group_files import GroupFiles
@@ -264,7 +274,7 @@ def test_a_worker_counts_the_files_of_its_node(world: World) -> None:
     world.nodes["c"].write(HALVES[1], NAMES[:4])
     jobs = (job(5), job(6, names=NAMES[1:]), job(7, names=NAMES[4:]))
     assert answer(files, *jobs) == {5: 4, 6: 3, 7: 0}
-    assert files.address is None and files.fetched["blocks"] == 0
+    assert files.server is None and files.fetched["blocks"] == 0
 
 
 def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
@@ -274,7 +284,7 @@ def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
     world.nodes["d"].write(HALVES[1], NAMES[:2])
     assert answer(files, job(1, source), job(2)) == {1: 5, 2: 2}
     assert world.nodes["d"].found(HALVES[1]) == NAMES[:5]
-    assert files.fetched["num_bytes"] > 0
+    assert files.fetched["num_bytes"] > 0 and files.fetched["blocks"] == 3
     assert answer(files, job(3)) == {3: 5}
 
 
@@ -305,12 +315,56 @@ def test_a_worker_with_other_files_of_the_model_fetches_nothing(
 def test_a_worker_sends_files_of_its_node(world: World) -> None:
     """Its server is the server of a node in a source."""
     sends = world.node_files("b", HALVES[1:], finds=False, serves=True)
-    assert sends.address is not None and answer(sends, job(1)) == {1: 0}
+    assert sends.server is not None and answer(sends, job(1)) == {1: 0}
     source = world.source(HALVES, "a")
-    holders = GroupFiles(HALVES, ("a", "b")).holders
-    source = BlockSource((*source.addresses, sends.address), source.identity, FIRST, holders)
+    first = NodeServer(source.addresses[0], source.identity)
+    source = source_of([first, sends.server], GroupFiles(HALVES, ("a", "b")))
+    assert source is not None
     world.nodes["b"].write(HALVES[1])
-    assert answer(world.node_files("d", HALVES[1:]), job(2, source)) == {2: len(NAMES)}
+    quiet = Mock(side_effect=AssertionError("nobody has fetched a file"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockServer, "wait_until_quiet", quiet)
+        sends.wait_until_quiet(WAIT_S)
+        assert answer(world.node_files("d", HALVES[1:]), job(2, source)) == {2: len(NAMES)}
+        with pytest.raises(AssertionError):
+            sends.wait_until_quiet(WAIT_S)
+
+
+def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the_model(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its KV might belong to other weights, and would be found for all later prompts."""
+    at = world.source(HALVES, "ab").addresses
+    servers = [NodeServer(at[0], "old weights"), NodeServer(at[1], "new weights")]
+    files = GroupFiles(HALVES, ("a", "b"))
+    assert source_of(servers, files) is None
+    assert "no other group fetches KV blocks from this group" in caplog.text
+    source = source_of([servers[0], servers[1]._replace(identity="old weights")], files)
+    assert source == BlockSource(at, "old weights", FIRST, files.holders)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_worker_that_joins_another_group_keeps_no_threads(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    """This is also true if no port is free on its node."""
+    node, others = world.nodes["d"], set(threading.enumerate())
+
+    def new_threads() -> set[str]:
+        names = {thread.name for thread in set(threading.enumerate()) - others}
+        return {name for name in names if name.startswith("kv-")}
+
+    disk = {"disk": str(tmp_path / "disk"), "disk_gib": 0.01}
+    node.config = node.config.model_copy(update={"kv": node.config.kv.model_copy(update=disk)})
+    if opens:
+        files = world.node_files("d", HALVES[1:], serves=True)
+        assert new_threads() == {"kv-look-ups", "kv-fetches", "kv-server"}
+        files.close(WAIT_S)
+    else:
+        with monkeypatch.context() as patch, pytest.raises(PlacementError):
+            patch.setattr(Listener, "bind", Mock(side_effect=PlacementError("no port is free")))
+            world.node_files("d", HALVES[1:], serves=True)
+    wait_until(lambda: not new_threads(), lambda: f"{new_threads()} do not end", WAIT_S)
 
 
 @pytest.mark.parametrize("way", ["forget", "cancel"])

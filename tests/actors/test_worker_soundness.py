@@ -100,6 +100,18 @@ def test_a_known_fault_says_whether_weights_are_as_they_were(
     assert leaves(worker) is is_trusted
 
 
+@pytest.mark.parametrize("is_engine_dead", [False, True])
+def test_other_groups_may_still_fetch_files_after_an_orderly_end(
+    make_worker: Any, is_engine_dead: bool
+) -> None:
+    worker, files = make_worker(None, None, is_engine_dead=is_engine_dead), Mock()
+    worker._node_files = files
+    run(worker)
+
+    calls = [name for name, *_ in files.method_calls]
+    assert calls == ["wait_until_quiet", "close"][is_engine_dead:]
+
+
 BAD, ELSEWHERE = MemoryRange(4096, 8192), MemoryRange(8192, 12288)
 
 

@@ -13,7 +13,7 @@ from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.controller.startup import EPOCH
 from dist_aclgraph.actors.engine.engine import EngineSettings, EngineSockets
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.block_server import NodeServer
 from dist_aclgraph.actors.worker.node_files import NodeFilesSettings
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.errors import WorkerError
@@ -80,12 +80,12 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     group.opened_at, group.blocks_at = sockets.clients, sockets.blocks
 
 
-def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[Address, ...]:
+def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[NodeServer, ...]:
     """Let workers be responsible for the files of KV blocks on nodes without the group's engine.
 
     Returns:
-        Where other groups fetch the files of these nodes, in the order of ``files.nodes``; empty
-        without prefill groups.
+        The servers from which other groups fetch the files of these nodes, in the order of
+        ``files.nodes``; empty without prefill groups.
 
     Raises:
         WorkerError: a worker did not answer in time.

@@ -24,7 +24,13 @@ from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_ray
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.actors.wire.addresses import Address, Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
-from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, tiers_of
+from dist_aclgraph.actors.wire.block_server import (
+    BlockServer,
+    BlockSource,
+    NodeServer,
+    source_of,
+    tiers_of,
+)
 from dist_aclgraph.actors.wire.client_links import ClientLinks
 from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepSender
@@ -68,7 +74,7 @@ class EngineSettings:
     counts_shared_blocks: bool
     has_state: bool  # whether the model has recurrent state
     files: GroupFiles | None  # None if no copies are kept
-    servers: tuple[Address, ...]  # of the files on other nodes, see ``GroupFiles.servers``
+    servers: tuple[NodeServer, ...]  # of the files on other nodes, see ``GroupFiles.servers``
     token: str
     report: dict[str, Any]
 
@@ -274,8 +280,8 @@ class Engine:
         self._fetches = BlockFetches(
             config, at.node_id, settings.token, files.places_beside(0), str(settings.group)
         )
-        addresses = (self._block_server.address, *settings.servers)
-        return BlockSource(addresses, cache_identity(config), place, files.holders)
+        here = NodeServer(self._block_server.address, cache_identity(config))
+        return source_of([here, *settings.servers], files)
 
     def _raise_if_dead(self) -> None:
         assert self._loop is not None

@@ -151,8 +151,13 @@ class BlockFetches:
     def ways_from(
         self, group: str, is_wanted: Callable[[], bool]
     ) -> tuple[FetchBlocks | None, Source | None]:
-        """Return how this node, and how other nodes of this group fetch blocks from a group; None
-        if there is nothing to fetch, or if the group is no source.
+        """Return the function with which this node fetches blocks from a group, and the source from
+        which the other nodes of this group fetch blocks. Both are None if the group is no source;
+        the function is also None if this node needs no file of the source.
+
+        Args:
+            group: name of the group that has computed the blocks.
+            is_wanted: see ``fetch_of``.
         """
         source = self._sources.get(group)
         if source is None:
@@ -161,8 +166,8 @@ class BlockFetches:
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def decode_source(self, message: bytes) -> BlockSource | None:
-        """Return the source in a message of the group's engine; None if this node cannot use its
-        files.
+        """Return the source in a message of the group's engine; None if the message is empty, or if
+        this node's files of the model are not those of the source.
         """
         if not message:
             return None
@@ -287,7 +292,9 @@ class BlockFetches:
         files: Mapping[FileKind, Sequence[KVTiers]],
         first: int,
     ) -> int:
-        """Fetch the blocks from ``first`` on in one way; return how many leading ones are whole."""
+        """Fetch the blocks from index ``first`` on, in one way; return how many of these blocks,
+        without a gap, have all files.
+        """
         blocks, states = (
             {place: files[kind][place] for place in sorted(way[kind])}
             for kind in ("block", "state")
@@ -356,6 +363,7 @@ class BlockFetches:
             for place, files in reversed(list(places.items()))
             if not files.has_first(name)
         )
+        first = min(places, default=None)
         for key, file in links.read_all(kind, names, missing):
             if not file or not self._goes_on(fetch):
                 return key.position
@@ -364,5 +372,5 @@ class BlockFetches:
                 return key.position
             with self._guard:
                 self.counts.num_bytes += len(file)
-                self.counts.blocks += kind == "block" and key.place == 0
+                self.counts.blocks += kind == "block" and key.place == first
         return len(names)

@@ -8,11 +8,12 @@ only read files.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -28,7 +29,7 @@ from dist_aclgraph.actors.wire.sockets import (
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.kv.block_pool import HASH_BYTES
-from dist_aclgraph.kv.group_files import Holders
+from dist_aclgraph.kv.group_files import GroupFiles, Holders
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of requests of one fetch that wait for answers
@@ -38,6 +39,8 @@ MAX_QUEUED_FRAMES = 2 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message
 QUIET_S = 1.0  # after this time without a request, all fetches from the server have ended
+
+logger = logging.getLogger(__name__)
 
 FileKind = Literal["block", "state"]
 
@@ -57,6 +60,34 @@ class BlockSource(msgspec.Struct, frozen=True):
     identity: str
     place: CachePlace
     holders: tuple[Holders, ...]
+
+
+class NodeServer(NamedTuple):
+    """A server on one node of a group.
+
+    Attributes:
+        identity: result of ``cache_identity`` on this node.
+    """
+
+    address: Address
+    identity: str
+
+
+def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource | None:
+    """Return where other groups fetch a group's files; None if the group's nodes have different
+    files of the model, because the KV of other weights must not be used.
+
+    Args:
+        servers: the server on each node of the group, in the order of ``files.nodes``.
+    """
+    addresses, identities = zip(*servers, strict=True)
+    if len(set(identities)) > 1:
+        logger.warning(
+            "no other group fetches KV blocks from this group: its nodes have different files of "
+            "the model (names, sizes, times)"
+        )
+        return None
+    return BlockSource(addresses, identities[0], files.places[0], files.holders)
 
 
 class ReadFile(msgspec.Struct, frozen=True, array_like=True):
@@ -152,6 +183,11 @@ class BlockServer:
         # Sent without a copy, because a copy of many bytes would hold Python's global lock.
         answer = (peer, msgspec.msgpack.encode(request.number), file)
         self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether somebody has requested a file."""
+        return self._was_asked.is_set()
 
     def wait_until_quiet(self, timeout_s: float) -> None:
         """Wait until nobody has requested a file for ``QUIET_S``."""

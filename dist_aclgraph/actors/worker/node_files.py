@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from dist_aclgraph.actors.host.run_directory import RunDirectory
-from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
-from dist_aclgraph.actors.wire.block_server import BlockServer, tiers_of
+from dist_aclgraph.actors.wire.block_server import BlockServer, NodeServer, tiers_of
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
@@ -27,7 +27,7 @@ from dist_aclgraph.kv.look_ups import (
     find_or_fetch,
     look_ups_of,
 )
-from dist_aclgraph.kv.tiers import CachePlace, KVTiers
+from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.steps.copies import CopyJob
 
 
@@ -66,14 +66,8 @@ class NodeFiles:
     """
 
     def __init__(self, config: Config, settings: NodeFilesSettings) -> None:
-        place = settings.places[0]
+        place, self._identity = settings.places[0], cache_identity(config)
         tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
-        self._look_ups = look_ups_of(tiers, states) if settings.finds else None
-        self._fetches: BlockFetches | None = None
-        if settings.finds and settings.fetches:
-            self._fetches = BlockFetches(
-                config, settings.node_id, settings.token, settings.places, turn=settings.turn
-            )
         self._directory: RunDirectory | None = None
         self._server: BlockServer | None = None
         if settings.serves:
@@ -81,12 +75,19 @@ class NodeFiles:
             ports = config.cluster.port_range
             at = Place(settings.node_id, self._directory.path, settings.host, ports)
             self._server = BlockServer(at, settings.token, tiers_of(config, place))
+        # After the server, because these threads would remain if no port were free.
+        self._look_ups = look_ups_of(tiers, states) if settings.finds else None
+        self._fetches: BlockFetches | None = None
+        if settings.finds and settings.fetches:
+            self._fetches = BlockFetches(
+                config, settings.node_id, settings.token, settings.places, turn=settings.turn
+            )
         self._answers: dict[int, Answer[int]] = {}
 
     @property
-    def address(self) -> Address | None:
+    def server(self) -> NodeServer | None:
         """Where other groups fetch the node's files; None if they fetch none."""
-        return None if self._server is None else self._server.address
+        return None if self._server is None else NodeServer(self._server.address, self._identity)
 
     @property
     def fetched(self) -> dict[str, int]:
@@ -140,11 +141,20 @@ class NodeFiles:
         """Drop all look-ups, because the engine expects no answers; their fetches end."""
         self._answers.clear()
 
+    def wait_until_quiet(self, timeout_s: float) -> None:
+        """Wait until other groups have fetched the files that they need. Files are needed while the
+        group drains, and the engine's drain waits only for fetches from its own node.
+        """
+        if self._server is not None and self._server.was_asked:
+            self._server.wait_until_quiet(timeout_s)
+
     def close(self, timeout_s: float) -> None:
-        """End the threads and release the port. A thread that hangs in a file system remains until
-        the process ends.
+        """End the threads and release the port, each within ``timeout_s``. A thread that hangs in a
+        file system remains until the process ends.
         """
         self.forget()
+        if self._look_ups is not None:
+            self._look_ups.close()
         if self._fetches is not None:
             self._fetches.close(timeout_s)
         if self._server is not None:

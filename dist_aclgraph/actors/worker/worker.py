@@ -18,7 +18,8 @@ import ray
 
 from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
 from dist_aclgraph.actors.host.processes import end_process
-from dist_aclgraph.actors.wire.addresses import Address, open_meeting, url_host
+from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
+from dist_aclgraph.actors.wire.block_server import NodeServer
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.actors.worker.device_faults import DeviceFaults
 from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
@@ -372,14 +373,14 @@ class Worker:
         rank.joined.groups.marks.begin_step(step.step)
         rank.runner.launch(step, rank.joined.group_rank, report)
 
-    def open_node_files(self, settings: NodeFilesSettings) -> Address | None:
+    def open_node_files(self, settings: NodeFilesSettings) -> NodeServer | None:
         """Become responsible for files of KV blocks on this node until the next step loop ends;
         return where other groups fetch the files. Raises the same errors as ``NodeFiles``.
         """
         self._node_files = NodeFiles(self._config, settings)
         if self._copies is None and self._config.kv.host_gib:
             self._copies = HostCopies(self._config)
-        return self._node_files.address
+        return self._node_files.server
 
     def leave_copies(self) -> None:
         """Delete the copies in this node's memory, like ``Engine.leave_copies``."""
@@ -426,6 +427,8 @@ class Worker:
                         is_stopped = True
             # The engine deletes the files in memory after this loop has ended.
             self._running.runner.end_copies(self._config.timeouts.stop_s / 2)
+            if self._node_files is not None:
+                self._node_files.wait_until_quiet(self._config.timeouts.stop_s / 4)
             self._recorder.end()
         except EngineDeadError as e:
             self._recorder.fail(e)
@@ -434,7 +437,7 @@ class Worker:
             self._channel = None
             channel.close()
             if self._node_files is not None:
-                self._node_files.close(self._config.timeouts.stop_s / 4)
+                self._node_files.close(self._config.timeouts.stop_s / 8)
                 self._node_files = None
 
     def _launch_for(self, plan: RankPlan | Pause | BlockCopyJobs, channel: StepReceiver) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError, ModelError
-from dist_aclgraph.kv.block_files import BlockFiles
+from dist_aclgraph.kv.block_files import HEADER, BlockFiles
 from dist_aclgraph.kv.tiers import (
     CachePlace,
     HostCopies,
@@ -71,8 +71,11 @@ def test_the_last_group_of_a_node_deletes_the_copies_in_memory(tmp_path: Path) -
     KVTiers.open(config, CachePlace()).write(NAME, memoryview(b"x"))
     first.leave()
     assert KVTiers.open(config, CachePlace()).has(NAME)
+    other_model = KVTiers.open(config, CachePlace(), "another model")
+    other_model.write(NAME, memoryview(b"xyz"))
     second.leave()
     assert not KVTiers.open(config, CachePlace()).has(NAME)
+    assert other_model.num_bytes() == {"host": HEADER.size + 3}, "deleted files are not counted"
 
 
 @pytest.mark.parametrize("call", ["open", "flock"])

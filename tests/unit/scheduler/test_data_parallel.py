@@ -4,12 +4,15 @@ drafts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import InvalidParameterError, WorkerError
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.look_ups import Answer, Files, LookUp, LookUps, T
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request
@@ -93,6 +96,25 @@ def test_a_request_goes_where_its_beginning_is_cached() -> None:
 
     assert names(scheduler) == [["a", "other"], ["b", "like b"]]
     assert lengths(plan) == [[1, 4], [1, 8]]
+
+
+def test_ranks_of_one_node_have_the_same_files() -> None:
+    """So a request is looked up once, and can then start on any rank."""
+    no_files, asked, has_answer = Files(lambda _: False), list[Any](), False
+
+    class SlowLookUps(LookUps):
+        def ask(self, look_up: LookUp[T]) -> Answer[T]:
+            asked.append(look_up)
+            return lambda: look_up(no_files) if has_answer else None
+
+    scheduler = make_scheduler(look_ups=SlowLookUps(no_files))
+    start(scheduler, make_request("long", 40), make_request("short", 4, 100))
+    assert names(scheduler) == [["short"], []] and len(asked) == 1
+    has_answer = True
+    finish(scheduler, [1], [])
+    scheduler.schedule()
+
+    assert names(scheduler) == [["short"], ["long"]] and len(asked) == 1
 
 
 def test_blocks_that_several_ranks_fill_by_decoding_are_cached() -> None:

@@ -165,6 +165,35 @@ def test_a_request_starts_on_the_rank_whose_nodes_were_asked() -> None:
     assert [[job.kind for job in each] for each in jobs] == [[], ["load"]]
 
 
+def test_look_ups_are_divided_among_ranks_and_each_request_has_only_one() -> None:
+    here: set[bytes] = set()
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64),
+        [BlockPool(32, 4) for _ in range(3)],
+        GraphDispatcher(make_plan(4)),
+        max_model_len=64,
+        tp=2,
+        look_ups=LookUps(Files(here.__contains__)),
+        files=GroupFiles(HALVES, tuple("aabbcc")),
+    )
+    start(scheduler, submit("first", [1] * 9, SamplingParams(max_tokens=9)))
+    finish(scheduler, [5], [], [], tp=2)
+    second, third = (submit(str(n), range(n, n + 9), SamplingParams()) for n in (2, 30))
+    start(scheduler, second, third)
+    finish(scheduler, [5], [], [], tp=2)
+    jobs = scheduler.copies.take_jobs(is_idle=False)
+    assert [[job.kind for job in each] for each in jobs] == [[], ["find"], ["find"]]
+    start(scheduler, submit("short", [1], SamplingParams(max_tokens=9)))
+    scheduler.copies.end(jobs[1][0].number, 2, 0)
+    finish(scheduler, [5], [5], [], tp=2)
+    scheduler.schedule()
+    assert second.dp_rank == 2, "the short request has taken the only row of rank 1"
+    assert not any(scheduler.copies.take_jobs(is_idle=False)), "no second look-up"
+    assert scheduler.waiting.num_fetching == {1: 0, 2: 1}
+    scheduler.abort(third.request_id)
+    assert scheduler.waiting.num_fetching == {1: 0, 2: 0}
+
+
 def test_a_rank_without_a_worker_beside_the_engine_writes_blocks_that_have_files_there() -> None:
     world, blocks = World(), Blocks()
     world.here.update(blocks.hashes)
