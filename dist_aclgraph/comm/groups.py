@@ -97,8 +97,8 @@ class CommGroup:
     def hccl_name(self) -> str:
         """HCCL's name of the communicator, for operators that communicate inside their kernel.
 
-        Reading the name creates the communicator, without sending data. All members must read it,
-        and not during a capture.
+        Reading the name creates the communicator, without sending data. All members must read the
+        name, and no member may read it during a capture.
         """
         return str(self.backend.get_hccl_comm_name(self.rank))
 
@@ -249,7 +249,7 @@ def make_groups(
         mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
         watchdog_s: time limit of every eager collective; None means the ``timeout_s`` with which
             the world was joined.
-        marks: marks the collectives of the groups.
+        marks: records on the device which collective of these groups the rank has reached.
     """
     if mc2_buffer_mb is not None:
         # The buffer size is set by the environment variable, because some releases of MC2's

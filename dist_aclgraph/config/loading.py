@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-# for some texts, methods of Path raise errors
+# These functions accept every text; methods of Path raise errors for some texts.
 from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from dist_aclgraph.vllm_options import (
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML would need seconds for larger texts
 MAX_SHOWN_ERRORS = 5
-# A Path joins the two slashes of an address.
+# One slash is enough, because a Path replaces the two slashes of an address by one slash.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/")
 _OF_HUB = re.compile(r"(?:https?:/+[^/]+/(?:models/)?|hf:/+)([\w.-]+/[\w.-]+)")
 MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
@@ -119,7 +119,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # config.json has lists
+    if "model_overrides" in raw:  # These values replace values of config.json, so lists stay lists.
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
@@ -322,5 +322,5 @@ def _find_model(model: str, base: Path) -> str:
     for candidate in candidates:
         if isdir(candidate):
             return str(candidate.resolve())
-    is_path = model.startswith(("./", "../"))  # then it is no name on a hub
+    is_path = model.startswith(("./", "../"))  # Such a text is a path, not a name on a hub.
     return str(candidates[0] if is_path else given)

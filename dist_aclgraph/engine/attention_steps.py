@@ -325,7 +325,7 @@ class AttentionSteps:
         return self._uniform_rows(positions, device_lens, written)
 
     def _arrays_of(self, chunk: Chunk, reads: Reads) -> Iterator[IntArray]:
-        """Yield a chunk's arrays for the device, in the order in which ``_on_device`` expects."""
+        """Yield a chunk's arrays for the device, in the order that ``_on_device`` expects."""
         if reads.own is not None:
             yield reads.own
         for launch, keys in zip(chunk.launches, reads.launches, strict=True):

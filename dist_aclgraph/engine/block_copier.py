@@ -44,7 +44,7 @@ class _Piece:
     is_load: bool
     block_ids: BlockIds
     files: Sequence[FileName]
-    num_whole: int = 0  # number of written blocks, or of leading blocks that were read
+    num_whole: int = 0  # how many blocks were written, or how many leading blocks were read
 
 
 @dataclass
@@ -62,11 +62,12 @@ class _Job:
 
     is_load: bool
     sizes: Sequence[int]  # number of blocks of each piece
-    whole: dict[int, int] = field(default_factory=dict)  # ``num_whole`` of each ended piece
+    # Keys: indices of the pieces that have ended. Values: their ``num_whole``.
+    whole: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_whole(self) -> int:
-        """Number of written blocks; in a job that reads, of leading blocks that were read."""
+        """Number of written blocks; or, for a job that reads, number of leading blocks read."""
         if not self.is_load:
             return sum(self.whole.values())
         count = 0
@@ -173,8 +174,8 @@ class BlockCopier:
         """Continue all copy jobs, without waiting for the device or for files.
 
         Returns:
-            For each job that has ended: its number, and the number of written blocks, or of leading
-            blocks that were read.
+            For each job that has ended: its number, and how many blocks were written, or how many
+            leading blocks were read.
 
         Raises:
             RuntimeError: the device failed.
@@ -289,7 +290,7 @@ class BlockCopier:
         try:
             while self._for_files.empty() and self._tiers.write_late():
                 pass
-        except Exception:  # then the block is only in the first tier
+        except Exception:  # The block is in the first tier only, which does no harm.
             logger.exception("copying a KV block to the second tier failed")
         return self._for_files.get()
 
@@ -310,9 +311,9 @@ class BlockCopier:
         return True
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
-        """Read or write the files of a piece; return the number of written blocks, or of leading
-        blocks that were read. After a block that cannot be read, no further block is read, because
-        a request cannot use it.
+        """Read or write the files of a piece; return how many blocks were written, or how many
+        leading blocks were read. If a block cannot be read, the later blocks are not read, because
+        a request cannot use them without this block.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):

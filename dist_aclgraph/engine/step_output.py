@@ -62,13 +62,14 @@ class HostOutput:
     """The results of a step.
 
     Attributes:
-        token_ids: [num_new], request by request.
+        token_ids: [num_new], the new tokens of all sampled requests, request by request.
         counts: [num_samples], number of new tokens of each request.
         expert_tokens: number of tokens that this rank's experts have computed since the start,
             without the drafts of this step.
         num_unplaced: number of tokens beyond the capacity of the decoder's exchanges since the
             start.
-        logprobs: [num_new], or empty if no request wants log-probabilities.
+        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
+            wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
         prompts: the requested log-probabilities of prompts.
         embeddings: float32 [hidden] by index among the sampled requests, for requests that want
@@ -154,7 +155,7 @@ class StepOutput:
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
-        # number of counted tokens of each row
+        # For each row, the number of its tokens that ``_counts`` has counted.
         self._counted: IntArray = np.zeros(max_samples, np.int32)
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
         self._masking = Masking(npu.upload)
@@ -227,7 +228,8 @@ class StepOutput:
         """Sample the special places, and write the chosen tokens into ``tokens``.
 
         Args:
-            logits: [num_samples * (k + 1), vocab]; masks change them.
+            logits: [num_samples * (k + 1), vocab]. If rows have masks, this method may set the
+                logits of forbidden tokens to -inf in place.
             tokens: [num_samples * (k + 1)] int32, the most probable tokens.
             masks_of: returns the allowed tokens of places; None if no row has a mask.
         """

@@ -90,8 +90,8 @@ class StepsInFlight:
         self._flights: deque[Flight] = deque()
         # Steps whose results were read, but not reported; and the ``waited_us`` of each step.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # The time at which enough work of the second oldest step was queued for the device. After
-        # this time, the host only waits for the oldest step. The value is 0 before this time.
+        # The time at which enough work of the second oldest step was queued for the device; 0 if
+        # too little is queued yet. After this time, the host only waits for the oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -136,7 +136,7 @@ class StepsInFlight:
         self._flights.append(flight)
 
     def land(self, records: IntArray) -> IntArray:
-        """Read all steps in flight, without reporting them.
+        """Wait for all steps in flight; store their results, which ``report_ended`` reports later.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.

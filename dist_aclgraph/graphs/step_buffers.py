@@ -4,8 +4,9 @@ The integer inputs of a graph (tokens, positions, slots, places) are at the fron
 each array at an aligned address. So a step sends all these inputs in one copy. If the block table
 has changed, the step sends it in another copy. If the pinned memory already contains an array, the
 array is not written again. A graph that verifies drafts has inputs for drafts instead of places,
-because all tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0,
-the spare row, no draft accepted, and block 0, the dummy block that no request owns.
+because all tokens are sampled. Padding has these values: token 0, position 0, slot -1 (its KV is
+not written), place 0, the spare row, no accepted draft, and block 0 (the dummy block, which no
+request owns).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class StepBuffers:
             contain NaN or infinity.
         hidden: [max_tokens, hidden], hidden states of all tokens; empty without drafts.
         accepted: [max_reqs] int32, number of accepted drafts. In a replay, the drafts are compared
-            with the most probable tokens. If the step has special places, they are compared again
-            with the sampled tokens.
+            with the most probable tokens. If the step has special places, the drafts are compared
+            again, with the sampled tokens.
         num_written: number of steps whose inputs have been written.
     """
 
@@ -113,7 +114,7 @@ class StepBuffers:
         self._layouts: dict[BatchDescriptor, _Layout] = {}
         self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
         self.num_written = 0
-        # the contents of the block table on the device
+        # A copy of the block table that is on the device.
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None

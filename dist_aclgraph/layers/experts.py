@@ -100,7 +100,10 @@ class ExpertLayer:
         return self._exchanged(x, slots, self.exchanges[step.exchange], step.tally)
 
     def _is_together(self, step: ExpertStep) -> bool:
-        """Whether the tensor parallel group has all experts, and the step requests no exchange."""
+        """Return whether every rank runs all tokens through its own experts, without an exchange.
+
+        This is possible if the ranks of the tensor parallel group together have all experts.
+        """
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
         # If other ranks have experts, a step without an exchange would add only the results of this

@@ -25,8 +25,8 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
         action: ``adopt``: use a plan; ``prepare``: run a graph's work eagerly once; ``capture``:
             capture the graph; ``commit``: allow replays of the graph; ``release``: release the
             graph, committed or not.
-        graph: set for all actions except ``adopt``.
-        plan: the new plan; only set for ``adopt``.
+        graph: the graph of the action; None for ``adopt``.
+        plan: the new plan for ``adopt``; None for all other actions.
     """
 
     epoch: int

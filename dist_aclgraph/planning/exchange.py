@@ -191,8 +191,8 @@ class ExchangeRule:
         """Return the bytes that a rank saves in one layer, in both directions.
 
         Args:
-            gathered: number of rows from each other rank with all_gather.
-            sent: number of rows from each other rank with the exchange.
+            gathered: number of rows that a rank receives from each other rank with all_gather.
+            sent: number of rows that a rank receives from each other rank with the exchange.
         """
         assert self.mc2 is not None
         row = self.mc2.hidden * self.mc2.element_bytes
@@ -207,7 +207,8 @@ class ExchangeRule:
             )
         if self.mc2 is None or self.setting != "mc2":
             return
-        # A batch may be too large for MC2, because it then uses another exchange.
+        # Only the number of rows up to MC2's limit is checked, because larger batches use another
+        # exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

@@ -10,11 +10,11 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # largest relative error of a prediction without a warning
+TOLERANCE = 0.10  # A prediction with a larger relative error causes a warning.
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):
-    """Streams or bytes of one item, e.g. bucket 32 or the shared pool."""
+    """The predicted and the measured streams or bytes of one item, e.g. bucket 32 or the pool."""
 
     term: str
     unit: str  # "streams" or "bytes"

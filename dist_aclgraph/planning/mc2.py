@@ -16,7 +16,7 @@ from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-# maximum numbers of experts and of rows, on an A2 with CANN 8
+# MC2's maximum number of experts, and of rows of a rank, on an A2 with CANN 8.
 MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 

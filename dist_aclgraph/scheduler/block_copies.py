@@ -50,10 +50,10 @@ MAX_PENDING = 4096
 
 @dataclass
 class CopyCounts:
-    """Numbers of blocks since the start of an engine."""
+    """Numbers of blocks that copy jobs have copied, or not copied, since the engine started."""
 
     saved: int = 0
-    # blocks that were not written, because the time or the free room was not enough
+    # blocks that the workers have not written, because too little time or disk space was left
     unsaved: int = 0
     loaded: int = 0
     missed: int = 0  # blocks whose files were found, but could not be read
@@ -104,8 +104,8 @@ class BlockCopies:
     ) -> None:
         self._pool = pool
         self._look_ups = look_ups
-        # The waiting blocks and checkpoints that have files, and the number of blocks that are
-        # looked up. ``_existing`` is None if no such look-up runs.
+        # ``_existing`` is the running look-up of waiting blocks' and checkpoints' files, or None.
+        # ``_num_asked`` is the number of blocks in this look-up.
         self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -114,7 +114,7 @@ class BlockCopies:
         self._num_jobs = 0
         self.num_ended = 0  # number of jobs that have ended on all workers
         self._running: dict[int, _Copy] = {}
-        # Block id, hash, and number of blocks before the block in its prompt.
+        # The waiting blocks: id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
@@ -265,10 +265,10 @@ class BlockCopies:
         Args:
             fetch: fetches the blocks that have no files to the engine's node; then the files are
                 looked up again.
-            source: from which group the other nodes fetch blocks.
+            source: the group from which the other nodes fetch blocks.
         """
         wanted = hashes[first:]
-        if not wanted:  # an answer without a look-up, so that the request does not wait for a disk
+        if not wanted:  # The answer is known without a look-up, so the request waits for no disk.
             return lambda: first
         answers: list[Answer[int]] = []
         if self.elsewhere.is_beside_engine:
@@ -396,12 +396,12 @@ class BlockCopies:
         return self._num_jobs - 1
 
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
-        """Record that a worker has ended a copy job. If it was the last worker, end the job, and
-        return the request that waited for it; return None otherwise.
+        """Record that a worker has ended a copy job. If all workers have ended the job, return the
+        request that waited for the job; return None otherwise.
 
         Args:
-            num_whole: number of blocks that the worker has written, or of leading blocks that it
-                has read or found.
+            num_whole: number of blocks that the worker has written; or number of leading blocks
+                that the worker has read or found.
         """
         self.elsewhere.end(number, rank, num_whole)
         copy = self._running.get(number)
@@ -436,8 +436,8 @@ class BlockCopies:
         return copy.request
 
     def _leave_condemned(self, copy: _Copy, count: int) -> int:
-        """``count`` leading blocks were read; return how many of them may be used. Blocks that were
-        condemned meanwhile are cleaned.
+        """Return how many of the ``count`` leading blocks that a job has read may be used: the
+        blocks before the first condemned block. The other blocks will be cleaned.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)

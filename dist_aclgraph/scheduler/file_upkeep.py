@@ -63,7 +63,7 @@ class FileUpkeep:
         """Record that a job has deleted files, or that the job was dropped."""
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
-                continue  # skipped: the block was condemned again meanwhile
+                continue  # The block was condemned again during the job, so it stays condemned.
             if is_done:
                 del self._condemned[block_hash]
             else:

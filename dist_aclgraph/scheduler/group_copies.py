@@ -24,8 +24,8 @@ class GroupCopies:
         pools: the blocks of each data-parallel rank.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         ranks_per_batch: number of workers of each data-parallel rank.
-        waiting: the requests that wait for files.
-        files: the nodes of the group; None if all workers are on the engine's node.
+        waiting: the group's waiting requests; some of them wait until their files are read.
+        files: the group's nodes that have files; None if all workers are on the engine's node.
 
     Attributes:
         ranks: the copies of each data-parallel rank; empty if no copies are kept.
@@ -90,7 +90,8 @@ class GroupCopies:
 
     def stop_fetching(self, dp_rank: int) -> int:
         """Let no request wait for a data-parallel rank's copy jobs until one of these jobs ends.
-        Return how many requests waited for reads.
+
+        Returns the number of requests that waited until a copy job read their blocks.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
@@ -106,7 +107,8 @@ def _copies_of(
         return BlockCopies(pool, look_ups, ranks)
     is_beside_engine = files.is_beside_engine(dp_rank)
     if not is_beside_engine:
-        # No file on the engine's node is useful. The workers skip blocks that have files.
+        # The files on the engine's node belong to other ranks, so they are not looked up. All
+        # blocks are sent to the workers, which skip the blocks that have files.
         look_ups = LookUps(Files(_has_none, _has_none if look_ups.has_states else None))
     elsewhere = NodeLookUps(files.finders(dp_rank), is_beside_engine=is_beside_engine)
     return BlockCopies(pool, look_ups, ranks, elsewhere)

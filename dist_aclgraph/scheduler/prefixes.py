@@ -50,8 +50,8 @@ class Prefixes:
         """Look up the files of the blocks after ``shared``, and begin to read them; return whether
         the request must wait for the look-up or for the copy job.
 
-        No job begins if no file is found, or if too few blocks are free to start the request. Files
-        are looked up once in each wait of a request.
+        No job begins if no file is found, or if too few blocks are free to start the request. While
+        a request waits, its files are looked up only once.
         """
         copies, pool = self._copies, self._pool
         # Dirty blocks are not used, because the next step cleans them, and would overwrite the

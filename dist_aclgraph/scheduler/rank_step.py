@@ -44,10 +44,11 @@ class NewTokens(NamedTuple):
     """The results of a step on one data-parallel rank.
 
     Attributes:
-        token_ids: [num_new], request by request.
+        token_ids: [num_new], the new tokens of all sampled requests, request by request.
         counts: [num_samples], number of tokens of each sampled request; None means that each
             request has one token.
-        logprobs: [num_new], or empty if no request wants log-probabilities.
+        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
+            wants log-probabilities.
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
         prompts: the requested log-probabilities of prompts.
@@ -77,7 +78,8 @@ class NewTokens(NamedTuple):
         """Return the first tokens of each request.
 
         Args:
-            kept: [num_samples], number of kept tokens; a request without kept tokens is omitted.
+            kept: [num_samples], number of tokens to return of each request; if it is 0, the result
+                does not contain the request.
         """
         counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -236,8 +238,8 @@ class RankStep:
         num_decoding: number of requests that decode; they come first.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
-        is_uniform: whether the requests that do not decode also run like decoding requests: they
-            compute existing output again, token by token.
+        is_uniform: whether all requests run in the same way as decoding requests. Then the requests
+            that do not decode compute existing output again, one token per step.
         needs_hidden: whether a request wants log-probabilities of its prompt, or a hidden state.
             These results need hidden states that full graphs do not keep.
     """

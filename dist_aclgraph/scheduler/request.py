@@ -60,8 +60,8 @@ class Request:
             once, None if there is nothing to fetch.
         source: from which group workers on other nodes fetch blocks; used at most once, None if
             there is none.
-        is_suspect: whether the logits were NaN or infinite once. Such a request is computed again
-            without shared blocks.
+        is_suspect: whether the request's logits were NaN or infinite once. Then the request is
+            computed again, and shares no blocks with other requests.
     """
 
     __slots__ = (
@@ -148,8 +148,8 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        # Before ``min_tokens``, stop tokens are forbidden, but not with a grammar: it may allow no
-        # other token.
+        # Stop tokens are forbidden before ``min_tokens``, unless the request has a grammar, because
+        # the grammar may allow only a stop token.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
@@ -194,7 +194,7 @@ def row_sampling(
     """Return the parameters of a request that the sampler needs.
 
     Args:
-        seed: used if ``params`` has no seed.
+        seed: the request's seed if ``params`` has no seed.
         end_ids: all ids that end the output; forbidden until the output has ``min_tokens`` tokens.
     """
     biases = dict(params.logit_bias)

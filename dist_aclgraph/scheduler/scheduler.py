@@ -418,7 +418,7 @@ class Scheduler:
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
             if index != looked:
-                request.look_up = None  # the rank may be on other nodes, which have other files
+                request.look_up = None  # this rank may use other nodes, whose files are different
             request.dp_rank = index
             if self.ranks[index].prefixes.fetch(request, shared):
                 self.waiting.wait_for_files(request)
@@ -523,7 +523,7 @@ class Scheduler:
         """Let requests wait while any worker of their data-parallel rank compiles their grammar.
 
         Args:
-            told: the results of the workers that are compiling grammars.
+            told: the results that name rows whose grammars are not compiled.
         """
         unmasked: list[set[int]] = [set() for _ in self.ranks]
         compiling: list[set[int]] = [set() for _ in self.ranks]

@@ -28,7 +28,8 @@ class RequestDelta(msgspec.Struct, frozen=True):
     request_id: str
     token_ids: bytes = b""  # int32 [num_new_tokens]
     finish_reason: FinishReason | None = None
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not requested
+    # [num_new_tokens]; empty if the request wants no log-probabilities.
+    logprobs: tuple[RowLogprobs | None, ...] = ()
     # In the first delta: number of prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
     error: str = ""  # one sentence, if finish_reason is "error"
@@ -75,7 +76,8 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
     # int32 [num_reqs], index after each request's last token; empty if each has one token.
     ends: bytes = b""
     notes: tuple[Note, ...] = ()
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if not requested
+    # [num_new], for each token, its log-probabilities or None; empty if no request wants any.
+    logprobs: tuple[RowLogprobs | None, ...] = ()
 
     def check_columns(self) -> None:
         """Check that the columns have consistent lengths.

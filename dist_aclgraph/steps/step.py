@@ -244,7 +244,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     failed: dict[int, str] = {}  # the keys are indices among the sampled requests
     unmasked: bytes = b""  # int32 [k], indices among the sampled requests
     compiling: bytes = b""  # int32 [k], rows
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if not requested
+    # [num_new], for each token, its log-probabilities or None; empty if no request wants any.
+    logprobs: tuple[RowLogprobs | None, ...] = ()
     prompts: tuple[PromptLogprobs, ...] = ()
     embeddings: dict[int, bytes] = {}  # the keys are indices among the sampled requests
     expert_tokens: int = 0

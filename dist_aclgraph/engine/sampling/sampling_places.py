@@ -94,9 +94,10 @@ class SamplingPlaces:
         seeds: [n], as ``make_keys`` needs them.
         free_from: [n], the first position at which stop tokens are allowed.
         suppressed: for each place, the tokens that are forbidden before ``free_from``; empty if no
-            place has any.
-        biases, penalties: None if no place has any.
-        temperature: [n, 1] float32, 0 if the most probable token wins; None if all are 0.
+            token is forbidden at any place.
+        biases, penalties: None if no place has a bias, or a penalty.
+        temperature: [n, 1] float32. At a place with temperature 0, the most probable token wins.
+            None if all temperatures are 0.
         least: [n, 1] float32, the largest allowed distance below the greatest logit (min-p); None
             if no place uses min-p.
     """

@@ -63,7 +63,7 @@ class SamplingTable:
         may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
             penalties or with bad words of several tokens. Also false if an output format and biases
             together may forbid every token after a draft.
-        has_penalties: [max_rows].
+        has_penalties: [max_rows], whether a row has a penalty.
         reports_prompts: whether the request of any row asks for log-probabilities of its prompt.
         has_embeddings: whether the request of any row asks for a hidden state.
         is_all_plain: whether ``is_plain`` is true for every row.
