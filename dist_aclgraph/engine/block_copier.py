@@ -123,9 +123,9 @@ class BlockCopier:
         self._npu = npu
         self._tensors = tensors
         self._tiers = tiers
-        # Bytes of a block in each tensor, and in all tensors. In a slot, a block is contiguous, so
-        # that the thread for files makes one system call for each block. After each call, the
-        # thread must wait for Python's global lock.
+        # Number of bytes of a block in each tensor, and in all tensors. In a slot, a block is
+        # contiguous, so that the thread for files makes only one system call for each block. After
+        # each call, the thread must wait for Python's global lock.
         self._sizes = [tensor[0].nbytes for tensor in tensors()]
         block_bytes = sum(self._sizes)
         self._blocks_per_slot = blocks_per_slot(block_bytes)

@@ -33,7 +33,7 @@ def upload_step(
     """Send a step's integers to the device, in one transfer.
 
     Args:
-        size: the padded size.
+        size: the result of ``padded_size``.
         spare_row: row of padding requests.
         static: the inputs of a piecewise graph, which are already written; None if the step is
             eager.

@@ -21,7 +21,7 @@ class RankCaches:
     ``DraftSteps`` owns, is made, and set to zero, together with these caches.
 
     Attributes:
-        drafts: None if the model does not draft.
+        drafts: owner of the next-token module's cache; None if the model does not draft.
         num_slots: number of slots of recurrent states; 0 if the model has no such state.
         int8_latents: whether latents are stored in int8.
     """

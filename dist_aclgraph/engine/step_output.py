@@ -285,7 +285,8 @@ class StepOutput:
             best: the greatest logit of each place.
             accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
-            special: the special places, which may want log-probabilities; None if there are none.
+            special: the special places, which may want log-probabilities; None if the step has no
+                special place.
             prompts: reports of prompts, whose copies are already queued.
             embeddings: hidden states of prompts; their copy is already queued.
         """

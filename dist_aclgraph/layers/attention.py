@@ -131,13 +131,14 @@ class AttentionMetadata:
 
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows.
-        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots are in
-            the order of this rank's live tokens; if a prompt is split, of the tokens of all ranks.
+        written: [num_written], the slots to which new KV is written; nothing is written to slot -1.
+            The slots are in the order of this rank's live tokens. If a prompt is split, they are in
+            the order of the tokens of all ranks.
         num_exchanged: if a prompt is split, number of elements of ``written`` for each rank; else
             0.
         written_rope: rotary rows of the tokens in ``written``; None if the cache write needs no
             rotary rows.
-        block_table: [num_reqs, max_blocks] int32, of requests that attend directly.
+        block_table: [num_reqs, max_blocks] int32, the blocks of requests that attend directly.
         query_ends: [num_reqs], cumulative query lengths; the last element is the number of tokens
             that attend directly.
         kv_lens: [num_reqs], KV length of each request on this shard, its queries included.
@@ -239,8 +240,8 @@ class PagedAttention:
             heads, or a shard of the tokens.
         window: number of latest keys that a query sees, including its own key; None means all keys.
             With a window, ranks do not share contexts.
-        sinks: [num_heads], for each head one more logit of the softmax, without a value; None
-            without sinks. With sinks, ranks do not share contexts.
+        sinks: [num_heads], for each head an additional logit of the softmax, to which no value
+            belongs; None if the model has no sinks. With sinks, ranks do not share contexts.
         scale: factor of the scores; None means ``head_dim ** -0.5``.
     """
 
@@ -359,7 +360,7 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            # version 2 of the operator has these names
+            # Version 2 of the operator has other names for these two arguments.
             heads, scale = "num_query_heads", "softmax_scale"
         return {
             heads: num_heads,

@@ -69,7 +69,7 @@ class ContextParallel:
         return self.pcp.all_gather(rows[:num_rows].contiguous()).flatten(0, 1)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """[n, heads, d] -> [n, head ranks * heads, d]: gather the queries of all heads."""
+        """Gather the queries of all heads: [n, heads, d] -> [n, head ranks * heads, d]."""
         size = self.num_head_ranks
         if size == 1:
             return q
@@ -109,7 +109,7 @@ class ContextParallel:
         """Return rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
-            caches: [num_slots, ...] each, of this shard; the rows of all caches are joined.
+            caches: tensors [num_slots, ...] of this shard; their rows are joined.
             own: [m], slots of this shard that are read.
         """
         rows = [cache.index_select(0, own).flatten(1) for cache in caches]

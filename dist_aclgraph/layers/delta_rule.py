@@ -30,7 +30,7 @@ class DeltaInputs:
     """The inputs of the rule for tokens of direct requests, or for tokens of prompts.
 
     Attributes:
-        q, k: [n, num_key_heads, key_dim], rows of length one.
+        q, k: [n, num_key_heads, key_dim]; each row is a vector of length one.
         v: [n, num_value_heads, value_dim].
         g: [n, num_value_heads] or [n, num_value_heads, key_dim] float32, logarithm of the decay, at
             most 0.
@@ -70,7 +70,8 @@ class DeltaRule(Protocol):
         """Return the results, and the states after the last tokens.
 
         Args:
-            states: [num_reqs, num_value_heads, value_dim, key_dim], stays unchanged.
+            states: [num_reqs, num_value_heads, value_dim, key_dim], the states before the first
+                tokens. This tensor stays unchanged.
         """
 
 
@@ -148,7 +149,7 @@ class PlainDeltaRule:
     def prompts(
         self, inputs: DeltaInputs, states: Tensor, at: PromptStates
     ) -> tuple[Tensor, Tensor]:
-        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # the first axis: heads
+        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # heads are the first axis
         outs, last, start = [], [], 0
         for state, end in zip(states, at.ends, strict=True):
             out, state = _run_part(state, *(x[:, start:end] for x in rows))

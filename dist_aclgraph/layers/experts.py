@@ -29,7 +29,7 @@ class ExpertStep:
     """The way in which a step sends tokens to their experts; ``exchange`` is equal on all ranks.
 
     Attributes:
-        exchange: None if every tensor parallel group has all experts.
+        exchange: the kind of the exchange; None if every tensor parallel group has all experts.
         tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
             tokens beyond the capacity of an exchange. If None, nothing is counted.
     """
@@ -73,7 +73,7 @@ class ExpertLayer:
         exchanges: the possible exchanges with other ranks; empty without expert parallelism.
     """
 
-    quantises_rows: ClassVar[bool] = False  # the router uses floats
+    quantises_rows: ClassVar[bool] = False  # because the router needs rows in floats
 
     router: Router
     local: LocalExperts
@@ -82,11 +82,11 @@ class ExpertLayer:
     shared: SharedExperts | None = None
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden], on all ranks of the tensor parallel group.
+        """Return the layer's results, [n, hidden], on all ranks of the tensor parallel group.
 
         Args:
-            x: must be equal on all ranks of the tensor parallel group; ``n`` must be equal on all
-                ranks of the expert parallel group.
+            x: [n, hidden], equal on all ranks of the tensor parallel group; ``n`` must be equal on
+                all ranks of the expert parallel group.
             slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding tokens, which
                 come last. No expert runs padding tokens, and their results are meaningless.
         """

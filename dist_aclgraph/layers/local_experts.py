@@ -144,7 +144,7 @@ class Xielu:
     negative: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, width] -> [rows, width]."""
+        """Map [rows, width] to [rows, width], element by element."""
         below = (torch.expm1(x.clamp(max=XIELU_EPS)) - x) * self.negative
         return torch.where(x > 0, self.positive * x * x, below) + XIELU_BETA * x
 
@@ -157,7 +157,7 @@ class ClippedSwiglu:
     limit: float
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * width] -> [rows, width]."""
+        """Map [rows, 2 * width] to [rows, width]."""
         y: Tensor = torch.ops.npu.npu_clipped_swiglu(
             gate_up, alpha=self.alpha, limit=self.limit, bias=1.0, interleaved=True
         )

@@ -21,7 +21,8 @@ class DeviceLaunch:
     """A launch, and the indices of its keys.
 
     Attributes:
-        keys: indices of the keys among the gathered rows; slots if the cache is not sharded.
+        keys: indices of the launch's keys among the gathered rows. If the cache is not sharded, the
+            slots of these keys.
         ends: the launch's query ends and key ends, int32, for an operator that reads them on the
             device; None for other operators.
     """

@@ -161,7 +161,7 @@ class RotaryTableSet:
         return len(self._cos) - 1
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[n] int32 positions -> cos and sin, [tables, n, 1, head_dim] each."""
+        """Return cos and sin of [n] int32 positions, [tables, n, 1, head_dim] each."""
         cos, sin = (
             torch.stack([table.index_select(0, positions) for table in tables]).unsqueeze(2)
             if len(tables) > 1
@@ -224,8 +224,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    # 0 for long waves, whose frequencies are divided by the factor; 1 for short waves, whose
-    # frequencies stay.
+    # ``smooth`` is 0 for long waves, whose frequencies are divided by the factor, and 1 for short
+    # waves, whose frequencies do not change.
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 

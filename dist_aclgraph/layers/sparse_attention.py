@@ -118,7 +118,8 @@ class SparseLatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys: [heads, plain dim, 512]; values: [heads, value dim, 512].
+        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices that compute
+            each head's key and value from a latent.
         scale: factor of the attention scores.
         top_k: number of keys that a query attends to, if it sees more keys.
     """

@@ -35,7 +35,7 @@ class StateCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Nothing is kept in blocks."""
+        """Return no tensors, because a state is kept in slots, not in blocks."""
         return ()
 
     @property
@@ -109,7 +109,7 @@ class DirectStates:
         slots: [t] int32, the slot that each token names. Except for slot 0, no two requests name
             the same slot. A padding request names slot 0 for all of its tokens.
         accepted: [n] int32, 1 to the request's length; 1 for padding.
-        sources: [n] int32, the slot in which each request begins.
+        sources: [n] int32, the slot with the state from which each request begins.
     """
 
     slots: Tensor
@@ -160,10 +160,11 @@ class PromptStates:
 
     Attributes:
         lengths: [n] int32, number of tokens of each chunk.
-        sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
+        sources: [n] int32, the slot with the state from which each request begins; the slot is not
+            read if ``is_new``.
         slots: [n] int32, the slot that receives the state after the last token of the chunk; may be
             the slot in ``sources``. No two requests name the same slot.
-        is_new: [n] bool, whether the request has no state yet, and begins with zeros.
+        is_new: [n] bool, whether the request has no state yet, so that it begins with zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
             first state]: for each request, first the rows of its state, then its tokens.
         outputs: [t] int32, index in ``padded`` of the first of each token's ``w`` inputs.

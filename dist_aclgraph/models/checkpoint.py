@@ -68,7 +68,7 @@ class Checkpoint:
         Args:
             quantises: whether the matrices of products are converted to int8.
             names: maps the usual names of tensors, which callers pass, to the names in the files.
-            int4: which matrices have four bits.
+            int4: the formats of the matrices whose values have four bits.
         """
         self.dtype = dtype
         self.device = device

@@ -45,7 +45,7 @@ class Decoder:
         Args:
             drafts: whether the next-token module is also loaded.
             note: called with the number of bytes of each weight after the weight is on the device.
-            experts: None means the defaults of ``ExpertSetup``.
+            experts: how the rank runs its layers of experts; None means ``ExpertSetup``'s defaults.
             fusions: the fused operators that layers may use; None means none.
 
         Raises:

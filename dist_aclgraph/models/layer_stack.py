@@ -45,7 +45,7 @@ class FeedForward(Protocol):
         """Whether only products in int8 use the input."""
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden], summed over the ranks."""
+        """Map [n, hidden] to [n, hidden], the sum over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Mlp:
         return self.gate_up.quantises_rows
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden]; only layers of experts use the other arguments."""
+        """Map [n, hidden] to [n, hidden]; only layers of experts use the other arguments."""
         return self.down(self.activate(self.gate_up(x)))
 
 
@@ -77,7 +77,7 @@ class DecoderLayer:
         post_attention_norm: norm of the input of the feed-forward part; None if attention and the
             feed-forward part have the same input.
         index: the layer's index in the checkpoint.
-        marks: marks the collectives of this rank.
+        marks: records on the device which collective the rank has reached.
         output_norms: norms of the results of attention and of the feed-forward part; None if the
             results are added to the residual stream without a norm.
         result_scale: factor of these results.

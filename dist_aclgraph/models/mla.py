@@ -148,7 +148,7 @@ class LatentKind:
         self._rotary = RotaryTables(spec.rope, self._sizes.rope_dim, max_len, dtype, device)
 
     def rope(self, positions: Tensor) -> Rope:
-        """[n] -> cos and sin, [n, 1, 1, 64] each."""
+        """Return cos and sin of [n] positions, [n, 1, 1, 64] each."""
         return self._rotary.rows(positions, (-1, 1, 1, self._sizes.rope_dim))
 
     @property

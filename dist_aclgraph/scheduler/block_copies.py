@@ -53,7 +53,7 @@ class CopyCounts:
     """Numbers of blocks that copy jobs have copied, or not copied, since the engine started."""
 
     saved: int = 0
-    # blocks that the workers have not written, because too little time or disk space was left
+    # blocks that were not written, because too many blocks waited, or a worker could not write them
     unsaved: int = 0
     loaded: int = 0
     missed: int = 0  # blocks whose files were found, but could not be read
@@ -123,7 +123,8 @@ class BlockCopies:
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
-        self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
+        # For each block, how many times it waits to be written, or is being written.
+        self._unsaved: Counter[BlockHash] = Counter()
         self._is_late = False  # whether the copy jobs take too long; see ``note_late``
         self.counts = CopyCounts()
 

@@ -54,8 +54,8 @@ class RankScheduler:
         rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether output that must be computed again runs in decode steps, one token per
-            step, as when it was sampled.
+        exact: whether existing output is computed again in decode steps, one token per step, in the
+            same way as when it was sampled.
         copies: decides which blocks are copied to and from files; None if no copies are kept.
     """
 
@@ -115,7 +115,7 @@ class RankScheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """How often the first, the second, ... draft of a request was accepted."""
+        """Element i is the number of times that draft i of a request was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()
         return at_least[1:]
 
@@ -397,7 +397,7 @@ class RankScheduler:
         model has recurrent state, the request loses its row, because its last tokens run again.
 
         Args:
-            unmasked: indices among the sampled requests of the oldest step.
+            unmasked: requests sampled without a mask, as indices into the step's sampled requests.
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows

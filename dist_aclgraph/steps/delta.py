@@ -34,7 +34,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # in the first delta, if requested
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # only in the first delta; empty if not wanted
     embedding: bytes = b""  # float32 [hidden], in the only delta of a request for a hidden state
     # In the first delta: time from the end of the wait in the engine's queue to the first token.
     prefill_s: float = 0.0

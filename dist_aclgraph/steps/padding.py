@@ -54,7 +54,8 @@ class GraphLens:
         """Return the lengths of a step, padded to the size of ``graph``.
 
         Args:
-            query_ends, kv_lens: [num_reqs] of the live requests, over all shards.
+            query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths of the live
+                requests. The KV lengths count the keys of all shards together.
         """
         if self._place.is_sharded:
             asked = graph, kv_lens.tobytes()

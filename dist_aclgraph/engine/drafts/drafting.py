@@ -116,7 +116,7 @@ class Drafter:
         Args:
             collect: returns the hidden states of places if the step also has other tokens.
             logits: maps the module's results, [num_reqs, hidden], to [num_reqs, vocab].
-            positions, slots: [n] int32, of the step's tokens.
+            positions, slots: [n] int32, positions and slots of the step's tokens.
             next_tokens: [n] int32, the token after each of the step's tokens; at places it is the
                 sampled token. None if the step's tokens are the places, in the same order.
             hidden: [n, hidden], hidden states of the target model.
