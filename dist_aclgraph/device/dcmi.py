@@ -17,7 +17,7 @@ MAX_CARDS = 64
 
 
 class _PcieInfo(ctypes.Structure):
-    """``dcmi_pcie_info_all``."""
+    """DCMI's struct ``dcmi_pcie_info_all``."""
 
     _fields_ = (
         ("vendor", c_uint),

@@ -117,8 +117,8 @@ class ModelRunner:
         in_flight = self._max_in_flight = config.scheduler.steps_in_flight
         attention = AttentionSteps(model.kind, place, npu)
         graph_lens = GraphLens(place, k)
-        # Four counts, for the decoder and for drafts: the tokens that experts computed, and the
-        # tokens beyond the capacity of an exchange.
+        # The decoder and the drafts have two counters each: the tokens that experts computed, and
+        # the tokens beyond the capacity of an exchange.
         tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         decoder_tally, draft_tally = tally[..., 0].unbind(0)
         self._buffers = StepBuffers(

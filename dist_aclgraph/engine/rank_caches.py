@@ -17,8 +17,8 @@ from dist_aclgraph.models.decoder import Decoder
 
 @dataclass(eq=False)
 class RankCaches:
-    """Owns the caches of the decoder's layers, in ``decoder``. The next-token module's cache, which
-    ``DraftSteps`` owns, is made, and set to zero, together with these caches.
+    """Owns the caches of the decoder's layers, in ``decoder``. ``DraftSteps`` owns the cache of the
+    next-token module, but the methods here also create this cache and set it to zero.
 
     Attributes:
         drafts: owner of the next-token module's cache; None if the model does not draft.

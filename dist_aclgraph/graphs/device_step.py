@@ -58,13 +58,13 @@ class DeviceStep:
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
         block_table: [num_reqs, num_blocks]; padding is included only in graphs.
-        places: indices of tokens whose logits are needed. In graphs: [num_reqs], padding included,
-            or all tokens if every request verifies drafts. Outside of graphs: [num_samples * (k +
-            1)], only of live requests.
+        places: indices of tokens whose logits are needed. In graphs, the shape is [num_reqs],
+            padding included; if every request verifies drafts, all tokens are places. Outside of
+            graphs, only live requests have places, and the shape is [num_samples * (k + 1)].
         drafts: the places from which drafting continues, padding included; None if the step
             verifies no drafts.
-        next_tokens: [num_tokens + 1], padding and one spare element included; None in graphs and
-            without drafts.
+        next_tokens: [num_tokens + 1], the token after each of the step's tokens, padding and one
+            spare element included; None in graphs and without drafts.
         draft_table: [num_samples, num_blocks], block table of the live sampled requests; None in
             graphs and without drafts.
         shared: the owners of places, if prompts are split between ranks; else None.

@@ -24,10 +24,10 @@ class Fusion:
     """A fused operator.
 
     Attributes:
-        operator: its name in torch_npu.
-        generations: chips with the operator.
-        cann: oldest supported CANN that has the operator.
-        lines: release series of torch_npu with the operator.
+        operator: the operator's name in torch_npu.
+        generations: the generations of chips that have the operator.
+        cann: the oldest supported CANN that has the operator.
+        lines: the release series of torch_npu that have the operator.
         dtypes: possible types of activations.
         multiple: the width of the quantised rows must be a multiple of this number.
         widest: largest width of the quantised rows; None if there is no limit.

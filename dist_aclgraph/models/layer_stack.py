@@ -30,7 +30,7 @@ from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
-# Norms before attention and before the feed-forward part.
+# The possible norms of the input of attention, and of the input of the feed-forward part.
 InputNorm = Norm | NoNorm | Int8Norm
 MakeRope = Callable[[Tensor], Rope]  # maps positions to rotary rows
 # Arguments: tensors with one row per token. Returns [num_tokens, hidden].
@@ -160,7 +160,7 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_self_attn_layernorm.weight"),
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
-    is_first = index in (0, spec.num_layers)  # part of the decoder, or of the next-token module
+    is_first = index in (0, spec.num_layers)  # first layer of the decoder or next-token module
     # An ``Int8Norm`` always adds a residual stream, and only one product can use its int8 rows.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(

@@ -27,7 +27,8 @@ class FileUpkeep:
         # The key is a block's hash, the oldest first. The value is true if a job already deletes
         # the files.
         self._condemned: dict[BlockHash, bool] = {}
-        self._used: dict[BlockHash, int] = {}  # hash, and number of blocks before the block
+        # Keys: hashes of used blocks. Values: number of blocks before the block in its prompt.
+        self._used: dict[BlockHash, int] = {}
         self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:

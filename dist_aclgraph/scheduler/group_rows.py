@@ -31,7 +31,7 @@ class Landed(NamedTuple):
 
     Attributes:
         appended: [num_requests, 2], row and token id of each request.
-        keys: [num_requests], ``Request.key``.
+        keys: [num_requests], the attribute ``key`` of each request.
         has_full: [num_ranks], whether a request of the rank has filled a block.
     """
 

@@ -122,7 +122,7 @@ class StepOutputs(Struct, frozen=True):
         )
 
     def _notes(self) -> dict[int, Note]:
-        """Return a note for each request that got its first token or has ended, by its index."""
+        """Return, by request index, notes for requests that got their first token or have ended."""
         notes = {}
         firsts = dict.fromkeys(self.firsts.tolist())
         for index in firsts | dict.fromkeys(self.finish_reasons):

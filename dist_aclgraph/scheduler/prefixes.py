@@ -43,7 +43,7 @@ class Prefixes:
 
     def _may_share(self, request: Request) -> bool:
         """Whether a request may start with blocks that another request has computed."""
-        needs_logits = request.sampling.prompt_logprobs >= 0  # cached tokens have no logits
+        needs_logits = request.sampling.prompt_logprobs >= 0  # the cache stores no logits
         return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:

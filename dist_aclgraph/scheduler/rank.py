@@ -339,8 +339,8 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor, max_len: int) -> bool:
         """Whether a full graph's padding fits in the block table and in the cache.
 
-        All padding is in the dummy block, but attention can count padding like other blocks
-        (``counts_shared`` of ``BlockPool``).
+        All padding is in the dummy block. But attention on CANN 8.5 counts a shared block once for
+        each use (``counts_shared`` of ``BlockPool``).
 
         Args:
             max_len: maximum length of a request; a row of the block table has blocks for it.

@@ -393,7 +393,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the maximum of each number over all steps. The result may be the shape of no step.
+    """Return the maximum of each number over all steps; it may differ from the shape of every step.
 
     The query length is 0 if the steps have different query lengths.
     """

@@ -56,10 +56,10 @@ class Request:
             to wait.
         look_up: function that returns the number of leading blocks that are cached or have files;
             it returns None while the files are looked up. None if no look-up runs.
-        fetch: fetches blocks that another group has computed to the engine's node; used at most
-            once, None if there is nothing to fetch.
-        source: from which group workers on other nodes fetch blocks; used at most once, None if
-            there is none.
+        fetch: function that fetches to the engine's node the blocks that another group has
+            computed; called at most once. None if no blocks are fetched.
+        source: the group from which workers on other nodes fetch blocks; used at most once. None if
+            no blocks are fetched.
         is_suspect: whether the request's logits were NaN or infinite once. Then the request is
             computed again, and shares no blocks with other requests.
     """

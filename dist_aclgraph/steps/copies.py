@@ -60,8 +60,8 @@ class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
 
     ``ended`` has a pair for each job that has ended: the number of the job, and how many blocks
     were written, or how many leading blocks were read or found. ``num_read`` is the number of
-    blocks that the worker has read so far, by the tier's name. ``fetched`` counts what the worker
-    has fetched so far, if it fetches files.
+    blocks that the worker has read so far, by the tier's name. ``fetched`` has the fields of
+    ``FetchCounts``; it is empty if the worker fetches no files.
     """
 
     epoch: int

@@ -35,7 +35,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
     # number of most probable tokens to report at positions of the prompt; -1 reports nothing
     prompt_logprobs: int = -1
-    num_prompt_tokens: int = 0  # number of prompt tokens, which is the position of the first output
+    num_prompt_tokens: int = 0  # also the position of the first output token
     suppressed: tuple[int, ...] = ()  # stop token ids, which are forbidden before min_tokens
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias

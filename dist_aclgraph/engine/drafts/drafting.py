@@ -62,7 +62,7 @@ def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 class Drafter:
-    """Owns the drafts of all rows, and their last tokens.
+    """Owns the drafts and the last token of each row.
 
     The views ``drafts`` and ``last`` begin at aligned addresses, because operators load blocks of
     32 bytes.
