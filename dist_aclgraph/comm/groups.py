@@ -125,7 +125,7 @@ class RankGroups:
         mc2: another group of the ranks of ``ep``, for operators that communicate inside their
             kernel; None without such operators.
         pcp: ranks that share the computation of prompts.
-        dcp: ranks that share the KV cache of a request; a rank's index is its shard.
+        dcp: ranks that share the KV cache of a request; a rank's index here is its shard's index.
         dp_rank: index of this rank's batch in the lockstep group.
     """
 

@@ -75,7 +75,7 @@ TORCH_DTYPES = {
 
 
 class ModelRunner:
-    """One rank's execution of steps.
+    """Executes the steps of one rank.
 
     Args:
         owns_output: whether this rank sends the sampled tokens to the engine; the other ranks of
@@ -328,7 +328,7 @@ class ModelRunner:
         records = unpack_ints(batch.scheduled, 4)
 
         land = partial(self._flights.land, records)
-        # If the previous step ends meanwhile, it is reported during this call.
+        # If the previous step ends during this call, this call also reports the step's result.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):

@@ -32,8 +32,9 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
-# Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens beyond the capacity
-# of an exchange. Axis 2 pads each number to 32 bytes, because operators load 32 bytes at once.
+# Axis 0 has the counters of the decoder, then of the drafts. Axis 1 has the number of computed
+# tokens, then the number of tokens beyond the capacity of an exchange. Axis 2 pads each number to
+# 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
 # A number is NaN or infinite if all bits of its exponent are set.
@@ -72,8 +73,8 @@ class HostOutput:
             wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
         prompts: the requested log-probabilities of prompts.
-        embeddings: float32 [hidden] by index among the sampled requests, for requests that want
-            embeddings.
+        embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
+            the sampled requests.
     """
 
     token_ids: IntArray
@@ -281,7 +282,7 @@ class StepOutput:
         """Queue copies of a step's results to the host; the host does not wait.
 
         Args:
-            tokens: [>= num_samples * (k + 1)] int32.
+            tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come first.
             best: the greatest logit of each place.
             accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.

@@ -38,7 +38,7 @@ class SharedPlaces(NamedTuple):
     """The prefill rank that runs the token at each place of a split step.
 
     Attributes:
-        owners: [num_places] int32, padding included.
+        owners: [num_places] int32, the rank that runs each place's token, padding included.
         landings: [num_places] int32, only for places of live requests: index of the place's token
             in this rank's list of tokens. If another rank runs the token, the index is the length
             of this list, padding included.

@@ -40,12 +40,12 @@ class StepBuffers:
 
     Attributes:
         addresses: the addresses of the buffers, which captured graphs contain.
-        logits: [max_samples, vocab].
+        logits: [max_samples, vocab], the logits of the sampled places.
         tokens: token table whose latest tokens are ``sampled``; None if the model drafts.
         sampled: [max_samples] int32. A replay writes the most probable tokens; then the sampler
             overwrites the tokens of special places.
-        best: [max_samples], the greatest logit of each sampled place; finite unless its logits
-            contain NaN or infinity.
+        best: [max_samples], the greatest logit of each sampled place. It is finite unless the
+            place's logits contain NaN or infinity.
         hidden: [max_tokens, hidden], hidden states of all tokens; empty without drafts.
         accepted: [max_reqs] int32, number of accepted drafts. In a replay, the drafts are compared
             with the most probable tokens. If the step has special places, the drafts are compared

@@ -43,7 +43,7 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
 # blocks are free for requests.
 MAX_HELD = 1 / 8
-MAX_LOADING = 1 / 2  # maximum part of the pool that several reading jobs may hold together
+MAX_LOADING = 1 / 2  # Several reading jobs together may hold at most this part of the pool.
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
@@ -69,8 +69,8 @@ class _Copy:
         block_ids: the copied blocks, which are the last blocks of ``held``.
         request: the request that waits for the blocks; None if no blocks are read.
         waits_for: the workers that have not ended the job.
-        num_whole: the smallest ``num_whole`` of the workers that have ended the job.
-        states: block hash and number of each checkpoint that is copied.
+        num_whole: the smallest ``num_whole`` that any worker has reported; see ``end``.
+        states: the copied checkpoints; for each checkpoint, its block hash and its number.
     """
 
     kind: JobKind

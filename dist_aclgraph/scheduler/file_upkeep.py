@@ -15,7 +15,7 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 
 MAX_CONDEMNED = 4096  # maximum number of condemned blocks that are recorded
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
-TOUCH_S = 10.0  # minimum number of seconds between the beginnings of two such jobs
+TOUCH_S = 10.0  # minimum number of seconds between the starts of two jobs that touch files
 
 
 class FileUpkeep:
@@ -24,8 +24,8 @@ class FileUpkeep:
     """
 
     def __init__(self) -> None:
-        # The key is a block's hash, the oldest first. The value is true if a job already deletes
-        # the files.
+        # Keys: hashes of condemned blocks, the oldest first. Values: whether a job already deletes
+        # the block's files.
         self._condemned: dict[BlockHash, bool] = {}
         # Keys: hashes of used blocks. Values: number of blocks before the block in its prompt.
         self._used: dict[BlockHash, int] = {}

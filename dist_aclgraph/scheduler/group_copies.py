@@ -21,14 +21,14 @@ class GroupCopies:
     """Decides which blocks of all ranks are copied. A request waits until its files are read.
 
     Args:
-        pools: the blocks of each data-parallel rank.
+        pools: the block pool of each data-parallel rank.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         ranks_per_batch: number of workers of each data-parallel rank.
         waiting: the group's waiting requests; some of them wait until their files are read.
         files: the group's nodes that have files; None if all workers are on the engine's node.
 
     Attributes:
-        ranks: the copies of each data-parallel rank; empty if no copies are kept.
+        ranks: the ``BlockCopies`` of each data-parallel rank; empty if no copies are kept.
     """
 
     def __init__(

@@ -73,8 +73,8 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return for each rank whether all requests stay below their limits if each gets one more
-        token.
+        """Return for each rank whether all of its requests stay below their maximum lengths if each
+        request gets one more token.
 
         Args:
             ranks: [n], different ranks.

@@ -31,7 +31,7 @@ class StepOutputs(Struct, frozen=True):
         ends: [num_reqs], index in ``token_ids`` after each request's last token; None means that
             each request has one token.
         firsts: [n], indices of requests that got their first tokens.
-        finish_reasons: the finish reason of each finished request, by its index.
+        finish_reasons: the finish reasons of finished requests, by request index.
         logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
             wants log-probabilities.
         failed: the reasons of requests that end without a new token: their logits were NaN or

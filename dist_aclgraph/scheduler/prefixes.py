@@ -108,7 +108,7 @@ class Prefixes:
         Stores the checkpoints in ``flight``.
 
         Returns:
-            Records for ``RankBatch.kept``.
+            The records for the field ``kept`` of ``RankBatch``.
         """
         checkpoints, first = self._pool.checkpoints, flight.step.num_decoding
         if checkpoints is None:

@@ -94,7 +94,7 @@ class RankScheduler:
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # Each step adds the number of requests whose drafts it verifies and may accept.
+        # Number of verifications: one for each step and each request whose drafts may be accepted.
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)

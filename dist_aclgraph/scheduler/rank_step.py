@@ -52,9 +52,9 @@ class NewTokens(NamedTuple):
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
         prompts: the requested log-probabilities of prompts.
-        failed: the reasons of failed requests, by index among the sampled requests.
-        embeddings: the requested hidden states, by index among the sampled requests; float32
-            [hidden].
+        failed: the reasons why requests failed; the keys are indices among the sampled requests.
+        embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
+            the sampled requests.
     """
 
     token_ids: IntArray
@@ -235,7 +235,7 @@ class RankStep:
     Attributes:
         indices: [num_reqs], indices among the running requests at the time of the decision.
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
-        num_decoding: number of requests that decode; they come first.
+        num_decoding: number of requests that decode; these requests come first.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
         is_uniform: whether all requests run in the same way as decoding requests. Then the requests
@@ -340,7 +340,7 @@ class RankStep:
         return counts
 
     def _samples(self, result: StepResult, packed: bytes, brought: str) -> IntArray:
-        """Return the indices, among the sampled requests, that a result contains."""
+        """Unpack indices that a result contains; they are indices among the sampled requests."""
         if not packed:
             return NO_INTS
         indices = unpack_ints(packed)
@@ -366,8 +366,8 @@ class Flight:
             request was removed.
         is_quiet: whether no request can reach its maximum length or fill a block in this step.
         cleaned: blocks that are set to zero before this step.
-        kept: the checkpoints that this step writes: index of the request among the step's records,
-            and hash of the last block before the checkpoint.
+        kept: the checkpoints that this step writes. For each checkpoint: the index of its request
+            among the step's records, and the hash of the last block before the checkpoint.
     """
 
     step: RankStep

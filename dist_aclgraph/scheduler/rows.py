@@ -54,7 +54,7 @@ class Columns:
 
     Attributes: columns of int32, [num_requests] each, or [num_ranks, capacity] each.
         row: row of the request in the workers' batch.
-        key: ``Request.key``.
+        key: the attribute ``key`` of the request.
         computed: number of tokens whose KV is in the cache; it grows up to ``known``.
         known: number of existing tokens, prompt and output.
         flying: number of the tokens in ``computed`` that steps in flight are computing.
@@ -237,7 +237,7 @@ class RunningRows(Columns):
 
         Args:
             indices: [n], indices of the requests that get tokens.
-            tokens: [num_new], request by request.
+            tokens: [num_new], the new tokens, request by request.
             counts: [n], number of new tokens of each request; None means that each request has one
                 token.
         """
@@ -258,7 +258,7 @@ class RunningRows(Columns):
         gets one token.
 
         Args:
-            tokens: [n].
+            tokens: [n], the new token of each request.
         """
         self._recent[self.row[indices], self.num_recent[indices]] = tokens
         self._columns[LANDING, indices] += self._changes.landed

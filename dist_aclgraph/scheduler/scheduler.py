@@ -86,7 +86,7 @@ class Scheduler:
             whose prompt is computed. If another engine has sampled a part of a request's output,
             this part is computed in the same way as when it was sampled: token by token.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
-        files: the nodes of the group; None if all workers are on the engine's node.
+        files: the group's nodes that have files; None if all workers are on the engine's node.
     """
 
     def __init__(
@@ -459,7 +459,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all results that the steps need, and its padding has room."""
+        """Whether a graph computes all results that the steps need, and its padding fits."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)

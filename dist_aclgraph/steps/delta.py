@@ -33,7 +33,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
     # In the first delta: number of prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
     error: str = ""  # one sentence, if finish_reason is "error"
-    error_kind: str = ""  # class name from errors.py
+    error_kind: str = ""  # class name of the error, from errors.py
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # only in the first delta; empty if not wanted
     embedding: bytes = b""  # float32 [hidden], in the only delta of a request for a hidden state
     # In the first delta: time from the end of the wait in the engine's queue to the first token.
@@ -72,8 +72,8 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     numbers: bytes  # int32 [num_reqs]
-    token_ids: bytes = b""  # int32 [num_new], request by request
-    # int32 [num_reqs], index after each request's last token; empty if each has one token.
+    token_ids: bytes = b""  # int32 [num_new], the new tokens, request by request
+    # int32 [num_reqs], index after each request's last token; empty if each request has one token.
     ends: bytes = b""
     notes: tuple[Note, ...] = ()
     # [num_new], for each token, its log-probabilities or None; empty if no request wants any.
@@ -99,7 +99,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
         """Yield the delta of each request that is in ``names``, the client's unfinished requests.
 
         Args:
-            names: request ids by number.
+            names: the client's request ids, by the client's numbers of the requests.
         """
         notes = {note.index: note for note in self.notes}
         start = 0

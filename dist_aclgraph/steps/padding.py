@@ -23,9 +23,9 @@ class Lens(NamedTuple):
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: lists [num_rows]. The decoder and the first iteration of drafting use the first
-            list; each later iteration has its own list. Each iteration makes all requests one token
-            longer.
+        kv_lens: one or more lists of [num_rows] KV lengths. The decoder and the first iteration of
+            drafting use the first list; each later iteration has its own list. Each iteration makes
+            all requests one token longer.
     """
 
     query_ends: list[int]
@@ -99,7 +99,7 @@ def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
 
 
 def padding_len(graph: BatchDescriptor, num_tokens: int, num_reqs: int) -> int:
-    """Return the KV length of a full graph's longest padding request; 0 without such requests.
+    """Return the KV length of a full graph's longest padding request; 0 if no request is padding.
 
     Args:
         num_tokens, num_reqs: numbers of live tokens and of live requests.

@@ -115,7 +115,7 @@ class Drafter:
 
         Args:
             collect: returns the hidden states of places if the step also has other tokens.
-            logits: maps the module's results, [num_reqs, hidden], to [num_reqs, vocab].
+            logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
             next_tokens: [n] int32, the token after each of the step's tokens; at places it is the
                 sampled token. None if the step's tokens are the places, in the same order.
@@ -164,7 +164,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
 
     Args:
         sampled: [num_reqs, k + 1] int32, the target model's choice at each place.
-        drafted: [num_reqs, k] int32.
+        drafted: [num_reqs, k] int32, the drafts of each request.
         most: [num_reqs] int32, largest number of drafts that may be accepted.
 
     Returns:
@@ -172,7 +172,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # The result is the smallest index of a rejected draft: k is added to the indices of accepted
-    # drafts, so that they are never the smallest.
+    # The result is the smallest index of a rejected draft. Adding k to the indices of accepted
+    # drafts ensures that these indices are never the smallest.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

@@ -164,7 +164,7 @@ class Matchers:
 
         Args:
             counts: [num_samples], number of new tokens of each sampled request.
-            token_ids: [num_new], request by request.
+            token_ids: [num_new], the new tokens, request by request.
         """
         ends = np.cumsum(counts)
         firsts = step.kv_lens[step.sampled] - step.num_logits + 1

@@ -67,7 +67,7 @@ class RaceNoise:
         self._largest = to_device(np.array([-_SMALLEST], np.float32))  # the largest value of -u
 
     def log_exponentials(self, keys: Tensor) -> Tensor:
-        """Return [n, vocab] float32: logarithms of standard exponential numbers.
+        """Return [n, vocab] float32: logarithms of random numbers with exponential distribution.
 
         In a race the token with the largest ``logit - number`` wins; each token wins with its
         softmax probability.

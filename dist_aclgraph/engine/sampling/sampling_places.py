@@ -253,8 +253,8 @@ class StepPlaces:
     Attributes:
         indices: [n], indices among all places of the step.
         where: the same indices, int64 on the device; None means all places.
-        samples: [n], index of each place's sampled request.
-        drafts: [n], number of drafts of the request before each place.
+        samples: [n], for each place, the index of its request among the sampled requests.
+        drafts: [n], for each place, the number of its request's drafts before this place.
     """
 
     indices: npt.NDArray[np.intp]

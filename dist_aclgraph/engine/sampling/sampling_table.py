@@ -68,9 +68,9 @@ class SamplingTable:
         has_embeddings: whether the request of any row asks for a hidden state.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
-        suppressed: by row, tokens that are forbidden before ``min_tokens``.
-        biases: by row, only for rows with a bias.
-        bad_words: by row, bad words of several tokens.
+        suppressed: the tokens that are forbidden before ``min_tokens``, by row.
+        biases: the biases of each row that has any, by row.
+        bad_words: the bad words of several tokens, by row.
         version: number of parameter changes; readers compare versions to find out whether any row
             has changed.
     """
