@@ -109,7 +109,7 @@ class ShardRows:
     rank computes the attention to the keys of its shard.
 
     Attributes:
-        place: place of this rank, with its shard.
+        place: the indices of this rank in context parallelism, its shard's index included.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
         query_ends: [1] int32, contains n. For the operator, the n tokens are the queries of one
             request, and all keys of the shard are this request's keys.
@@ -144,7 +144,7 @@ class AttentionMetadata:
         kv_lens: [num_reqs], KV length of each request on this shard, its queries included.
         is_empty: [num_direct, 1, 1] bool, whether the shard has no key to which the token may
             attend; then the token's KV length is 1. None if the cache is not sharded.
-        causal_mask: [2048, 2048] bool.
+        causal_mask: [2048, 2048] bool, the result of ``make_causal_mask``.
         is_causal: whether requests that attend directly need the causal mask.
         hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. With
             this mask, every request has one query and kv_len keys; the last keys are padding. None
@@ -380,7 +380,7 @@ def launch(
     """Run the attention of direct tokens, or capture it as a task of a graph.
 
     Args:
-        arguments: all arguments except lengths and outputs.
+        arguments: all arguments of the operator except lengths and outputs.
         out: receives the result.
         sums: float32, receives the log-sum-exps; None if they are not needed.
     """

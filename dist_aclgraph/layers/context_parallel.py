@@ -58,8 +58,7 @@ class ContextParallel:
     def meet(self, device: torch.device) -> None:
         """Run one collective in each group, so that HCCL creates the domains and their streams now.
 
-        Otherwise PCP's domain would be created by the first prompt, after the count of free
-        streams.
+        Otherwise the first prompt would create PCP's domain, after the free streams were counted.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
@@ -123,8 +122,8 @@ def merge_attention(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Ten
     """Merge the results of attention over several sets of keys; return results and log-sum-exps.
 
     Args:
-        outs: for each set, [rows, d], attention over the set.
-        sums: for each set, [rows] float32, log-sum-exps.
+        outs: for each set of keys, the results of attention over the set, [rows, d].
+        sums: for each set of keys, the log-sum-exps, [rows] float32.
     """
     merged: tuple[Tensor, Tensor] = torch.ops.npu.npu_attention_update(list(sums), list(outs), 1)
     return merged

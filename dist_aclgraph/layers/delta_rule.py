@@ -76,7 +76,7 @@ class DeltaRule(Protocol):
 
 
 class FusedDeltaRule:
-    """CANN's operators. All inputs, results and states except ``g`` are bfloat16.
+    """Runs CANN's operators. All inputs, results and states except ``g`` are bfloat16.
 
     ``g`` has one number for each head. torch_npu 2.13 does not support one decay per channel: the
     documentation of the operator for direct requests says that the argument ``gk`` is not supported
@@ -187,7 +187,7 @@ def _run_part(
         beta: [heads, n].
 
     Returns:
-        [heads, n, value_dim], and the state after the last token.
+        The results, [heads, n, value_dim], and the state after the last token.
     """
     outs = []
     for start in range(0, q.shape[1], PASS_TOKENS):

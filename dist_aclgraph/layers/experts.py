@@ -46,7 +46,7 @@ class ExpertSetup:
     """How a rank runs its layers of experts.
 
     Attributes:
-        capacity_factor: capacity of an all-to-all, see ``expert_capacity``.
+        capacity_factor: the argument ``factor`` of ``expert_capacity``, for an all-to-all.
         side: stream on which shared experts run in parallel to routed experts; if None, shared
             experts run before routed experts.
         mc2: MC2's operators on this chip; None without MC2.

@@ -80,7 +80,7 @@ class NormsOfAllHeads:
         of ``scale ** -2`` over the ranks. One all-reduce serves both norms.
 
         Args:
-            own: results of this rank's norms; scales: [..., 2] float32, their scales.
+            own: results of this rank's norms; scales: [..., 2] float32, the scales of these norms.
         """
         means = self.group.all_reduce((scales * scales).reciprocal()) / self.group.size
         factors = torch.split(means.rsqrt() / scales, 1, -1)

@@ -90,7 +90,7 @@ class Int8SwigluProduct:
     of its results to int8. Sums and SwiGLU are not rounded to the type of activations.
 
     Attributes:
-        weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ. Gate is before up.
+        weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ; first gate, then up.
         scale: [num_local, 2 * width] float32, bfloat16 or float16.
     """
 

@@ -61,7 +61,7 @@ class RowParallelLinear:
     """A product whose input is split over the group; one all-reduce adds the ranks' partial sums.
 
     Attributes:
-        product: [n, in / size] -> [n, out]; in a group of one, it includes the bias.
+        product: maps [n, in / size] to [n, out]. In a group of one, it also adds the bias.
         bias: [out] or None; every rank has the whole bias and adds it after the all-reduce.
     """
 

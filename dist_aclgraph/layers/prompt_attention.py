@@ -68,7 +68,7 @@ def attend_parts(
     """Compute the rows of ``out`` that belong to the parts' queries. Every rank reads every chunk.
 
     Args:
-        caches: [num_slots, ...] each.
+        caches: the tensors of the cache, [num_slots, ...] each.
         out: [num_tokens, heads, d].
     """
     for part in parts:

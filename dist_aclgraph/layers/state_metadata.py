@@ -108,7 +108,8 @@ class DirectStates:
     Attributes:
         slots: [t] int32, the slot that each token names. Except for slot 0, no two requests name
             the same slot. A padding request names slot 0 for all of its tokens.
-        accepted: [n] int32, 1 to the request's length; 1 for padding.
+        accepted: [n] int32, number of the request's token (from 1) that names the slot with the
+            request's current state; 1 for padding.
         sources: [n] int32, the slot with the state from which each request begins.
     """
 
@@ -201,8 +202,8 @@ class StateMetadata:
     """The states of a step; all layers of linear attention use the same value.
 
     Attributes:
-        direct: None if no request updates its state token by token.
-        prompts: None if the step has no prompt tokens.
+        direct: the requests that update their states token by token; None if there are none.
+        prompts: the chunks of prompts; None if the step has no prompt tokens.
     """
 
     direct: DirectStates | None = None

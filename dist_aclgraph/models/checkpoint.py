@@ -114,7 +114,8 @@ class Checkpoint:
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return ``[start, stop)`` along ``dim``; elements after the tensor's end are zero.
+        """Return the part ``[start, stop)`` of a tensor along ``dim``; elements after the tensor's
+        end are zero.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -132,8 +133,8 @@ class Checkpoint:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` of a member of a stack of tensors; elements after the
-        tensor's end are zero.
+        """Return the part ``[start, stop)`` along ``dim`` of one member of a stack of tensors;
+        elements after the member's end are zero.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.

@@ -107,7 +107,7 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [n, hidden] to [n, vocab], on every rank. If ``out`` is given, it gets the result."""
+        """Map [n, hidden] to [n, vocab], on every rank; write the result to ``out`` if given."""
         return self._head(hidden, out)
 
 

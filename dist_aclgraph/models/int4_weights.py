@@ -90,7 +90,7 @@ class StoredInt4:
         Args:
             module: name of the matrix without ``.weight``.
             shape: [out, in].
-            find: returns the tensor of a name, as safetensors' slices.
+            find: returns the tensor with a name, as a slice object of safetensors.
             has: whether there is a tensor of this name.
         """
         self._module, self._shape, self._form = module, shape, form

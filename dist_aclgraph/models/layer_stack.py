@@ -33,7 +33,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 # The possible norms of the input of attention, and of the input of the feed-forward part.
 InputNorm = Norm | NoNorm | Int8Norm
 MakeRope = Callable[[Tensor], Rope]  # maps positions to rotary rows
-# Arguments: tensors with one row per token. Returns [num_tokens, hidden].
+# Computes the first layer's input, [num_tokens, hidden], from tensors with one row per token.
 Embed = Callable[..., Tensor]
 
 
@@ -80,7 +80,7 @@ class DecoderLayer:
         marks: records on the device which collective the rank has reached.
         output_norms: norms of the results of attention and of the feed-forward part; None if the
             results are added to the residual stream without a norm.
-        result_scale: factor of these results.
+        result_scale: factor of the results of attention and of the feed-forward part.
     """
 
     input_norm: InputNorm

@@ -25,7 +25,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class NextTokenModule:
-    """One rank's part of the module.
+    """One rank's part of the next-token module.
 
     Attributes:
         kind: kind of attention of the layer.
