@@ -91,7 +91,7 @@ def load_with_options(
         source: as in ``load_config``.
         options: values by the names of ``vllm_options.OPTIONS``; None means that the option is
             absent.
-        overrides: values by dotted key. They take precedence over options.
+        overrides: values by dotted key, which take precedence over options.
 
     Raises:
         ConfigError: our configuration has no such option, or a value is not allowed.
@@ -149,7 +149,7 @@ def read_value(key: str, text: str) -> Any:
     In YAML 1.1, ``1e6`` is a text, not a number.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text is neither JSON nor YAML.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -188,7 +188,7 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         child = node.get(parent)
         if not isinstance(child, dict | None):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
-        # copied, because the caller's section must not change
+        # The section is copied, because the caller's section must not change.
         child = node[parent] = dict(child or {})
         node = child
     # A key of decimal digits is a rank, so it becomes an integer.
@@ -230,7 +230,7 @@ def _read_yaml(text: str) -> Any:
         return [copied(item) for item in value] if isinstance(value, list) else value
 
     try:
-        return copied(yaml.load(text, Loader=_Loader))  # a SafeLoader
+        return copied(yaml.load(text, Loader=_Loader))  # ``_Loader`` is a SafeLoader.
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:

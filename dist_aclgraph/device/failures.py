@@ -20,8 +20,9 @@ from dist_aclgraph.errors import (
     WorkerStartTimeoutError,
 )
 
-# 207008 ACL_ERROR_RT_NO_STREAM_RESOURCE, at capture begin; 207005 ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
-# "new capture stream failed"; 207001 ACL_ERROR_RT_MEMORY_ALLOCATION.
+# CANN's codes of exhausted resources. 207008 is ACL_ERROR_RT_NO_STREAM_RESOURCE, raised when a
+# capture begins. 207005 is ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, with the text "new capture stream
+# failed". 207001 is ACL_ERROR_RT_MEMORY_ALLOCATION.
 _STREAM_WORDS = re.compile(
     r"\b(207008|207005)\b|stream resource|sq cq|capture stream failed|"
     r"insufficient_stream_resources",

@@ -154,7 +154,7 @@ class AttentionMetadata:
         on_shards: if attention chooses keys, the tokens that attend to each shard on the shard's
             rank; None if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
-        is_in_pieces: whether piecewise graphs contain the other parts of the layers.
+        is_in_pieces: whether piecewise graphs run the parts of layers before and after attention.
         states: the slots of recurrent states that the step uses; None if no layer has such a state,
             or if no request is live.
     """

@@ -24,7 +24,7 @@ class Chip:
     """The properties of one device that its runtime reports.
 
     Attributes:
-        name: e.g. Ascend910B1.
+        name: name of the chip, e.g. Ascend910B1.
         cann: version of CANN, e.g. 9.1.0; "" if unknown, for example without CANN's set_env.sh.
     """
 

@@ -46,7 +46,7 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
 
     Attributes:
         plan_hash: hash of the plan that the rank uses.
-        free_streams: number of the device's free streams; None if captures do not change it.
+        free_streams: number of free streams of the device; None if captures do not change it.
         live_bytes: number of used bytes of the graph pool.
         pool_bytes: number of all bytes of the graph pool.
     """

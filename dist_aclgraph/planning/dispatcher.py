@@ -150,7 +150,7 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Make one table for each kind of graph. The dispatcher searches the tables in this order.
+        """Make one table for each kind of graph, in the order in which the tables are searched.
 
         Tables of FULL graphs are before tables of PIECEWISE graphs, and graphs that accept only
         decode batches are first.

@@ -54,7 +54,7 @@ class LazyGraphs:
         self._min_tokens = min_tokens
         self._retry_steps = retry_steps
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
-        # Number of tokens that each shape would save.
+        # For each shape, the number of tokens that its graph would have saved so far.
         self._wasted: Counter[BatchDescriptor] = Counter()
         # Number of the step in which each shape failed last.
         self._failed: dict[BatchDescriptor, int] = {}
@@ -63,7 +63,7 @@ class LazyGraphs:
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
-        """Return the configured policy for at most ``capacity`` graphs; None if this is 0."""
+        """Return the configured policy for up to ``capacity`` graphs; None if ``capacity`` is 0."""
         if not capacity:
             return None
         return cls(

@@ -19,7 +19,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     term: str
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
-    measured: int | None = None  # set by the rank after its capture
+    measured: int | None = None  # set by the rank after the capture
     parts: dict[str, int] = {}  # the predicted streams of each owner, if known
 
     @property

@@ -35,7 +35,8 @@ class Mc2Batch(NamedTuple):
     top_k: int
 
 
-# These formulas for the bytes of HCCL's buffer are in the operators' documents.
+# The following functions compute the bytes of HCCL's buffer, by the formulas of the operators'
+# documents.
 
 
 def a2_fullmesh_bytes(batch: Mc2Batch) -> int:

@@ -24,9 +24,10 @@ AFTER_ATTENTION = 5
 # Number of additional operators before attention if norms span the heads of several ranks: six for
 # the scales of both norms, two (a product and a conversion) for q, and two for k.
 SUMMED_NORMS = 10
-# Additional operators before sparse attention: one for the queries of latent attention; for the
-# indexer, a layer norm, two rotations, two joins, and a product for the weights of its heads.
-# Sparse attention itself has no more entries than attention whose parameters are updated.
+# Number of additional operators before sparse attention: one for the queries of latent attention,
+# and six for the indexer (a layer norm, two rotations, two joins, and a product for the weights of
+# its heads). Sparse attention itself has no more entries than attention whose parameters are
+# updated.
 INDEXER = 7
 # EXPERTS is the number of operators of a layer of experts: router, routing, products and shared
 # experts. These operators replace the two products and the activation of a dense layer (DENSE).

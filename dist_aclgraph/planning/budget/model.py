@@ -22,7 +22,7 @@ class BudgetTerm:
     Attributes:
         name: the owner of the streams.
         total: number of streams that the owner uses in each bucket.
-        why: the owner's reason for using these streams, in plain words.
+        why: why the bucket needs these streams, in plain words.
         of: the graph to which the line belongs, if a bucket has different graphs.
     """
 
