@@ -83,8 +83,8 @@ def fault_of_code(code: int) -> DeviceFault | None:
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error. For our own errors, it follows from the type; for torch_npu's
-    errors, from CANN's codes and words in the message.
+    """Return the cause of an error. The cause of our own errors follows from their type; the cause
+    of torch_npu's errors follows from CANN's codes and words in the message.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"

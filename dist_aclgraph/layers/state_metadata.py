@@ -99,7 +99,7 @@ class DirectStates:
 
     Each token names the slot that receives the state after this token. So a rejected draft costs
     nothing: the state before the draft is in the slot of the previous token. A request begins with
-    the state in the slot that its token number ``accepted - 1`` names.
+    the state in the slot that its token number ``accepted`` names, counted from 1.
 
     For example, a request with two drafts has the slots 4, 5, 6, and one draft is accepted. Then
     the current state is in slot 5. The next step may name 4, 5, 6 with ``accepted`` 2, or 5, 4, 6
@@ -108,7 +108,7 @@ class DirectStates:
     Attributes:
         slots: [t] int32, the slot that each token names. Except for slot 0, no two requests name
             the same slot. A padding request names slot 0 for all of its tokens.
-        accepted: [n] int32, number of the request's token (from 1) that names the slot with the
+        accepted: [n] int32, number (from 1) of the request's token that names the slot with the
             request's current state; 1 for padding.
         sources: [n] int32, the slot with the state from which each request begins.
     """

@@ -193,8 +193,8 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return for each operator the number of places that use the operator, or the reason why
-        none does. The result omits operators for which the model has no place.
+        """Return for each operator the number of places that use the operator, or the reason why no
+        place uses it. The result omits operators for which the model has no place.
         """
         return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 

@@ -1,9 +1,11 @@
 """FileUpkeep: decides which files of KV blocks are deleted, and which files are touched.
 
-A file is deleted if its block might contain NaN: the block may have been written before the logits
-of its request showed the NaN. While the device's cache has a prefix, the prefix's files are not
-read, even if many requests use the prefix. So some of these files are touched every ``TOUCH_S``,
-because a tier deletes the files whose last use is oldest.
+A block's file is deleted if the block might contain NaN. Such files can exist, because a block can
+be written before its request's logits show the NaN.
+
+While the device's cache has a prefix, the prefix's files are not read, even if many requests use
+the prefix. A tier deletes the files whose last use is oldest. So some of the files of used prefixes
+are touched every ``TOUCH_S``.
 """
 
 from __future__ import annotations

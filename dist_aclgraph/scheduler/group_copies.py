@@ -77,7 +77,7 @@ class GroupCopies:
         return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.ranks]
 
     def end(self, number: int, rank: int, num_whole: int) -> None:
-        """Record that a worker has ended a copy job. When all workers of the job have ended it, the
+        """Record that a worker has ended a copy job. When all workers have ended the job, the
         request that waits for the job returns to the queue.
         """
         request = self.ranks[rank // self._ranks_per_batch].end(number, rank, num_whole)

@@ -115,7 +115,7 @@ class RankScheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """Element i is the number of times that draft i of a request was accepted."""
+        """Element i is the number of times that draft i (from 0) of a request was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()
         return at_least[1:]
 

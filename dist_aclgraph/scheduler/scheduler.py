@@ -396,7 +396,7 @@ class Scheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """[num_drafts], element i is the number of times that draft i of a request was accepted."""
+        """[num_drafts], element i is how often draft i (from 0) of a request was accepted."""
         counts = [rank.accepted_by_position for rank in self.ranks]
         return [sum(at_position) for at_position in zip(*counts, strict=True)]
 

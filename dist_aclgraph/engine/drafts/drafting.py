@@ -114,7 +114,7 @@ class Drafter:
         """Draft the next k tokens.
 
         Args:
-            collect: returns the hidden states of places if the step also has other tokens.
+            collect: returns the hidden states of places; used if the step also has other tokens.
             logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
             next_tokens: [n] int32, the token after each of the step's tokens; at places it is the

@@ -63,7 +63,7 @@ def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
     """Return the offers after dividing the streams of each card by the number of its ranks.
 
     The division is necessary, because each rank counts all free streams of its card. ``reserve`` is
-    not divided: each rank keeps its own.
+    not divided, because each rank has its own reserve.
     """
     ranks = Counter(offer.card for offer in offers)
     return [
