@@ -79,7 +79,7 @@ class CommGroup:
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send each member its part of ``x``, and return the parts that this member receives.
 
-        [n * size, ...] -> [n * size, ...]: the parts have equal size and are in group order.
+        Input and result are [n * size, ...]. Their parts have equal size and are in group order.
         """
         if self.size == 1:
             return x
@@ -123,7 +123,7 @@ class RankGroups:
         ep: ranks among which whole experts are divided; a group of one if every tensor parallel
             group has all experts.
         mc2: another group of the ranks of ``ep``, for operators that communicate inside their
-            kernel; None without such operators.
+            kernel; None if no such operator is used.
         pcp: ranks that share the computation of prompts.
         dcp: ranks that share the KV cache of a request; a rank's index here is its shard's index.
         dp_rank: index of this rank's batch in the lockstep group.

@@ -92,8 +92,8 @@ class PromptSplit:
         return self.num_whole_tokens + max(shares)
 
     def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
-        """Return two arrays: for each token of the step, a rank that runs it; and the token's index
-        on this rank.
+        """Return two arrays with one element for each token of the step: a rank that runs the
+        token, and the token's index on this rank.
 
         For a token that all ranks run, the rank is 0.
         """

@@ -335,7 +335,7 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of a graph pool: all device memory of the pool, and the bytes that tensors occupy."""
+    """The bytes of all device memory of a graph pool, and the bytes that its tensors occupy."""
 
     total_bytes: int
     live_bytes: int

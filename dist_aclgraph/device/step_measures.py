@@ -81,7 +81,8 @@ class Stopwatch:
 
 @dataclass
 class ReplaySpan:
-    """Events of a step on hardware: at the start of its replay, and after its last update.
+    """Two events of a step on hardware, recorded at the start of its replay and after its last
+    update.
 
     Attributes:
         has_updates: whether some updates were sent after the replay.

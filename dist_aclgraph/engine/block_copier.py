@@ -85,7 +85,8 @@ class _Slot:
         device, host, blocks: [num_blocks, block_bytes]; ``blocks`` is ``host`` as a NumPy array.
         piece: the piece that uses the slot; None if the slot is free.
         state: whether the device or the thread for files uses the slot.
-        is_void: whether the piece was dropped; then the slot becomes free without a result.
+        is_void: whether the piece was dropped. Then no result is reported when the slot becomes
+            free.
         ready: event with which one stream waits for the other stream.
         done: event after the slot's last work on the device.
     """

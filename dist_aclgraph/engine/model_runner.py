@@ -419,7 +419,7 @@ class ModelRunner:
         return {} if self._copier is None else self._copier.num_read
 
     def end_copies(self, timeout_s: float) -> None:
-        """Wait until files with copies of KV are no longer used. No step may follow."""
+        """Wait until this rank uses no files with copies of KV. Run no step after this call."""
         if self._copier is not None:
             self._copier.end_files(timeout_s)
 

@@ -78,7 +78,7 @@ def queue_prompts(
         if begin >= end:  # no token of the prompt follows these tokens
             continue
         # Index that the request's position 0 has among the step's tokens, or would have if the step
-        # ran this position, too.
+        # ran this position.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -164,7 +164,7 @@ class StepOutput:
         self._known = KnownPlaces(batch.sampling, self._num_places, vocab_size, npu.upload)
 
     def count_tokens(self, batch: RankBatch, step: HostStep, token_ids: TokensAt) -> None:
-        """Count tokens for penalties: all tokens of new rows, and the latest tokens of other rows.
+        """Count, for penalties, all tokens of new rows and the latest tokens of other rows.
 
         Args:
             token_ids: returns the tokens of [n] references, [n] int32 on the device.
@@ -284,7 +284,8 @@ class StepOutput:
         Args:
             tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come first.
             best: the greatest logit of each place.
-            accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
+            accepted: [>= num_samples] int32, number of accepted drafts; None if the model does not
+                draft.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
             special: the special places, which may want log-probabilities; None if the step has no
                 special place.

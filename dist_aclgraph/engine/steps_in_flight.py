@@ -33,7 +33,7 @@ class Sampled:
     Attributes:
         tokens: [num_samples * (k + 1)] int32, the sampled token of each place.
         best: [num_samples * (k + 1)], the greatest logit of each place.
-        accepted: [num_samples] int32, number of accepted drafts; None without drafts.
+        accepted: [num_samples] int32, number of accepted drafts; None if the model does not draft.
         span: measures the replays of a full graph; None if replays are not measured.
     """
 
@@ -157,7 +157,7 @@ class StepsInFlight:
 
         Args:
             report: called with each result.
-            stage: the stage of the next step on which the host works at present.
+            stage: the stage of the next step on which the host is working now.
             is_queued: whether enough work of the next step is queued, so that the device runs while
                 the host queues the rest.
         """

@@ -46,7 +46,8 @@ class StepBuffers:
             overwrites the tokens of special places.
         best: [max_samples], the greatest logit of each sampled place. It is finite unless the
             place's logits contain NaN or infinity.
-        hidden: [max_tokens, hidden], hidden states of all tokens; empty without drafts.
+        hidden: [max_tokens, hidden], hidden states of all tokens; empty if the model makes no
+            drafts.
         accepted: [max_reqs] int32, number of accepted drafts. In a replay, the drafts are compared
             with the most probable tokens. If the step has special places, the drafts are compared
             again, with the sampled tokens.
@@ -188,7 +189,7 @@ class StepBuffers:
             twins.is_read |= twins.number <= num_written
 
     def inputs(self, graph: BatchDescriptor) -> DeviceStep:
-        """Return a graph's inputs as views of the buffers; always the same views."""
+        """Return a graph's inputs as views of the buffers; each call returns the same views."""
         if graph not in self._views:
             self._views[graph] = self._make_views(graph)
         return self._views[graph]

@@ -116,7 +116,7 @@ class TaskRecorder:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of KV lengths that each task needs; 0 without tasks."""
+        """Return the number of KV lengths that each task needs; 0 if there are no tasks."""
         if not self.tasks:
             return 0
         task = self.tasks[0]

@@ -49,7 +49,7 @@ class ExpertSetup:
         capacity_factor: the argument ``factor`` of ``expert_capacity``, for an all-to-all.
         side: stream on which shared experts run in parallel to routed experts; if None, shared
             experts run before routed experts.
-        mc2: MC2's operators on this chip; None without MC2.
+        mc2: MC2's operators on this chip; None if MC2 is not used.
         redundant: number of additional copies of experts, see ``place_experts``.
     """
 

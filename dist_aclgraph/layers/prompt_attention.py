@@ -53,8 +53,9 @@ class DevicePart:
     chunks: tuple[DeviceChunk, ...]
 
 
-# Computes a launch. Arguments: the launch, the rows of the launch's keys in each cache, the result
-# [n, heads, d], and the log-sum-exps [n, heads, 1] float32, or None if they are not needed.
+# A function that computes a launch. Its arguments are the launch, the rows of the launch's keys in
+# each cache, the result [n, heads, d], and the log-sum-exps [n, heads, 1] float32, or None if they
+# are not needed.
 AttendTo = Callable[[DeviceLaunch, Sequence[Tensor], Tensor, Tensor | None], None]
 
 

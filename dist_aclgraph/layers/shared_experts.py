@@ -53,7 +53,7 @@ class SharedExperts:
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
         gate: [hidden, 1]; the result of a token is multiplied by ``sigmoid(token @ gate)``. None
-            without a gate.
+            if the model has no such gate.
         activate: maps the result of ``gate_up`` to the input of ``down``.
     """
 

@@ -83,8 +83,8 @@ class Choice(NamedTuple):
         keys: [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by
             -1.
         own: [n, 1, top_k] int32, for the first n queries: the slots of the chosen keys on this
-            shard, followed by -1. Only these queries attend to chosen keys on all shards. None
-            without such queries.
+            shard, followed by -1. Only these queries attend to chosen keys on all shards. None if
+            there are no such queries.
     """
 
     keys: Tensor

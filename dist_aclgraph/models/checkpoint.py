@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 # they do not fit in the CPU's caches.
 PIECE_BYTES = 4 << 20
 USUAL_NAMES = WeightNames()
-# safetensors' names of the types whose values need scales, and of the other types
+# Safetensors' names of the types whose values need scales, and of the types that need no scales.
 SCALED, FLOATS = ("F8_E4M3", "I8"), ("BF16", "F16", "F32", "F64")
 
 

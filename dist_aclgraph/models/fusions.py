@@ -99,7 +99,7 @@ FUSIONS = (
         "swiglu_quant",
         "npu_dequant_swiglu_quant",  # replaces npu_swiglu and npu_dynamic_quant
         dtypes=("bfloat16",),
-        multiple=32,  # so that the width of gate and up together is a multiple of 64
+        multiple=32,  # The width of gate and up together must be a multiple of 64.
     ),
     Fusion(
         "routing_quant",
@@ -124,7 +124,7 @@ FUSIONS = (
         # formats.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        multiple=32,  # only full blocks, so that weights need no more memory than in ND
+        multiple=32,  # All blocks must be full, so that weights need no more memory than in ND.
         place="matrices of {} outputs",
     ),
     Fusion(

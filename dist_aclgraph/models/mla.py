@@ -48,8 +48,8 @@ class MultiHeadLatentAttention:
         q_norm: [q_rank], weight of the norm of these latents; None if ``down`` returns the queries.
         q_up: product that computes the queries: q_rank -> heads * 192; None if ``down`` returns the
             queries.
-        prologue: one operator for steps whose tokens all attend directly; None if such steps use
-            separate operators, too.
+        prologue: one operator for steps whose tokens all attend directly; None if all steps use
+            separate operators.
     """
 
     down: tuple[Product, ...]

@@ -22,7 +22,8 @@ from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 # all_gather. To send this many bytes, a link of 20 GB/s needs as much time as two dozen small
 # operators; this was not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-# Minimum capacity in rows per rank. With few tokens, ranks get very different numbers of rows.
+# Minimum capacity in rows per rank, because ranks get very different numbers of rows if a step has
+# few tokens.
 MIN_CAPACITY = 16
 
 

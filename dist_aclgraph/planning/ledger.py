@@ -52,7 +52,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     offered_streams: int
     offered_bytes: int
     entries: list[LedgerEntry]
-    terms: dict[str, int] = {}  # the prices of one bucket and the fixed price, itemised
+    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, item by item
     counts_streams: bool = True  # whether captures change the device's count of free streams
 
     @classmethod

@@ -21,7 +21,7 @@ MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 
 class Mc2Batch(NamedTuple):
-    """The sizes of one dispatch and of its combine.
+    """The sizes of one batch that MC2's operators dispatch to the experts and combine afterwards.
 
     Attributes:
         num_rows: number of tokens of the rank with the most tokens.

@@ -90,7 +90,7 @@ class RankMemory:
             device_bytes: all bytes of the device, or its free bytes before the model is loaded.
             has_hccl_buffers: whether HCCL's buffers will be allocated in ``device_bytes``; on the
                 emulator they are not in device memory.
-            mc2_buffer_mb: size of MC2's buffer in MB; None without MC2.
+            mc2_buffer_mb: size of MC2's buffer in MB; None if no batch uses MC2.
         """
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()

@@ -14,7 +14,7 @@ ONE_SIZE = 1e-9
 
 
 class Line(NamedTuple):
-    """Seconds of a step: a constant, and the seconds of each token."""
+    """A step takes ``base_s`` seconds, and additionally ``token_s`` seconds for each token."""
 
     base_s: float
     token_s: float

@@ -81,7 +81,7 @@ class GraphLens:
         """Return lengths with one row per token. A token attends to the keys of this shard up to
         the token's position.
 
-        A row without keys has length one, too, and its result is discarded.
+        If a token has no keys on this shard, its row has length one, and its result is discarded.
         """
         assert graph.query_len, "mixed batches are not captured where the cache is sharded"
         index = np.arange(1 - graph.query_len, 1, dtype=np.int32)

@@ -117,8 +117,8 @@ class Drafter:
             collect: returns the hidden states of places; used if the step also has other tokens.
             logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
-            next_tokens: [n] int32, the token after each of the step's tokens; at places it is the
-                sampled token. None if the step's tokens are the places, in the same order.
+            next_tokens: [n] int32, the token after each of the step's tokens. After a place, this
+                is the sampled token. None if the step's tokens are the places, in the same order.
             hidden: [n, hidden], hidden states of the target model.
             sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
             accepted: [num_reqs] int32, the result of ``count``.
