@@ -23,7 +23,8 @@ NUM_STEPS = 256  # A rank records its last 256 steps; a mark contains its step m
 _KINDS_BITS, _NUMBER_BITS, _PART_BITS, _LAYER_BITS = 3, 4, 2, 8
 _STAGE_BITS = _KINDS_BITS + _NUMBER_BITS
 _PASS_BITS = _STAGE_BITS + _PART_BITS + _LAYER_BITS
-# the last number; all further collectives of the part have it, too
+# The largest number of a collective. If a part has more collectives, the further collectives have
+# this number, too.
 MAX_NUMBER = 2**_NUMBER_BITS - 1
 NUM_CODES_OF_PASS = 2**_PASS_BITS
 

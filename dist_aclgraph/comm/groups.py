@@ -79,7 +79,7 @@ class CommGroup:
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send each member its part of ``x``, and return the parts that this member receives.
 
-        [n * size, ...] -> [n * size, ...]: the parts have equal size and are in group order.
+        Input and result are [n * size, ...]. Their parts have equal size and are in group order.
         """
         if self.size == 1:
             return x
@@ -97,8 +97,8 @@ class CommGroup:
     def hccl_name(self) -> str:
         """HCCL's name of the communicator, for operators that communicate inside their kernel.
 
-        Reading the name creates the communicator, without sending data. All members must read it,
-        and not during a capture.
+        Reading the name creates the communicator, without sending data. All members must read the
+        name, and no member may read it during a capture.
         """
         return str(self.backend.get_hccl_comm_name(self.rank))
 
@@ -123,9 +123,9 @@ class RankGroups:
         ep: ranks among which whole experts are divided; a group of one if every tensor parallel
             group has all experts.
         mc2: another group of the ranks of ``ep``, for operators that communicate inside their
-            kernel; None without such operators.
+            kernel; None if no such operator is used.
         pcp: ranks that share the computation of prompts.
-        dcp: ranks that share the KV cache of a request; a rank's index is its shard.
+        dcp: ranks that share the KV cache of a request; a rank's index here is its shard's index.
         dp_rank: index of this rank's batch in the lockstep group.
     """
 
@@ -249,7 +249,7 @@ def make_groups(
         mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
         watchdog_s: time limit of every eager collective; None means the ``timeout_s`` with which
             the world was joined.
-        marks: marks the collectives of the groups.
+        marks: records on the device which collective of these groups the rank has reached.
     """
     if mc2_buffer_mb is not None:
         # The buffer size is set by the environment variable, because some releases of MC2's

@@ -21,7 +21,7 @@ from dist_aclgraph.device.npu import Npu, translated
 
 
 class CollectiveMarks:
-    """Marks nothing (``logging.record_collectives: false``)."""
+    """Records nothing; ``DeviceMarks`` records marks if ``logging.record_collectives`` is true."""
 
     def begin_step(self, step: int) -> None:
         """Queue a mark: after all work that is already queued, the device begins this step."""

@@ -306,5 +306,5 @@ class DeviceConfig(Section):
 
     @property
     def expansion(self) -> HcclExpansion:
-        """The processor that unrolls collectives: the configured one, otherwise an assumption."""
+        """The configured processor that unrolls collectives; without one, an assumed processor."""
         return self.hccl_expansion or ("AICPU" if generation_of(self.chip) == "A3" else "FFTS")

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-# for some texts, methods of Path raise errors
+# These functions accept every text; methods of Path raise errors for some texts.
 from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from dist_aclgraph.vllm_options import (
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML would need seconds for larger texts
 MAX_SHOWN_ERRORS = 5
-# A Path joins the two slashes of an address.
+# One slash is enough, because a Path replaces the two slashes of an address by one slash.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/")
 _OF_HUB = re.compile(r"(?:https?:/+[^/]+/(?:models/)?|hf:/+)([\w.-]+/[\w.-]+)")
 MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
@@ -91,7 +91,7 @@ def load_with_options(
         source: as in ``load_config``.
         options: values by the names of ``vllm_options.OPTIONS``; None means that the option is
             absent.
-        overrides: values by dotted key. They take precedence over options.
+        overrides: values by dotted key, which take precedence over options.
 
     Raises:
         ConfigError: our configuration has no such option, or a value is not allowed.
@@ -119,7 +119,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # config.json has lists
+    if "model_overrides" in raw:  # These values replace values of config.json, so lists stay lists.
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
@@ -149,7 +149,7 @@ def read_value(key: str, text: str) -> Any:
     In YAML 1.1, ``1e6`` is a text, not a number.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text is neither JSON nor YAML.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -188,7 +188,7 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         child = node.get(parent)
         if not isinstance(child, dict | None):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
-        # copied, because the caller's section must not change
+        # The section is copied, because the caller's section must not change.
         child = node[parent] = dict(child or {})
         node = child
     # A key of decimal digits is a rank, so it becomes an integer.
@@ -230,7 +230,7 @@ def _read_yaml(text: str) -> Any:
         return [copied(item) for item in value] if isinstance(value, list) else value
 
     try:
-        return copied(yaml.load(text, Loader=_Loader))  # a SafeLoader
+        return copied(yaml.load(text, Loader=_Loader))  # ``_Loader`` is a SafeLoader.
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
@@ -322,5 +322,5 @@ def _find_model(model: str, base: Path) -> str:
     for candidate in candidates:
         if isdir(candidate):
             return str(candidate.resolve())
-    is_path = model.startswith(("./", "../"))  # then it is no name on a hub
+    is_path = model.startswith(("./", "../"))  # Such a text is a path, not a name on a hub.
     return str(candidates[0] if is_path else given)

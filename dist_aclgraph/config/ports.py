@@ -20,7 +20,7 @@ def check_ports(value: str | None) -> str | None:
 
 
 def read_ports(value: str | None) -> range | None:
-    """Return the ports of a value that ``check_ports`` has accepted; None for None."""
+    """Return the ports of a value that ``check_ports`` has accepted; None if the value is None."""
     if value is None:
         return None
     first, last = map(int, value.split("-"))

@@ -17,5 +17,5 @@ class Section(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_keys(cls, value: Any) -> Any:
-        """A section of a file whose keys are all comments is null; it has the defaults."""
+        """Replace null by an empty section; YAML reads a section with only comments as null."""
         return {} if value is None else value

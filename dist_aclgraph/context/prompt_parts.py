@@ -19,7 +19,7 @@ from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import IntArray
 
-# this maximum limits the number of keys and values that exist at the same time
+# Maximum number of KV tokens of a chunk. It limits the memory of the gathered keys and values.
 MAX_CHUNK_TOKENS = 8192
 
 
@@ -30,7 +30,7 @@ class Launch:
     Attributes:
         start, stop: range of the launch's queries among the rank's tokens.
         query_ends, kv_ends: for each piece of a request, cumulative numbers of queries and of keys.
-        kv: indices of the launch's KV tokens in the chunk, in order.
+        kv: the KV tokens to which the launch attends, as indices into the chunk's tokens, in order.
         is_causal: whether the last keys belong to the queries' own tokens, so that attention is
             causal. If false, every query sees all keys.
     """

@@ -20,7 +20,7 @@ MAX_WHOLE_QUERIES = 16  # A request with at most 16 tokens in a step runs on all
 
 
 def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
-    """Return the number of requests before the first one with more than ``max_queries`` tokens."""
+    """Return the number of requests before the first that has more than ``max_queries`` tokens."""
     too_long = np.flatnonzero(query_lens > max_queries)
     return int(too_long[0]) if len(too_long) else len(query_lens)
 
@@ -44,7 +44,7 @@ class PromptSplit:
     """The division of one step's tokens among the ranks.
 
     Attributes:
-        num_whole_tokens: number of tokens that every rank runs; they are first in the step.
+        num_whole_tokens: number of tokens that every rank runs; these tokens are first in the step.
         pieces: for each rank, its pieces of requests, in the order of their computation.
     """
 
@@ -92,8 +92,8 @@ class PromptSplit:
         return self.num_whole_tokens + max(shares)
 
     def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
-        """Return two arrays: for each token of the step, a rank that runs it; and the token's index
-        on this rank.
+        """Return two arrays with one element for each token of the step: a rank that runs the
+        token, and the token's index on this rank.
 
         For a token that all ranks run, the rank is 0.
         """

@@ -19,7 +19,7 @@ import numpy as np
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import IntArray
 
-PADDING_SLOT = -1  # slot of padding: nothing is written, and no expert runs the token
+PADDING_SLOT = -1  # slot of a padding token: its KV is not written, and no expert runs the token
 # If another shard keeps a token, the token's slot here is FOREIGN_SLOT minus its whole slot.
 FOREIGN_SLOT = -2
 
@@ -70,7 +70,7 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position of a request whose token a shard keeps.
+        """Return the smallest position whose token a shard keeps; it is the same for all requests.
 
         If a request ends before this position, the shard keeps no token of the request.
         """
@@ -90,8 +90,8 @@ class Shards:
     def slots_of(
         self, shard: int, block_table: IntArray, rows: IntArray, positions: IntArray
     ) -> IntArray:
-        """Return the slots to which one shard writes; tokens of other shards get values as in
-        ``FOREIGN_SLOT``.
+        """Return the slots to which one shard writes. For a token of another shard, the result is
+        the negative number that ``FOREIGN_SLOT`` defines.
         """
         whole = self.whole_slots(block_table, rows, positions)
         if self.count == 1:

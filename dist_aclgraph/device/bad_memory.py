@@ -13,7 +13,8 @@ from typing import NamedTuple
 from dist_aclgraph.device.kind import DeviceKind
 from dist_aclgraph.errors import DeviceError
 
-MAX_RANGES = 128  # MAX_MEM_UCE_INFO_ARRAY_SIZE; CANN records 20 addresses per device
+# CANN's MAX_MEM_UCE_INFO_ARRAY_SIZE. It is large enough: CANN records 20 addresses per device.
+MAX_RANGES = 128
 RESERVED_WORDS = 14  # UCE_INFO_RESERVED_SIZE
 NOT_SUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: the driver is too old
 PAGE_BYTES: dict[DeviceKind, int] = {"npu": 2 << 20, "emulated": 4096}

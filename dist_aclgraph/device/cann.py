@@ -53,7 +53,7 @@ def load_remedy(problem: str) -> str:
 
 
 def cannot_load(problem: str) -> DeviceError:
-    """Return the error, one sentence, for a loader's message about CANN's libraries."""
+    """Return an error whose sentence contains a loader's message about CANN's libraries."""
     return DeviceError(f"CANN cannot be loaded ({problem}): {load_remedy(problem)}")
 
 

@@ -17,7 +17,7 @@ MAX_CARDS = 64
 
 
 class _PcieInfo(ctypes.Structure):
-    """``dcmi_pcie_info_all``."""
+    """DCMI's struct ``dcmi_pcie_info_all``."""
 
     _fields_ = (
         ("vendor", c_uint),
@@ -41,7 +41,7 @@ def pci_addresses() -> list[str]:
     try:
         dcmi = ctypes.CDLL(str(DCMI))
         return list(_addresses(dcmi))
-    # a library or a function is missing, or a function has failed
+    # The library or one of its functions is missing, or a function has failed.
     except (OSError, AttributeError):
         return []
 

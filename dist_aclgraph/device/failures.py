@@ -20,8 +20,9 @@ from dist_aclgraph.errors import (
     WorkerStartTimeoutError,
 )
 
-# 207008 ACL_ERROR_RT_NO_STREAM_RESOURCE, at capture begin; 207005 ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
-# "new capture stream failed"; 207001 ACL_ERROR_RT_MEMORY_ALLOCATION.
+# CANN's codes of exhausted resources. 207008 is ACL_ERROR_RT_NO_STREAM_RESOURCE, raised when a
+# capture begins. 207005 is ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, with the text "new capture stream
+# failed". 207001 is ACL_ERROR_RT_MEMORY_ALLOCATION.
 _STREAM_WORDS = re.compile(
     r"\b(207008|207005)\b|stream resource|sq cq|capture stream failed|"
     r"insufficient_stream_resources",
@@ -82,8 +83,8 @@ def fault_of_code(code: int) -> DeviceFault | None:
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error. For our own errors, it follows from the type; for torch_npu's
-    errors, from CANN's codes and words in the message.
+    """Return the cause of an error. The cause of our own errors follows from their type; the cause
+    of torch_npu's errors follows from CANN's codes and words in the message.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"

@@ -20,7 +20,8 @@ from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.environment import binds_cores_itself, visible_devices
 from dist_aclgraph.errors import NotBoundError
 
-# A rank has one thread that launches, two threads of torch_npu, and two interrupts of its NPU.
+# Each rank needs one core for its launching thread, two for torch_npu's threads, and two for the
+# interrupts of its NPU.
 CORES_OF_AN_NPU = 5
 ONLINE = Path("/sys/devices/system/cpu/online")
 NUMA = Path("/sys/devices/system/node")

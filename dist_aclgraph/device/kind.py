@@ -56,7 +56,7 @@ def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
 def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | bool]:
     """Return the emulator's settings for one world rank."""
     emulated = config.emulator
-    # There are enough devices for the largest id that this process may use.
+    # The emulator gets enough devices for the largest id that this process may use.
     devices = max(DEVICES_OF_A_MACHINE, 1 + max(visible_devices() or (0,)))
     settings: dict[str, str | int | bool] = {
         "devices": devices,

@@ -47,7 +47,7 @@ class LaunchGate:
         does not hold the gate may also use this context.
 
         Raises:
-            DeviceError: the gate was closed meanwhile.
+            DeviceError: the gate was closed while the thread waited.
         """
         if self._holder != threading.get_ident():
             yield

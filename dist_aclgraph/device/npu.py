@@ -110,8 +110,8 @@ class Npu:
     def available_streams(self) -> int:
         """Number of streams that can still be created on this device, as CANN counts them.
 
-        If CANN is too old to count streams, this is the number of streams of an unused device; then
-        the real limit is found by failing captures.
+        If CANN is too old to count streams, this is the number of streams of an unused device. Then
+        only failing captures show the real limit.
         """
         try:
             query = self._acl.aclrtGetStreamAvailableNum
@@ -154,7 +154,7 @@ class Npu:
         """
         before = self.available_streams()
         if before == 0:
-            return True  # assumed, because no stream is free for the test
+            return True  # No stream is free for a test capture, so we assume the usual result.
         return self.try_capture(stream) < before == self.available_streams()
 
     def memory(self) -> Memory:
@@ -236,7 +236,7 @@ class Npu:
         with translated("restarting the device"):
             runtime().restart_device(0)
             self._bad_memory.repair()
-            if resumes_groups:  # resumes the communicators of all groups of this process
+            if resumes_groups:  # The call resumes the communicators of all groups of this process.
                 torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
@@ -335,7 +335,7 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of a graph pool: all device memory of the pool, and the bytes that tensors occupy."""
+    """The bytes of all device memory of a graph pool, and the bytes that its tensors occupy."""
 
     total_bytes: int
     live_bytes: int

@@ -33,7 +33,7 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory.
+    """Owns the pinned memory from which arrays are sent.
 
     Uses the parts of the memory in turn. If the device has not read the next part yet, a new part
     is added.

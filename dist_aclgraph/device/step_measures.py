@@ -31,7 +31,7 @@ class Stopwatch:
     reads no clock.
 
     Attributes:
-        stages: stages in sequence, from the plan's arrival to the result.
+        stages: host time of each stage of a step, from the plan's arrival to the result.
         beside: host time of work that ran at the same time as a step, or between two steps, since
             the last report.
         on_lap: called with the name of each stage that has ended, even if the stopwatch is
@@ -70,7 +70,7 @@ class Stopwatch:
         self.stages = own
 
     def book(self, what: str, duration_us: float) -> None:
-        """Add the time of work that ran beside the steps, see ``beside``."""
+        """Add the time of work to ``beside``."""
         if self.enabled:
             self.beside[what] = self.beside.get(what, 0.0) + duration_us
 
@@ -81,7 +81,8 @@ class Stopwatch:
 
 @dataclass
 class ReplaySpan:
-    """Events of a step on hardware: at the start of its replay, and after its last update.
+    """Two events of a step on hardware, recorded at the start of its replay and after its last
+    update.
 
     Attributes:
         has_updates: whether some updates were sent after the replay.

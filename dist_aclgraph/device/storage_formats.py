@@ -13,7 +13,7 @@ from dist_aclgraph.device.npu import runtime, torch_npu, translated
 from dist_aclgraph.errors import DeviceError
 
 FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
-NZ_ROWS = 16  # rows of a block
+NZ_ROWS = 16  # number of rows of a block
 
 
 def to_fractal_nz(weight: Tensor) -> Tensor:

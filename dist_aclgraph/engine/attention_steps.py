@@ -225,7 +225,7 @@ class AttentionSteps:
             positions: [num_samples, k + 1] int32, positions of the places of live requests;
                 ``ahead`` is not added.
             written: [num_samples * (k + 1)] int32, the slots of the cache write.
-            block_table: [num_samples, max_blocks].
+            block_table: [num_samples, max_blocks], the blocks of the sampled requests.
             ahead: number of tokens by which drafting has made requests longer since the step.
         """
         assert inputs.drafts is not None
@@ -301,8 +301,8 @@ class AttentionSteps:
 
         Args:
             positions: [num_reqs, query_len].
-            kv_lens: [num_reqs] int32. The KV length of a padding request covers its queries, as on
-                the host.
+            kv_lens: [num_reqs] int32. The KV length of a padding request includes its queries, as
+                in the host's lengths.
             slots: [num_tokens] int32.
         """
         num_reqs, query_len = positions.shape
@@ -325,7 +325,7 @@ class AttentionSteps:
         return self._uniform_rows(positions, device_lens, written)
 
     def _arrays_of(self, chunk: Chunk, reads: Reads) -> Iterator[IntArray]:
-        """Yield a chunk's arrays for the device, in the order in which ``_on_device`` expects."""
+        """Yield a chunk's arrays for the device, in the order that ``_on_device`` expects."""
         if reads.own is not None:
             yield reads.own
         for launch, keys in zip(chunk.launches, reads.launches, strict=True):

@@ -44,7 +44,7 @@ class _Piece:
     is_load: bool
     block_ids: BlockIds
     files: Sequence[FileName]
-    num_whole: int = 0  # number of written blocks, or of leading blocks that were read
+    num_whole: int = 0  # how many blocks were written, or how many leading blocks were read
 
 
 @dataclass
@@ -62,11 +62,12 @@ class _Job:
 
     is_load: bool
     sizes: Sequence[int]  # number of blocks of each piece
-    whole: dict[int, int] = field(default_factory=dict)  # ``num_whole`` of each ended piece
+    # Keys: indices of the pieces that have ended. Values: their ``num_whole``.
+    whole: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_whole(self) -> int:
-        """Number of written blocks; in a job that reads, of leading blocks that were read."""
+        """Number of written blocks; or, for a job that reads, number of leading blocks read."""
         if not self.is_load:
             return sum(self.whole.values())
         count = 0
@@ -84,7 +85,8 @@ class _Slot:
         device, host, blocks: [num_blocks, block_bytes]; ``blocks`` is ``host`` as a NumPy array.
         piece: the piece that uses the slot; None if the slot is free.
         state: whether the device or the thread for files uses the slot.
-        is_void: whether the piece was dropped; then the slot becomes free without a result.
+        is_void: whether the piece was dropped. Then no result is reported when the slot becomes
+            free.
         ready: event with which one stream waits for the other stream.
         done: event after the slot's last work on the device.
     """
@@ -122,9 +124,9 @@ class BlockCopier:
         self._npu = npu
         self._tensors = tensors
         self._tiers = tiers
-        # Bytes of a block in each tensor, and in all tensors. In a slot, a block is contiguous, so
-        # that the thread for files makes one system call for each block. After each call, the
-        # thread must wait for Python's global lock.
+        # Number of bytes of a block in each tensor, and in all tensors. In a slot, a block is
+        # contiguous, so that the thread for files makes only one system call for each block. After
+        # each call, the thread must wait for Python's global lock.
         self._sizes = [tensor[0].nbytes for tensor in tensors()]
         block_bytes = sum(self._sizes)
         self._blocks_per_slot = blocks_per_slot(block_bytes)
@@ -173,8 +175,8 @@ class BlockCopier:
         """Continue all copy jobs, without waiting for the device or for files.
 
         Returns:
-            For each job that has ended: its number, and the number of written blocks, or of leading
-            blocks that were read.
+            For each job that has ended: its number, and how many blocks were written, or how many
+            leading blocks were read.
 
         Raises:
             RuntimeError: the device failed.
@@ -289,7 +291,7 @@ class BlockCopier:
         try:
             while self._for_files.empty() and self._tiers.write_late():
                 pass
-        except Exception:  # then the block is only in the first tier
+        except Exception:  # The block is in the first tier only, which does no harm.
             logger.exception("copying a KV block to the second tier failed")
         return self._for_files.get()
 
@@ -310,9 +312,9 @@ class BlockCopier:
         return True
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
-        """Read or write the files of a piece; return the number of written blocks, or of leading
-        blocks that were read. After a block that cannot be read, no further block is read, because
-        a request cannot use it.
+        """Read or write the files of a piece; return how many blocks were written, or how many
+        leading blocks were read. If a block cannot be read, the later blocks are not read, because
+        a request cannot use them without this block.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):

@@ -34,11 +34,11 @@ class GraphWork:
     """The work that full graphs and pieces do on the static inputs. Owns nothing.
 
     Attributes:
-        drafts: None if the model does not draft.
+        drafts: verifies and proposes drafts; None if the model does not draft.
         caches: the decoder's KV caches; the elements of the list may be replaced later.
         tally: [2] int64, the counters of the decoder's experts.
         choose_exchange: returns the exchange that sends a graph's tokens to their experts.
-        states: None if the model has no recurrent state.
+        states: makes the metadata of recurrent states; None if the model has no such state.
         follows: whether a step may be queued before the host has read the previous step's tokens.
         kv_sizes: KV lengths for which decode graphs are captured, ascending; empty if lengths are
             sent to captured attention.

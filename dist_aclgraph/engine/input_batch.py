@@ -26,7 +26,7 @@ from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.references import References
 from dist_aclgraph.steps.step import RankBatch
 
-# Difference between the records of two successive decode steps: one more computed token.
+# Difference between a request's records in two successive decode steps: one more computed token.
 ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
@@ -62,14 +62,14 @@ class InputBatch:
         # The device has one row more than the host: a spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # For each row, the index of its sample in the last step that sampled the row; and the rows
-        # that the last step sampled.
+        # ``_sample_of``: for each row, the index of its sample in the last step that sampled the
+        # row. ``_sampled_rows``: the rows that the last step sampled.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
         # References to the samples of the last step, and the row of each sample.
         self._names = self._named_rows = NO_INTS
-        # The last step and its records, if the next step may be computed from the last step; and
-        # the number of steps that may be computed in this way before a request needs another block.
+        # The last step and its records, if the next step may be computed from the last step. Then
+        # also the number of steps that may be computed like this before a request needs a block.
         self._last: HostStep | None = None
         self._records = NO_RECORDS
         self._num_left = 0
@@ -178,7 +178,7 @@ class InputBatch:
         return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
 
     def _go_on(self, last: HostStep) -> HostStep:
-        """Return the decode step after ``last``: the same requests, each one token longer."""
+        """Return the decode step after ``last``: it runs the next token of the same requests."""
         rows, positions, kv_lens = last.rows, last.positions + 1, last.kv_lens + 1
         if self._num_left:
             self._num_left -= 1

@@ -33,7 +33,7 @@ def upload_step(
     """Send a step's integers to the device, in one transfer.
 
     Args:
-        size: the padded size.
+        size: the result of ``padded_size``.
         spare_row: row of padding requests.
         static: the inputs of a piecewise graph, which are already written; None if the step is
             eager.
@@ -60,7 +60,7 @@ def upload_step(
     if prompts is not None:
         # This number must be the same on every rank, even if this rank samples no request.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
-        # For a token of another rank, the index is the number of padded tokens.
+        # If another rank runs the token of a place, the index is the number of padded tokens.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
     places, *rest = upload_arrays(npu, arrays)

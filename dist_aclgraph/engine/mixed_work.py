@@ -35,7 +35,7 @@ class MixedOutput:
     """The decoder's output for a mixture of requests.
 
     Attributes:
-        hidden: [num_padded, hidden], of all tokens.
+        hidden: [num_padded, hidden], the hidden states of all tokens, padding included.
         places: [num_places, hidden], the hidden states of the places that sample.
         logits: [num_places, vocab]; tokens: [num_places] int32, the most probable token of each
             place; best: [num_places], the logits of these tokens.
@@ -85,7 +85,8 @@ class MixedWork:
 
         Args:
             captured: the graph that the plan names; None if the step is eager.
-            answer: called between segments, or between updates of a full graph.
+            answer: reports the steps that have ended; called between segments, or between updates
+                of a full graph.
         """
         work, graph, span = self.graph_work, plan.graph, None
         static = None if graph is None else work.buffers.inputs(graph)

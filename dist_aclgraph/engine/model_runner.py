@@ -66,7 +66,7 @@ from dist_aclgraph.steps.step import RankPlan, StepResult
 from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
-PROMPT_PLACES = 64  # For log-probabilities of prompts, at most this many rows of logits exist.
+PROMPT_PLACES = 64  # maximum number of rows of logits that are computed at once for prompts
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -75,7 +75,7 @@ TORCH_DTYPES = {
 
 
 class ModelRunner:
-    """One rank's execution of steps.
+    """Executes the steps of one rank.
 
     Args:
         owns_output: whether this rank sends the sampled tokens to the engine; the other ranks of
@@ -117,8 +117,8 @@ class ModelRunner:
         in_flight = self._max_in_flight = config.scheduler.steps_in_flight
         attention = AttentionSteps(model.kind, place, npu)
         graph_lens = GraphLens(place, k)
-        # Four counts, for the decoder and for drafts: the tokens that experts computed, and the
-        # tokens beyond the capacity of an exchange.
+        # The decoder and the drafts have two counters each: the tokens that experts computed, and
+        # the tokens beyond the capacity of an exchange.
         tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         decoder_tally, draft_tally = tally[..., 0].unbind(0)
         self._buffers = StepBuffers(
@@ -328,7 +328,7 @@ class ModelRunner:
         records = unpack_ints(batch.scheduled, 4)
 
         land = partial(self._flights.land, records)
-        # If the previous step ends meanwhile, it is reported during this call.
+        # If the previous step ends during this call, this call also reports the step's result.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):
@@ -345,7 +345,7 @@ class ModelRunner:
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            # The host may launch an eager step's kernels more slowly than the device runs them.
+            # In an eager step, the device may be faster than the host, so too little is queued.
             answer_early = partial(answer, is_queued=plan.graph is not None)
             flight = self._run(plan, rank, inputs, land, answer_early)
             self._batch.note_samples(inputs)
@@ -419,7 +419,7 @@ class ModelRunner:
         return {} if self._copier is None else self._copier.num_read
 
     def end_copies(self, timeout_s: float) -> None:
-        """Wait until files with copies of KV are no longer used. No step may follow."""
+        """Wait until this rank uses no files with copies of KV. Run no step after this call."""
         if self._copier is not None:
             self._copier.end_files(timeout_s)
 

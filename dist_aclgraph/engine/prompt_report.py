@@ -77,8 +77,8 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows these tokens
             continue
-        # The index in the step at which position 0 of the request is, or would be if the step ran
-        # it.
+        # Index that the request's position 0 has among the step's tokens, or would have if the step
+        # ran this position.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

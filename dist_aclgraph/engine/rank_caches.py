@@ -17,11 +17,11 @@ from dist_aclgraph.models.decoder import Decoder
 
 @dataclass(eq=False)
 class RankCaches:
-    """Owns the caches of the decoder's layers, in ``decoder``. The next-token module's cache, which
-    ``DraftSteps`` owns, is made, and set to zero, together with these caches.
+    """Owns the caches of the decoder's layers, in ``decoder``. ``DraftSteps`` owns the cache of the
+    next-token module, but the methods here also create this cache and set it to zero.
 
     Attributes:
-        drafts: None if the model does not draft.
+        drafts: owner of the next-token module's cache; None if the model does not draft.
         num_slots: number of slots of recurrent states; 0 if the model has no such state.
         int8_latents: whether latents are stored in int8.
     """

@@ -31,7 +31,7 @@ class StateSteps:
 
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
-            None without drafts.
+            None if the model does not draft.
         poisons: whether a row's state is overwritten with NaN before a request gets the row. The
             strict emulator then finds a step that continues from the state of an earlier request.
     """
@@ -68,7 +68,7 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        # a chunk of a prompt can have the same length, but it has fewer logits
+        # A chunk of a prompt can be as long as a request with drafts, but has fewer logits.
         if self._passed is not None:
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
@@ -131,7 +131,7 @@ class StateSteps:
 
         Args:
             bases: [n] int32, the base of each request; 0 for padding.
-            rows: [n] int32, the row of each request; not read without drafts.
+            rows: [n] int32, the row of each request; not read if the model does not draft.
         """
         layout = self._layout(len(bases))
         if self._passed is None or rows is None:

@@ -32,8 +32,9 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
-# Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens beyond the capacity
-# of an exchange. Axis 2 pads each number to 32 bytes, because operators load 32 bytes at once.
+# Axis 0 has the counters of the decoder, then of the drafts. Axis 1 has the number of computed
+# tokens, then the number of tokens beyond the capacity of an exchange. Axis 2 pads each number to
+# 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
 # A number is NaN or infinite if all bits of its exponent are set.
@@ -62,17 +63,18 @@ class HostOutput:
     """The results of a step.
 
     Attributes:
-        token_ids: [num_new], request by request.
+        token_ids: [num_new], the new tokens of all sampled requests, request by request.
         counts: [num_samples], number of new tokens of each request.
         expert_tokens: number of tokens that this rank's experts have computed since the start,
             without the drafts of this step.
         num_unplaced: number of tokens beyond the capacity of the decoder's exchanges since the
             start.
-        logprobs: [num_new], or empty if no request wants log-probabilities.
+        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
+            wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
         prompts: the requested log-probabilities of prompts.
-        embeddings: float32 [hidden] by index among the sampled requests, for requests that want
-            embeddings.
+        embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
+            the sampled requests.
     """
 
     token_ids: IntArray
@@ -154,7 +156,7 @@ class StepOutput:
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
-        # number of counted tokens of each row
+        # For each row, the number of its tokens that ``_counts`` has counted.
         self._counted: IntArray = np.zeros(max_samples, np.int32)
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
         self._masking = Masking(npu.upload)
@@ -162,7 +164,7 @@ class StepOutput:
         self._known = KnownPlaces(batch.sampling, self._num_places, vocab_size, npu.upload)
 
     def count_tokens(self, batch: RankBatch, step: HostStep, token_ids: TokensAt) -> None:
-        """Count tokens for penalties: all tokens of new rows, and the latest tokens of other rows.
+        """Count, for penalties, all tokens of new rows and the latest tokens of other rows.
 
         Args:
             token_ids: returns the tokens of [n] references, [n] int32 on the device.
@@ -227,7 +229,8 @@ class StepOutput:
         """Sample the special places, and write the chosen tokens into ``tokens``.
 
         Args:
-            logits: [num_samples * (k + 1), vocab]; masks change them.
+            logits: [num_samples * (k + 1), vocab]. If rows have masks, this method may set the
+                logits of forbidden tokens to -inf in place.
             tokens: [num_samples * (k + 1)] int32, the most probable tokens.
             masks_of: returns the allowed tokens of places; None if no row has a mask.
         """
@@ -279,11 +282,13 @@ class StepOutput:
         """Queue copies of a step's results to the host; the host does not wait.
 
         Args:
-            tokens: [>= num_samples * (k + 1)] int32.
+            tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come first.
             best: the greatest logit of each place.
-            accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
+            accepted: [>= num_samples] int32, number of accepted drafts; None if the model does not
+                draft.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
-            special: the special places, which may want log-probabilities; None if there are none.
+            special: the special places, which may want log-probabilities; None if the step has no
+                special place.
             prompts: reports of prompts, whose copies are already queued.
             embeddings: hidden states of prompts; their copy is already queued.
         """

@@ -33,7 +33,7 @@ class Sampled:
     Attributes:
         tokens: [num_samples * (k + 1)] int32, the sampled token of each place.
         best: [num_samples * (k + 1)], the greatest logit of each place.
-        accepted: [num_samples] int32, number of accepted drafts; None without drafts.
+        accepted: [num_samples] int32, number of accepted drafts; None if the model does not draft.
         span: measures the replays of a full graph; None if replays are not measured.
     """
 
@@ -90,8 +90,8 @@ class StepsInFlight:
         self._flights: deque[Flight] = deque()
         # Steps whose results were read, but not reported; and the ``waited_us`` of each step.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # The time at which enough work of the second oldest step was queued for the device. After
-        # this time, the host only waits for the oldest step. The value is 0 before this time.
+        # The time at which enough work of the second oldest step was queued for the device; 0 if
+        # too little is queued yet. After this time, the host only waits for the oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -136,7 +136,7 @@ class StepsInFlight:
         self._flights.append(flight)
 
     def land(self, records: IntArray) -> IntArray:
-        """Read all steps in flight, without reporting them.
+        """Wait for all steps in flight; store their results, which ``report_ended`` reports later.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
@@ -157,7 +157,7 @@ class StepsInFlight:
 
         Args:
             report: called with each result.
-            stage: the stage of the next step on which the host works at present.
+            stage: the stage of the next step on which the host is working now.
             is_queued: whether enough work of the next step is queued, so that the device runs while
                 the host queues the rest.
         """

@@ -42,7 +42,7 @@ class CapturedGraph:
 
     @property
     def num_tasks(self) -> int:
-        """Number of attention operators to update."""
+        """Number of captured attention operators whose lengths are updated for each replay."""
         return len(self._recorder.tasks)
 
     def replay(

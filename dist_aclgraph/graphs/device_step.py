@@ -21,9 +21,9 @@ class DraftInputs(NamedTuple):
             first place on; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
             with fewer places repeats its last place.
-        behind: [num_reqs] int32, only in graphs. To each request's positions, the device adds the
-            number of accepted drafts of the row ``behind``. If the host knows the positions of a
-            request, ``behind`` is the spare row.
+        behind: [num_reqs] int32; None outside of graphs. To each request's positions, the device
+            adds the number of accepted drafts of the row ``behind``. If the host knows the
+            positions of a request, ``behind`` is the spare row.
     """
 
     rows: Tensor
@@ -38,10 +38,10 @@ class SharedPlaces(NamedTuple):
     """The prefill rank that runs the token at each place of a split step.
 
     Attributes:
-        owners: [num_places] int32, padding included.
-        landings: [num_places] int32, only for places of live requests: index of the place's token
-            in this rank's list of tokens. If another rank runs the token, the index is the length
-            of this list, padding included.
+        owners: [num_places] int32, the rank that runs each place's token, padding included.
+        landings: [num_places] int32, which contains only places of live requests. For each place,
+            the index of the place's token in this rank's list of tokens. If another rank runs the
+            token, the index is the length of this list, padding included.
     """
 
     owners: Tensor
@@ -58,15 +58,15 @@ class DeviceStep:
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
         block_table: [num_reqs, num_blocks]; padding is included only in graphs.
-        places: indices of tokens whose logits are needed. In graphs: [num_reqs], padding included,
-            or all tokens if every request verifies drafts. Outside of graphs: [num_samples * (k +
-            1)], only of live requests.
+        places: indices of tokens whose logits are needed. In graphs, the shape is [num_reqs],
+            padding included; if every request verifies drafts, all tokens are places. Outside of
+            graphs, only live requests have places, and the shape is [num_samples * (k + 1)].
         drafts: the places from which drafting continues, padding included; None if the step
             verifies no drafts.
-        next_tokens: [num_tokens + 1], padding and one spare element included; None in graphs and
-            without drafts.
+        next_tokens: [num_tokens + 1], the token after each of the step's tokens, padding and one
+            spare element included; None in graphs, or if the model does not draft.
         draft_table: [num_samples, num_blocks], block table of the live sampled requests; None in
-            graphs and without drafts.
+            graphs, or if the model does not draft.
         shared: the owners of places, if prompts are split between ranks; else None.
         state_slots: [num_reqs], base of each request's row in ``StateSlots``, 0 for padding; only
             in graphs of a model with recurrent state.

@@ -55,7 +55,7 @@ class Recording:
 
     @cached_property
     def counts_streams(self) -> bool:
-        """Whether the device's count of free streams changes with captures; tested once."""
+        """Whether captures change the device's count of free streams. The first use tests this."""
         return self._npu.counts_graphs(self.stream)
 
     def record(self, name: str, body: Callable[[], None]) -> Any:

@@ -4,8 +4,9 @@ The integer inputs of a graph (tokens, positions, slots, places) are at the fron
 each array at an aligned address. So a step sends all these inputs in one copy. If the block table
 has changed, the step sends it in another copy. If the pinned memory already contains an array, the
 array is not written again. A graph that verifies drafts has inputs for drafts instead of places,
-because all tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0,
-the spare row, no draft accepted, and block 0, the dummy block that no request owns.
+because all tokens are sampled. Padding has these values: token 0, position 0, slot -1 (its KV is
+not written), place 0, the spare row, no accepted draft, and block 0 (the dummy block, which no
+request owns).
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ class StepBuffers:
 
     Attributes:
         addresses: the addresses of the buffers, which captured graphs contain.
-        logits: [max_samples, vocab].
+        logits: [max_samples, vocab], the logits of the sampled places.
         tokens: token table whose latest tokens are ``sampled``; None if the model drafts.
         sampled: [max_samples] int32. A replay writes the most probable tokens; then the sampler
             overwrites the tokens of special places.
-        best: [max_samples], the greatest logit of each sampled place; finite unless its logits
-            contain NaN or infinity.
-        hidden: [max_tokens, hidden], hidden states of all tokens; empty without drafts.
+        best: [max_samples], the greatest logit of each sampled place. It is finite unless the
+            place's logits contain NaN or infinity.
+        hidden: [max_tokens, hidden], hidden states of all tokens; empty if the model makes no
+            drafts.
         accepted: [max_reqs] int32, number of accepted drafts. In a replay, the drafts are compared
-            with the most probable tokens. If the step has special places, they are compared again
-            with the sampled tokens.
+            with the most probable tokens. If the step has special places, the drafts are compared
+            again, with the sampled tokens.
         num_written: number of steps whose inputs have been written.
     """
 
@@ -113,7 +115,7 @@ class StepBuffers:
         self._layouts: dict[BatchDescriptor, _Layout] = {}
         self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
         self.num_written = 0
-        # the contents of the block table on the device
+        # A copy of the block table that is on the device.
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
@@ -187,7 +189,7 @@ class StepBuffers:
             twins.is_read |= twins.number <= num_written
 
     def inputs(self, graph: BatchDescriptor) -> DeviceStep:
-        """Return a graph's inputs as views of the buffers; always the same views."""
+        """Return a graph's inputs as views of the buffers; each call returns the same views."""
         if graph not in self._views:
             self._views[graph] = self._make_views(graph)
         return self._views[graph]

@@ -93,7 +93,7 @@ class UpdatableTask:
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            # Lengths that no step has, so that the next step sends its own lengths.
+            # No step has these lengths, so the next step will send its own lengths.
             self.arguments[name] = [-1] * len(self.arguments[name])
         npu.clear_event(self.event, stream)
 
@@ -116,7 +116,7 @@ class TaskRecorder:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of KV lengths that each task needs; 0 without tasks."""
+        """Return the number of KV lengths that each task needs; 0 if there are no tasks."""
         if not self.tasks:
             return 0
         task = self.tasks[0]

@@ -109,7 +109,7 @@ class ShardRows:
     rank computes the attention to the keys of its shard.
 
     Attributes:
-        place: place of this rank, with its shard.
+        place: the indices of this rank in context parallelism, its shard's index included.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
         query_ends: [1] int32, contains n. For the operator, the n tokens are the queries of one
             request, and all keys of the shard are this request's keys.
@@ -131,19 +131,20 @@ class AttentionMetadata:
 
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows.
-        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots are in
-            the order of this rank's live tokens; if a prompt is split, of the tokens of all ranks.
+        written: [num_written], the slots to which new KV is written; nothing is written to slot -1.
+            The slots are in the order of this rank's live tokens. If a prompt is split, they are in
+            the order of the tokens of all ranks.
         num_exchanged: if a prompt is split, number of elements of ``written`` for each rank; else
             0.
         written_rope: rotary rows of the tokens in ``written``; None if the cache write needs no
             rotary rows.
-        block_table: [num_reqs, max_blocks] int32, of requests that attend directly.
+        block_table: [num_reqs, max_blocks] int32, the blocks of requests that attend directly.
         query_ends: [num_reqs], cumulative query lengths; the last element is the number of tokens
             that attend directly.
         kv_lens: [num_reqs], KV length of each request on this shard, its queries included.
         is_empty: [num_direct, 1, 1] bool, whether the shard has no key to which the token may
             attend; then the token's KV length is 1. None if the cache is not sharded.
-        causal_mask: [2048, 2048] bool.
+        causal_mask: [2048, 2048] bool, the result of ``make_causal_mask``.
         is_causal: whether requests that attend directly need the causal mask.
         hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. With
             this mask, every request has one query and kv_len keys; the last keys are padding. None
@@ -153,7 +154,7 @@ class AttentionMetadata:
         on_shards: if attention chooses keys, the tokens that attend to each shard on the shard's
             rank; None if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
-        is_in_pieces: whether piecewise graphs contain the other parts of the layers.
+        is_in_pieces: whether piecewise graphs run the parts of layers before and after attention.
         states: the slots of recurrent states that the step uses; None if no layer has such a state,
             or if no request is live.
     """
@@ -239,8 +240,8 @@ class PagedAttention:
             heads, or a shard of the tokens.
         window: number of latest keys that a query sees, including its own key; None means all keys.
             With a window, ranks do not share contexts.
-        sinks: [num_heads], for each head one more logit of the softmax, without a value; None
-            without sinks. With sinks, ranks do not share contexts.
+        sinks: [num_heads], for each head an additional logit of the softmax, to which no value
+            belongs; None if the model has no sinks. With sinks, ranks do not share contexts.
         scale: factor of the scores; None means ``head_dim ** -0.5``.
     """
 
@@ -359,7 +360,7 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            # version 2 of the operator has these names
+            # Version 2 of the operator has other names for these two arguments.
             heads, scale = "num_query_heads", "softmax_scale"
         return {
             heads: num_heads,
@@ -379,7 +380,7 @@ def launch(
     """Run the attention of direct tokens, or capture it as a task of a graph.
 
     Args:
-        arguments: all arguments except lengths and outputs.
+        arguments: all arguments of the operator except lengths and outputs.
         out: receives the result.
         sums: float32, receives the log-sum-exps; None if they are not needed.
     """

@@ -58,8 +58,7 @@ class ContextParallel:
     def meet(self, device: torch.device) -> None:
         """Run one collective in each group, so that HCCL creates the domains and their streams now.
 
-        Otherwise PCP's domain would be created by the first prompt, after the count of free
-        streams.
+        Otherwise the first prompt would create PCP's domain, after the free streams were counted.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
@@ -69,7 +68,7 @@ class ContextParallel:
         return self.pcp.all_gather(rows[:num_rows].contiguous()).flatten(0, 1)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """[n, heads, d] -> [n, head ranks * heads, d]: gather the queries of all heads."""
+        """Gather the queries of all heads: [n, heads, d] -> [n, head ranks * heads, d]."""
         size = self.num_head_ranks
         if size == 1:
             return q
@@ -109,7 +108,7 @@ class ContextParallel:
         """Return rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
-            caches: [num_slots, ...] each, of this shard; the rows of all caches are joined.
+            caches: tensors [num_slots, ...] of this shard; their rows are joined.
             own: [m], slots of this shard that are read.
         """
         rows = [cache.index_select(0, own).flatten(1) for cache in caches]
@@ -123,8 +122,8 @@ def merge_attention(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Ten
     """Merge the results of attention over several sets of keys; return results and log-sum-exps.
 
     Args:
-        outs: for each set, [rows, d], attention over the set.
-        sums: for each set, [rows] float32, log-sum-exps.
+        outs: for each set of keys, the results of attention over the set, [rows, d].
+        sums: for each set of keys, the log-sum-exps, [rows] float32.
     """
     merged: tuple[Tensor, Tensor] = torch.ops.npu.npu_attention_update(list(sums), list(outs), 1)
     return merged

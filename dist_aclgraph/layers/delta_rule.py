@@ -30,7 +30,7 @@ class DeltaInputs:
     """The inputs of the rule for tokens of direct requests, or for tokens of prompts.
 
     Attributes:
-        q, k: [n, num_key_heads, key_dim], rows of length one.
+        q, k: [n, num_key_heads, key_dim]; each row is a vector of length one.
         v: [n, num_value_heads, value_dim].
         g: [n, num_value_heads] or [n, num_value_heads, key_dim] float32, logarithm of the decay, at
             most 0.
@@ -70,12 +70,13 @@ class DeltaRule(Protocol):
         """Return the results, and the states after the last tokens.
 
         Args:
-            states: [num_reqs, num_value_heads, value_dim, key_dim], stays unchanged.
+            states: [num_reqs, num_value_heads, value_dim, key_dim], the states before the first
+                tokens. This tensor stays unchanged.
         """
 
 
 class FusedDeltaRule:
-    """CANN's operators. All inputs, results and states except ``g`` are bfloat16.
+    """Runs CANN's operators. All inputs, results and states except ``g`` are bfloat16.
 
     ``g`` has one number for each head. torch_npu 2.13 does not support one decay per channel: the
     documentation of the operator for direct requests says that the argument ``gk`` is not supported
@@ -148,7 +149,7 @@ class PlainDeltaRule:
     def prompts(
         self, inputs: DeltaInputs, states: Tensor, at: PromptStates
     ) -> tuple[Tensor, Tensor]:
-        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # the first axis: heads
+        rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # heads are the first axis
         outs, last, start = [], [], 0
         for state, end in zip(states, at.ends, strict=True):
             out, state = _run_part(state, *(x[:, start:end] for x in rows))
@@ -186,7 +187,7 @@ def _run_part(
         beta: [heads, n].
 
     Returns:
-        [heads, n, value_dim], and the state after the last token.
+        The results, [heads, n, value_dim], and the state after the last token.
     """
     outs = []
     for start in range(0, q.shape[1], PASS_TOKENS):

@@ -29,7 +29,7 @@ class ExpertStep:
     """The way in which a step sends tokens to their experts; ``exchange`` is equal on all ranks.
 
     Attributes:
-        exchange: None if every tensor parallel group has all experts.
+        exchange: the kind of the exchange; None if every tensor parallel group has all experts.
         tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
             tokens beyond the capacity of an exchange. If None, nothing is counted.
     """
@@ -46,10 +46,10 @@ class ExpertSetup:
     """How a rank runs its layers of experts.
 
     Attributes:
-        capacity_factor: capacity of an all-to-all, see ``expert_capacity``.
+        capacity_factor: the argument ``factor`` of ``expert_capacity``, for an all-to-all.
         side: stream on which shared experts run in parallel to routed experts; if None, shared
             experts run before routed experts.
-        mc2: MC2's operators on this chip; None without MC2.
+        mc2: MC2's operators on this chip; None if MC2 is not used.
         redundant: number of additional copies of experts, see ``place_experts``.
     """
 
@@ -73,7 +73,7 @@ class ExpertLayer:
         exchanges: the possible exchanges with other ranks; empty without expert parallelism.
     """
 
-    quantises_rows: ClassVar[bool] = False  # the router uses floats
+    quantises_rows: ClassVar[bool] = False  # because the router needs rows in floats
 
     router: Router
     local: LocalExperts
@@ -82,11 +82,11 @@ class ExpertLayer:
     shared: SharedExperts | None = None
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden], on all ranks of the tensor parallel group.
+        """Return the layer's results, [n, hidden], on all ranks of the tensor parallel group.
 
         Args:
-            x: must be equal on all ranks of the tensor parallel group; ``n`` must be equal on all
-                ranks of the expert parallel group.
+            x: [n, hidden], equal on all ranks of the tensor parallel group; ``n`` must be equal on
+                all ranks of the expert parallel group.
             slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding tokens, which
                 come last. No expert runs padding tokens, and their results are meaningless.
         """
@@ -100,7 +100,10 @@ class ExpertLayer:
         return self._exchanged(x, slots, self.exchanges[step.exchange], step.tally)
 
     def _is_together(self, step: ExpertStep) -> bool:
-        """Whether the tensor parallel group has all experts, and the step requests no exchange."""
+        """Return whether every rank runs all tokens through its own experts, without an exchange.
+
+        This is possible if the ranks of the tensor parallel group together have all experts.
+        """
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
         # If other ranks have experts, a step without an exchange would add only the results of this

@@ -105,7 +105,7 @@ class GatedDelta:
         """Update the states, and write the results to ``out``, whose padding rows stay unchanged.
 
         Args:
-            qkv: [n, num_channels], inputs of the convolution: all q, all k, all v.
+            qkv: [n, num_channels], inputs of the convolution: first all q, then all k, then all v.
             g: float32, logarithm of the decay, at most 0; see ``DeltaInputs``.
             beta: [n, num_value_heads], step size of the update, 0 to 1.
             out: [n, num_value_heads, value_dim].
@@ -137,6 +137,6 @@ class GatedDelta:
 
 
 def _begin(states: Tensor, at: PromptStates) -> Tensor:
-    """Return the states in which prompts begin, [num_reqs, ...]: zeros for new requests."""
+    """Return the states from which prompts begin, [num_reqs, ...]: zeros for new requests."""
     found = states.index_select(0, at.sources)
     return found.masked_fill(at.is_new.view(-1, *[1] * (found.dim() - 1)), 0)

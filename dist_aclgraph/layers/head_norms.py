@@ -25,7 +25,7 @@ class HeadNorms:
     k: RmsNorm
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., heads, head_dim] each -> the same shapes."""
+        """Return the normalised q and k, with the same shapes: [..., heads, head_dim] each."""
         return self.q(q), self.k(k)
 
 
@@ -42,7 +42,7 @@ class CenteredHeadNorms:
     eps: float
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., heads, head_dim] each -> the same shapes."""
+        """Return the normalised q and k, with the same shapes: [..., heads, head_dim] each."""
         width = self.q.shape[1:]
         of_q, of_k = (layer_norm(x, width, eps=self.eps) for x in (q, k))
         return of_q * self.q, of_k * self.k
@@ -64,7 +64,7 @@ class NormsOfAllHeads:
     group: CommGroup
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., heads, head_dim] each -> the same shapes."""
+        """Return the normalised q and k, with the same shapes: [..., heads, head_dim] each."""
         norm = torch.ops.npu.npu_rms_norm
         own_q, scale_q = norm(q.flatten(-2), self.q, self.eps)
         own_k, scale_k = norm(k.flatten(-2), self.k, self.eps)
@@ -80,7 +80,7 @@ class NormsOfAllHeads:
         of ``scale ** -2`` over the ranks. One all-reduce serves both norms.
 
         Args:
-            own: results of this rank's norms; scales: [..., 2] float32, their scales.
+            own: results of this rank's norms; scales: [..., 2] float32, the scales of these norms.
         """
         means = self.group.all_reduce((scales * scales).reciprocal()) / self.group.size
         factors = torch.split(means.rsqrt() / scales, 1, -1)

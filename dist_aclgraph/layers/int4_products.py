@@ -27,8 +27,8 @@ class W4A16Linear:
 
     Attributes:
         weight: [in, out / 8] int32, contiguous.
-        scale: [groups, out], of the type of the rows.
-        bias: [out] or None; float32 if rows are bfloat16, float16 if they are float16.
+        scale: [groups, out], with the type of the rows.
+        bias: [out] or None; float32 if the rows are bfloat16, float16 if the rows are float16.
     """
 
     quantises_rows: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class W4A16GroupedProduct:
 
     Attributes:
         weight: [num_local, in, out / 8] int32.
-        scale: [num_local, groups, out], of the type of the rows.
+        scale: [num_local, groups, out], with the type of the rows.
         zeros: offsets, all zero, with shape and type of ``scale``; the operator requires them for
             weights of four bits. All layers can share one tensor.
     """
@@ -131,5 +131,5 @@ class W4A8GroupedProduct:
     sums: Tensor
 
     def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
-        """Multiply as ``GroupedProduct`` does."""
+        """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
         return multiply_int8_rows(rows, self.weight, counts, self.scale, bias=[self.sums])

@@ -19,7 +19,7 @@ from dist_aclgraph.shapes.int8_latents import TILE
 
 BY_TILE = 2  # quantisation mode of keys and values: one scale for each tile
 IN_ROWS = 1  # the scales are in the rows of the keys
-ABSORBED_MODE = 2  # the only value of attention_mode
+ABSORBED_MODE = 2  # the only value of attention_mode that the operator accepts
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Int8GroupedProduct:
     scale: Tensor
 
     def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
-        """Multiply as ``GroupedProduct`` does."""
+        """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
         return multiply_int8_rows(rows, self.weight, counts, self.scale)
 
 
@@ -90,7 +90,7 @@ class Int8SwigluProduct:
     of its results to int8. Sums and SwiGLU are not rounded to the type of activations.
 
     Attributes:
-        weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ. Gate is before up.
+        weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ; first gate, then up.
         scale: [num_local, 2 * width] float32, bfloat16 or float16.
     """
 
@@ -123,8 +123,8 @@ class Int8SwigluProduct:
 def multiply_int8_rows(
     rows: Rows, weight: Tensor, counts: Tensor, scale: Tensor, **others: Any
 ) -> Tensor:
-    """Multiply as ``multiply_groups`` does. Each row, even a row without an expert, is quantised
-    with a separate scale.
+    """Multiply each group's rows with its weight in int8, as ``multiply_groups`` does in floats.
+    Each row, even a row without an expert, is quantised with a separate scale.
 
     Args:
         scale: the scales of the weights.

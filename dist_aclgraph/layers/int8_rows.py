@@ -65,7 +65,7 @@ class Int8Norm:
 
 
 def swiglu_to_int8(gate_up: Tensor) -> Int8Rows:
-    """Return ``silu(gate) * up``: [n, 2 * width] -> [n, width]; a row has its gate first."""
+    """Return ``silu(gate) * up``: [n, 2 * width] -> [n, width]; the gate is the first half."""
     values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
         gate_up, activate_left=True, quant_mode=1
     )

@@ -225,7 +225,7 @@ def attend_whole_heads(
     not used.
 
     Args:
-        query: [n, heads, d]; key, value: [num_keys, heads, d]; their rotated parts included.
+        query: [n, heads, d]; key, value: [num_keys, heads, d]. Rotated parts are included.
         mask: the arguments that hide keys from queries.
         found: [n, heads, d], receives the result.
         sums: [n, heads, 1] float32, receives the log-sum-exps; None if they are not needed.
@@ -260,7 +260,7 @@ def write_latents(
         kv: [>= n, 512 + 64], neither normalised nor rotated.
         norm: [512], weight of the norm.
         rope: cos and sin, [>= n, 1, 1, 64] each.
-        slots: [n] int64; a row with slot -1 is written nowhere.
+        slots: [n] int64; a row with slot -1 is not written.
     """
     n = len(slots)
     # Each token is passed as one sequence, as in vllm-ascend. The operator needs one block per

@@ -30,9 +30,9 @@ class LatentPrologue:
     """The work before latent attention, in int8; weights are in FRACTAL_NZ.
 
     Attributes:
-        queries: hidden -> 1536, the latents of queries.
-        key_values: hidden -> 512 (latent) + 64 (key to rotate).
-        up: 1536 -> heads * (128 + 64), the queries.
+        queries: product that computes the latents of queries: hidden -> 1536.
+        key_values: product that computes the latent and the key to rotate: hidden -> 512 + 64.
+        up: product that computes queries from their latents: 1536 -> heads * (128 + 64).
         query_norm, latent_norm: [1536] and [512], weights of norms.
         keys: [heads, 128, 512], matrices that compute each head's key from a latent.
     """
@@ -71,7 +71,7 @@ class LatentPrologue:
         Args:
             rows: [>= n, hidden].
             rope: cos and sin, [>= n, 1, 1, 64] each.
-            slots: [n] int64; a row with slot -1 is written nowhere.
+            slots: [n] int64; a row with slot -1 is not written.
 
         Returns:
             Queries multiplied by ``keys``, [n, heads, 512], and rotated queries, [n, heads, 64].

@@ -28,7 +28,7 @@ class Product(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[in, out]."""
+        """The weight, [in, out]."""
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         """Map [n, in] to [n, out]. If ``out`` is given, the result is written to ``out``."""
@@ -61,7 +61,7 @@ class RowParallelLinear:
     """A product whose input is split over the group; one all-reduce adds the ranks' partial sums.
 
     Attributes:
-        product: [n, in / size] -> [n, out]; in a group of one, it includes the bias.
+        product: maps [n, in / size] to [n, out]. In a group of one, it also adds the bias.
         bias: [out] or None; every rank has the whole bias and adds it after the all-reduce.
     """
 
@@ -70,6 +70,6 @@ class RowParallelLinear:
     group: CommGroup
 
     def __call__(self, x: Rows) -> Tensor:
-        """[n, in / size] -> [n, out]."""
+        """Map this rank's inputs, [n, in / size], to [n, out], the sum over the ranks."""
         y = self.group.all_reduce(self.product(x))
         return y if self.bias is None else y + self.bias

@@ -42,7 +42,7 @@ class ExpertProduct(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[num_local, in, out]."""
+        """The weights, [num_local, in, out]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Tensor:
         """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
@@ -76,7 +76,7 @@ class InnerProduct(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[num_local, hidden, 2 * width]."""
+        """The weights of gate and up, [num_local, hidden, 2 * width]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Rows:
         """Return the input of the product of down: [rows, hidden] -> [rows, width]."""
@@ -103,7 +103,7 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any)
 
 
 def list_type(counts: Tensor) -> int:
-    """Return whether the list of the groups' rows contains ends or counts.
+    """Return the type of the list of groups: ``CUMULATIVE`` (ends) or ``COUNTS``.
 
     Operators refuse a list with one count, but accept a list with one end. So for a single group,
     the list contains the group's end, which equals its count.
@@ -144,7 +144,7 @@ class Xielu:
     negative: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, width] -> [rows, width]."""
+        """Map [rows, width] to [rows, width], element by element."""
         below = (torch.expm1(x.clamp(max=XIELU_EPS)) - x) * self.negative
         return torch.where(x > 0, self.positive * x * x, below) + XIELU_BETA * x
 
@@ -157,7 +157,7 @@ class ClippedSwiglu:
     limit: float
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * width] -> [rows, width]."""
+        """Map [rows, 2 * width] to [rows, width]."""
         y: Tensor = torch.ops.npu.npu_clipped_swiglu(
             gate_up, alpha=self.alpha, limit=self.limit, bias=1.0, interleaved=True
         )
@@ -166,7 +166,7 @@ class ClippedSwiglu:
 
 @dataclass(frozen=True)
 class ActivatedProduct:
-    """An ``InnerProduct`` of separate operators."""
+    """An ``InnerProduct`` that runs the product and the activation as separate operators."""
 
     product: ExpertProduct
     activate: Activation = swiglu
@@ -184,8 +184,8 @@ class LocalExperts:
     """The experts of one rank: some whole experts, or a part of the inner width of every expert.
 
     Attributes:
-        inner: for each expert, hidden -> width.
-        down: for each expert, width -> hidden.
+        inner: each expert's product of gate and up, with the activation: hidden -> width.
+        down: each expert's product of down: width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
         quantises_sorted: whether the operator that sorts rows by experts also quantises them.
@@ -239,7 +239,7 @@ class LocalExperts:
         return y
 
     def compute(self, rows: Rows, counts: Tensor, tally: Tensor | None) -> Tensor:
-        """Compute each row's expert: [rows, hidden] -> [rows, hidden].
+        """Run each row through its expert: [rows, hidden] -> [rows, hidden].
 
         Args:
             rows: sorted by expert; rows after the last expert's rows are not computed.

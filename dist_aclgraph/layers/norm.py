@@ -24,7 +24,7 @@ class RmsNorm:
     adds_one: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same shape."""
+        """Return the normalised rows, with the same shape: [..., width]."""
         npu = torch.ops.npu
         norm = npu.npu_gemma_rms_norm if self.adds_one else npu.npu_rms_norm
         # npu_gemma_rms_norm accepts only contiguous rows. Heads are not contiguous, because they
@@ -54,7 +54,7 @@ class CenteredNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same shape."""
+        """Return the normalised rows, with the same shape: [..., width]."""
         return layer_norm(x, self.weight.shape, self.weight, eps=self.eps)
 
     def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,8 @@ class DeviceLaunch:
     """A launch, and the indices of its keys.
 
     Attributes:
-        keys: indices of the keys among the gathered rows; slots if the cache is not sharded.
+        keys: indices of the launch's keys among the gathered rows. If the cache is not sharded, the
+            slots of these keys.
         ends: the launch's query ends and key ends, int32, for an operator that reads them on the
             device; None for other operators.
     """
@@ -52,8 +53,9 @@ class DevicePart:
     chunks: tuple[DeviceChunk, ...]
 
 
-# Computes a launch. Arguments: the launch, the rows of the launch's keys in each cache, the result
-# [n, heads, d], and the log-sum-exps [n, heads, 1] float32, or None if they are not needed.
+# A function that computes a launch. Its arguments are the launch, the rows of the launch's keys in
+# each cache, the result [n, heads, d], and the log-sum-exps [n, heads, 1] float32, or None if they
+# are not needed.
 AttendTo = Callable[[DeviceLaunch, Sequence[Tensor], Tensor, Tensor | None], None]
 
 
@@ -67,7 +69,7 @@ def attend_parts(
     """Compute the rows of ``out`` that belong to the parts' queries. Every rank reads every chunk.
 
     Args:
-        caches: [num_slots, ...] each.
+        caches: the tensors of the cache, [num_slots, ...] each.
         out: [num_tokens, heads, d].
     """
     for part in parts:

@@ -67,7 +67,7 @@ def rope_tables(
 def pairs_across_head(
     heads: Tensor, head_dim: int, rotary_dim: int, *, interleaves: bool = False
 ) -> Tensor:
-    """Return heads in the order of elements that the tables of ``pad_tables`` need.
+    """Return heads whose elements have the order that the tables of ``pad_tables`` need.
 
     The first ``rotary_dim`` elements of a head are rotated. The two elements of a rotated pair are
     ``head_dim / 2`` apart in the result. Scores do not change, because queries and keys have the
@@ -90,7 +90,7 @@ def pairs_across_head(
 
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return [positions, head_dim] tables from [positions, rotary_dim] tables. The tables' new
-    elements, at the end of each half, rotate nothing.
+    elements, at the end of each half, leave the elements of heads unchanged.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
@@ -144,7 +144,7 @@ class RotaryTableSet:
         self._sin: list[Tensor] = []
 
     def add(self, rope: RopeSpec) -> RopeRows | None:
-        """Return the indices of an embedding's tables; None if the embedding rotates nothing."""
+        """Return the indices of an embedding's tables; None if it rotates no element of a head."""
         if not rope.num_tables:
             return None
         cos, sin = rope_tables(rope, self._rotary_dim, self._max_len, torch.float32)
@@ -161,7 +161,7 @@ class RotaryTableSet:
         return len(self._cos) - 1
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[n] int32 positions -> cos and sin, [tables, n, 1, head_dim] each."""
+        """Return cos and sin of [n] int32 positions, [tables, n, 1, head_dim] each."""
         cos, sin = (
             torch.stack([table.index_select(0, positions) for table in tables]).unsqueeze(2)
             if len(tables) > 1
@@ -224,8 +224,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    # 0 for long waves, whose frequencies are divided by the factor; 1 for short waves, whose
-    # frequencies stay.
+    # ``smooth`` is 0 for long waves, whose frequencies are divided by the factor, and 1 for short
+    # waves, whose frequencies do not change.
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 

@@ -12,7 +12,7 @@ from dist_aclgraph.context.shards import PADDING_SLOT
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-# Values of arguments of npu_moe_gating_top_k.
+# The codes of npu_moe_gating_top_k for the kinds of scores of experts and of groups.
 NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 

@@ -48,12 +48,12 @@ class SharedExperts:
     """All shared experts as one MLP, split over the tensor parallel group by its inner width.
 
     Attributes:
-        gate_up: hidden -> 2 * width.
-        down: width -> hidden.
+        gate_up: the product of gate and up: hidden -> 2 * width.
+        down: the product of down: width -> hidden.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
         gate: [hidden, 1]; the result of a token is multiplied by ``sigmoid(token @ gate)``. None
-            without a gate.
+            if the model has no such gate.
         activate: maps the result of ``gate_up`` to the input of ``down``.
     """
 

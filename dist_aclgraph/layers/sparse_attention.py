@@ -83,8 +83,8 @@ class Choice(NamedTuple):
         keys: [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by
             -1.
         own: [n, 1, top_k] int32, for the first n queries: the slots of the chosen keys on this
-            shard, followed by -1. Only these queries attend to chosen keys on all shards. None
-            without such queries.
+            shard, followed by -1. Only these queries attend to chosen keys on all shards. None if
+            there are no such queries.
     """
 
     keys: Tensor
@@ -118,7 +118,8 @@ class SparseLatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys: [heads, plain dim, 512]; values: [heads, value dim, 512].
+        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices that compute
+            each head's key and value from a latent.
         scale: factor of the attention scores.
         top_k: number of keys that a query attends to, if it sees more keys.
     """

@@ -35,7 +35,7 @@ class StateCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Nothing is kept in blocks."""
+        """Return no tensors, because a state is kept in slots, not in blocks."""
         return ()
 
     @property
@@ -99,7 +99,7 @@ class DirectStates:
 
     Each token names the slot that receives the state after this token. So a rejected draft costs
     nothing: the state before the draft is in the slot of the previous token. A request begins with
-    the state in the slot that its token number ``accepted - 1`` names.
+    the state in the slot that its token number ``accepted`` names, counted from 1.
 
     For example, a request with two drafts has the slots 4, 5, 6, and one draft is accepted. Then
     the current state is in slot 5. The next step may name 4, 5, 6 with ``accepted`` 2, or 5, 4, 6
@@ -108,8 +108,9 @@ class DirectStates:
     Attributes:
         slots: [t] int32, the slot that each token names. Except for slot 0, no two requests name
             the same slot. A padding request names slot 0 for all of its tokens.
-        accepted: [n] int32, 1 to the request's length; 1 for padding.
-        sources: [n] int32, the slot in which each request begins.
+        accepted: [n] int32, number (from 1) of the request's token that names the slot with the
+            request's current state; 1 for padding.
+        sources: [n] int32, the slot with the state from which each request begins.
     """
 
     slots: Tensor
@@ -160,10 +161,11 @@ class PromptStates:
 
     Attributes:
         lengths: [n] int32, number of tokens of each chunk.
-        sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
+        sources: [n] int32, the slot with the state from which each request begins; the slot is not
+            read if ``is_new``.
         slots: [n] int32, the slot that receives the state after the last token of the chunk; may be
             the slot in ``sources``. No two requests name the same slot.
-        is_new: [n] bool, whether the request has no state yet, and begins with zeros.
+        is_new: [n] bool, whether the request has no state yet, so that it begins with zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
             first state]: for each request, first the rows of its state, then its tokens.
         outputs: [t] int32, index in ``padded`` of the first of each token's ``w`` inputs.
@@ -200,8 +202,8 @@ class StateMetadata:
     """The states of a step; all layers of linear attention use the same value.
 
     Attributes:
-        direct: None if no request updates its state token by token.
-        prompts: None if the step has no prompt tokens.
+        direct: the requests that update their states token by token; None if there are none.
+        prompts: the chunks of prompts; None if the step has no prompt tokens.
     """
 
     direct: DirectStates | None = None

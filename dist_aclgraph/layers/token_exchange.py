@@ -75,7 +75,7 @@ class AllToAll:
         ranks = torch.arange(size, dtype=torch.int32, device=x.device)
         owner = torch.div(experts, self.local.num_local, rounding_mode="floor")
         is_wanted = (owner.unsqueeze(-1) == ranks).any(1)  # [m, ranks]
-        # index of each token among the tokens that are sent to the same rank
+        # For each token and rank, the token's index among the tokens that are sent to this rank.
         place = is_wanted.cumsum(0, dtype=torch.int32) - 1
         fits = is_wanted & (place < capacity)
         if tally is not None:

@@ -37,8 +37,8 @@ class VocabularyEmbedding:
     scale: float = 1.0
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[n] int32 -> [n, hidden], the sum over ranks; each rank has only the rows of its token
-        ids.
+        """Map [n] int32 token ids to [n, hidden]. The result is a sum over ranks, because each rank
+        has only the rows of its token ids.
         """
         rows = self._rows(token_ids)
         return rows if self.scale == 1 else rows * self.scale

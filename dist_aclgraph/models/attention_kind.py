@@ -49,8 +49,8 @@ class LayerAttention(Protocol):
     def project(
         self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
     ) -> tuple[Tensor, ...]:
-        """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for the result of
-        ``attend``.
+        """Compute the inputs of ``attend`` from [n, hidden]. The last input is a tensor that
+        receives the result of ``attend``.
 
         Args:
             metadata: the metadata of the step; None in piecewise graphs, because steps with

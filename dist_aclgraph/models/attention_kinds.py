@@ -54,7 +54,7 @@ class AttentionKinds:
             self._made["linear"] = delta_kind(spec, groups, device=device, dtype=dtype)
 
     def of(self, layer: int) -> AttentionKind:
-        """Return the kind of a layer; the index may be that of a next-token module, after the
-        decoder's last layer.
+        """Return the kind of a layer. The index after the decoder's last layer means the layer of
+        the next-token module.
         """
         return self._made[self._spec.kind_of(layer)]

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 # they do not fit in the CPU's caches.
 PIECE_BYTES = 4 << 20
 USUAL_NAMES = WeightNames()
-# safetensors' names of the types whose values need scales, and of the other types
+# Safetensors' names of the types whose values need scales, and of the types that need no scales.
 SCALED, FLOATS = ("F8_E4M3", "I8"), ("BF16", "F16", "F32", "F64")
 
 
@@ -68,7 +68,7 @@ class Checkpoint:
         Args:
             quantises: whether the matrices of products are converted to int8.
             names: maps the usual names of tensors, which callers pass, to the names in the files.
-            int4: which matrices have four bits.
+            int4: the formats of the matrices whose values have four bits.
         """
         self.dtype = dtype
         self.device = device
@@ -114,7 +114,8 @@ class Checkpoint:
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return ``[start, stop)`` along ``dim``; elements after the tensor's end are zero.
+        """Return the part ``[start, stop)`` of a tensor along ``dim``; elements after the tensor's
+        end are zero.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -132,8 +133,8 @@ class Checkpoint:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` of a member of a stack of tensors; elements after the
-        tensor's end are zero.
+        """Return the part ``[start, stop)`` along ``dim`` of one member of a stack of tensors;
+        elements after the member's end are zero.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.

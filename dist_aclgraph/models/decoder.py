@@ -45,7 +45,7 @@ class Decoder:
         Args:
             drafts: whether the next-token module is also loaded.
             note: called with the number of bytes of each weight after the weight is on the device.
-            experts: None means the defaults of ``ExpertSetup``.
+            experts: how the rank runs its layers of experts; None means ``ExpertSetup``'s defaults.
             fusions: the fused operators that layers may use; None means none.
 
         Raises:
@@ -107,7 +107,7 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [n, hidden] to [n, vocab], on every rank. If ``out`` is given, it gets the result."""
+        """Map [n, hidden] to [n, vocab], on every rank; write the result to ``out`` if given."""
         return self._head(hidden, out)
 
 

@@ -112,7 +112,7 @@ def _load_router(
 
 
 def _load_copies(slices: WeightSlices, placement: ExpertPlacement) -> ExpertCopies | None:
-    """Return the slots of all experts; None if no expert has copies: then slots equal ids."""
+    """Return the slots of all experts; None if no expert has copies, so that slots equal ids."""
     if not placement.has_copies:
         return None
     table = slices.place(torch.from_numpy(placement.slot_table()))

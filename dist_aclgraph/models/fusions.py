@@ -24,10 +24,10 @@ class Fusion:
     """A fused operator.
 
     Attributes:
-        operator: its name in torch_npu.
-        generations: chips with the operator.
-        cann: oldest supported CANN that has the operator.
-        lines: release series of torch_npu with the operator.
+        operator: the operator's name in torch_npu.
+        generations: the generations of chips that have the operator.
+        cann: the oldest supported CANN that has the operator.
+        lines: the release series of torch_npu that have the operator.
         dtypes: possible types of activations.
         multiple: the width of the quantised rows must be a multiple of this number.
         widest: largest width of the quantised rows; None if there is no limit.
@@ -99,7 +99,7 @@ FUSIONS = (
         "swiglu_quant",
         "npu_dequant_swiglu_quant",  # replaces npu_swiglu and npu_dynamic_quant
         dtypes=("bfloat16",),
-        multiple=32,  # so that the width of gate and up together is a multiple of 64
+        multiple=32,  # The width of gate and up together must be a multiple of 64.
     ),
     Fusion(
         "routing_quant",
@@ -124,7 +124,7 @@ FUSIONS = (
         # formats.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        multiple=32,  # only full blocks, so that weights need no more memory than in ND
+        multiple=32,  # All blocks must be full, so that weights need no more memory than in ND.
         place="matrices of {} outputs",
     ),
     Fusion(
@@ -193,8 +193,8 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return for each operator the number of places that use the operator, or the reason why
-        none does. The result omits operators for which the model has no place.
+        """Return for each operator the number of places that use the operator, or the reason why no
+        place uses it. The result omits operators for which the model has no place.
         """
         return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 

@@ -25,10 +25,10 @@ class GatedDeltaAttention(DeltaAttention):
     """The linear attention of one layer on this rank.
 
     Attributes:
-        qkvz: hidden -> inputs of the convolution, and gates z of the results.
-        gates: hidden -> b and a, one number for each value head.
+        qkvz: product that computes the inputs of the convolution, and the gates z of the results.
+        gates: product that computes b and a, each with one number for each value head.
         decay: [num_value_heads] float32, ``-exp(A_log)``.
-        dt_bias: [num_value_heads] float32.
+        dt_bias: [num_value_heads] float32, which is added to a.
         activate: maps the gates z and the normalised results to the input of ``output_product``.
     """
 

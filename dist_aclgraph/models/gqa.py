@@ -63,8 +63,9 @@ class GroupedQueryAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        qkv: hidden -> q of the heads, the gates of their results if there are gates, k and v.
-        rope_rows: the rotary tables of queries and keys; None if they are not rotated.
+        qkv: product that computes q, then the gates of results if ``has_gate``, then k and v.
+        rope_rows: indices of the rotary tables of queries and keys; None if the layer rotates
+            neither.
         norms_follow_rope: whether queries and keys are normalised after their rotation.
         has_gate: whether the results are multiplied by ``sigmoid(gate)``, element by element.
     """
@@ -277,7 +278,7 @@ class GroupedQuery:
         )
 
     def rope(self, positions: Tensor) -> Rope:
-        """[n] -> cos and sin, [tables, n, 1, head_dim] each."""
+        """Return cos and sin of [n] positions, [tables, n, 1, head_dim] each."""
         return self._rotary.rows(positions)
 
     def make_cache(self, room: CacheRoom) -> KVCache:

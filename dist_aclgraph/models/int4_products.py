@@ -97,7 +97,7 @@ class Int4Weights:
         """Return the product with the only matrix of the stack.
 
         Args:
-            bias: [outputs], of the type of the rows; or None.
+            bias: [outputs], with the type of the rows; or None.
         """
         weight, scale = self._words()[0], self._scales[0]
         if not self._form.quantises_rows:

@@ -90,15 +90,15 @@ class StoredInt4:
         Args:
             module: name of the matrix without ``.weight``.
             shape: [out, in].
-            find: returns the tensor of a name, as safetensors' slices.
+            find: returns the tensor with a name, as a slice object of safetensors.
             has: whether there is a tensor of this name.
         """
         self._module, self._shape, self._form = module, shape, form
         self._find, self._has = find, has
 
     def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
-        """Return ``[start, stop)`` along ``dim``; values after the matrix's end are zero. If the
-        number of outputs is odd, one output is added.
+        """Return the part ``[start, stop)`` of the matrix along ``dim``; values after the matrix's
+        end are zero. If the number of outputs is odd, one output is added.
 
         Raises:
             ConfigError: a part of the inputs does not consist of whole groups, nor of smaller
@@ -128,7 +128,7 @@ class StoredInt4:
         return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
     def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` along ``dim`` in float32; the part can begin and end anywhere.
+        """Return any part ``[start, stop)`` of the matrix along ``dim``, in float32.
 
         Raises:
             ConfigError, MissingTensorError, UnsupportedModelError: as ``read``.

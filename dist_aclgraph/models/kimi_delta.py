@@ -23,12 +23,13 @@ class KimiDeltaAttention(DeltaAttention):
     """The linear attention of one layer on this rank.
 
     Attributes:
-        qkv: hidden -> inputs of the convolution.
-        inner: hidden -> inputs of ``decays`` and of ``gates``, and b, one number for each head.
-        decays: part of ``inner`` -> a number for each channel of each head's key.
-        gates: part of ``inner`` -> a gate for each element of each head's result.
+        qkv: product that computes the inputs of the convolution.
+        inner: product that computes the inputs of ``decays`` and of ``gates``, and b, which has one
+            number for each head.
+        decays: product that computes a number for each channel of each head's key.
+        gates: product that computes a gate for each element of each head's result.
         decay: [heads, 1] float32, ``-exp(A_log)``.
-        dt_bias: [heads * key_dim] float32.
+        dt_bias: [heads * key_dim] float32, which is added to the results of ``decays``.
     """
 
     qkv: Product

@@ -30,10 +30,10 @@ from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
-# Norms before attention and before the feed-forward part.
+# The possible norms of the input of attention, and of the input of the feed-forward part.
 InputNorm = Norm | NoNorm | Int8Norm
 MakeRope = Callable[[Tensor], Rope]  # maps positions to rotary rows
-# Arguments: tensors with one row per token. Returns [num_tokens, hidden].
+# Computes the first layer's input, [num_tokens, hidden], from tensors with one row per token.
 Embed = Callable[..., Tensor]
 
 
@@ -45,7 +45,7 @@ class FeedForward(Protocol):
         """Whether only products in int8 use the input."""
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden], summed over the ranks."""
+        """Map [n, hidden] to [n, hidden], the sum over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Mlp:
         return self.gate_up.quantises_rows
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden]; only layers of experts use the other arguments."""
+        """Map [n, hidden] to [n, hidden]; only layers of experts use the other arguments."""
         return self.down(self.activate(self.gate_up(x)))
 
 
@@ -77,10 +77,10 @@ class DecoderLayer:
         post_attention_norm: norm of the input of the feed-forward part; None if attention and the
             feed-forward part have the same input.
         index: the layer's index in the checkpoint.
-        marks: marks the collectives of this rank.
+        marks: records on the device which collective the rank has reached.
         output_norms: norms of the results of attention and of the feed-forward part; None if the
             results are added to the residual stream without a norm.
-        result_scale: factor of these results.
+        result_scale: factor of the results of attention and of the feed-forward part.
     """
 
     input_norm: InputNorm
@@ -160,7 +160,7 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_self_attn_layernorm.weight"),
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
-    is_first = index in (0, spec.num_layers)  # part of the decoder, or of the next-token module
+    is_first = index in (0, spec.num_layers)  # first layer of the decoder or next-token module
     # An ``Int8Norm`` always adds a residual stream, and only one product can use its int8 rows.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(

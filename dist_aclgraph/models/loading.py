@@ -111,7 +111,7 @@ class WeightSlices:
         return self.place(self.checkpoint.read(name, shape))
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` along ``dim``; elements after the tensor's end are zero."""
+        """Return a tensor's part ``[start, stop)`` along ``dim``; zeros follow the tensor's end."""
         return self.checkpoint.read_part(name, shape, dim, start, stop)
 
     def columns(self, name: str, out: int, width: int, start: int, stop: int) -> Tensor:

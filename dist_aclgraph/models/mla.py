@@ -42,12 +42,14 @@ class MultiHeadLatentAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: hidden -> q_rank (or the queries) + 512 (latent) + 64 (key to rotate); one product,
-            or two products if there is a prologue.
-        q_norm: [q_rank], weight of a norm; None if ``down`` returns the queries.
-        q_up: q_rank -> heads * 192, the queries; None if ``down`` returns the queries.
-        prologue: one operator for steps whose tokens all attend directly; None if such steps use
-            separate operators, too.
+        down: one product, or two products if there is a prologue. They compute from the hidden
+            states: latents of queries [q_rank] (or the queries), the latent [512], and the key to
+            rotate [64].
+        q_norm: [q_rank], weight of the norm of these latents; None if ``down`` returns the queries.
+        q_up: product that computes the queries: q_rank -> heads * 192; None if ``down`` returns the
+            queries.
+        prologue: one operator for steps whose tokens all attend directly; None if all steps use
+            separate operators.
     """
 
     down: tuple[Product, ...]
@@ -148,7 +150,7 @@ class LatentKind:
         self._rotary = RotaryTables(spec.rope, self._sizes.rope_dim, max_len, dtype, device)
 
     def rope(self, positions: Tensor) -> Rope:
-        """[n] -> cos and sin, [n, 1, 1, 64] each."""
+        """Return cos and sin of [n] positions, [n, 1, 1, 64] each."""
         return self._rotary.rows(positions, (-1, 1, 1, self._sizes.rope_dim))
 
     @property

@@ -10,8 +10,8 @@ from torch import Tensor
 # endings of the names of the tensors with values and with powers
 BLOCKS, SCALES = "_blocks", "_scales"
 STORED = ("U8",)  # the type of values and powers, in safetensors' words
-GROUP = 32  # values that share a power
-_BIAS = 127  # subtracted from a stored power
+GROUP = 32  # number of values that share a power
+_BIAS = 127  # A stored power is the exponent plus this number.
 # The value of each code of E2M1: one sign bit, two bits of the exponent, one bit of the mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))

@@ -25,7 +25,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class NextTokenModule:
-    """One rank's part of the module.
+    """One rank's part of the next-token module.
 
     Attributes:
         kind: kind of attention of the layer.
@@ -66,7 +66,7 @@ class NextTokenModule:
         return self.stack.forward(self._mix, inputs, positions, slots, [cache], metadata, step=step)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], on every rank."""
+        """Map [n, hidden] to the logits [n, vocab], on every rank."""
         return self.head(hidden)
 
     def _mix(self, token_ids: Tensor, hidden: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from itertools import islice
 from pathlib import Path
 
 CHUNK_BYTES = 16 << 20
-MEMORY_SHARE = 0.5  # fraction of free memory; more pages would be evicted before they are used
+# Files are read ahead only if they fit in this fraction of the free memory. Otherwise the kernel
+# would evict pages before the loader uses them.
+MEMORY_SHARE = 0.5
 
 logger = logging.getLogger(__name__)
 

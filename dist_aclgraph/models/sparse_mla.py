@@ -38,7 +38,7 @@ class Indexer:
 
     Attributes:
         key_norm, key_bias: [128], weights of the layer norm of index keys.
-        head_weights: hidden -> index heads, weights of the heads' scores.
+        head_weights: product that computes the weights of the heads' scores: hidden -> index heads.
     """
 
     key_norm: Tensor
@@ -75,11 +75,13 @@ class MultiHeadSparseAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: hidden -> q_rank + 512 (latent) + 64 (key to rotate) + 128 (index key).
-        q_norm: [q_rank], weight of a norm.
-        q_up: q_rank -> heads * (plain dim + 64) + index heads * 128.
-        indexer: None if the layer uses the keys chosen by an earlier layer; then ``down`` and
-            ``q_up`` compute no index keys and no index queries.
+        down: product that computes, from the hidden states, the latents of queries [q_rank], the
+            latent [512], the key to rotate [64], and the index key [128].
+        q_norm: [q_rank], weight of the norm of the queries' latents.
+        q_up: product that computes, from the queries' latents, the queries [heads * (plain dim +
+            64)] and the index queries [index heads * 128].
+        indexer: chooses the keys. None if the layer uses the keys chosen by an earlier layer; then
+            ``down`` and ``q_up`` compute no index keys and no index queries.
     """
 
     down: Product

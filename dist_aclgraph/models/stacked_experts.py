@@ -44,7 +44,7 @@ def load_stacked_products(
     gate_up_bias = stack("gate_up_proj_bias", (2 * width,), 0, 2 * start, 2 * stop)
     down_bias = stack("down_proj_bias", (hidden,), 0, 0, hidden)
     if stop - start < width and slices.group.rank > 0:
-        down_bias.zero_()  # of the ranks that share an expert, only one rank adds the expert's bias
+        down_bias.zero_()  # Only one of the ranks that share an expert adds the expert's bias.
     return (
         GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
         GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),

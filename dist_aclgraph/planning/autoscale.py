@@ -44,7 +44,7 @@ class Autoscaler:
     _idle_since_s: float | None = None
 
     def decide(self, now_s: float, demand: Demand) -> int:
-        """Return the wanted number of groups, without lost groups, which are replaced anyway."""
+        """Return the wanted number of groups, which does not include lost groups."""
         config, groups = self.config, demand.groups
         is_busy = demand.waiting > config.target_waiting * groups
         is_idle = not demand.waiting and 2 * demand.running <= (groups - 1) * demand.rows
@@ -55,8 +55,8 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # Lost groups are replaced anyway, as long as the restart budget allows. So no further
-        # groups are requested in their place.
+        # Lost groups are replaced as long as the restart budget allows it. So no further groups are
+        # requested in their place.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

@@ -24,7 +24,7 @@ class Chip:
     """The properties of one device that its runtime reports.
 
     Attributes:
-        name: e.g. Ascend910B1.
+        name: name of the chip, e.g. Ascend910B1.
         cann: version of CANN, e.g. 9.1.0; "" if unknown, for example without CANN's set_env.sh.
     """
 
@@ -53,8 +53,8 @@ class Chip:
             raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN_CANN})")
 
     def check_assumed(self, config: Config, whose: str) -> None:
-        """Refuse a chip whose generation differs from the one that the plan assumes, because prices
-        and limits differ.
+        """Refuse a chip whose generation differs from the generation that the plan assumes, because
+        prices and limits differ between generations.
 
         Raises:
             ConfigError: the message names the key to set.
@@ -99,7 +99,7 @@ class Chip:
         return not self.is_cann_8 and not facts.mla and shares_keys
 
     def _remedy_of_heads(self, facts: ModelFacts) -> str:
-        """Return what gives a model with heads of an unusual size the tiling of CANN 9."""
+        """Return a remedy for heads of an unusual size, which need the tiling of CANN 9."""
         if facts.head_dim > MAX_SPLIT_FUSE_DIM or facts.num_heads == facts.num_kv_heads:
             return "use another model"
         if self.is_cann_8:

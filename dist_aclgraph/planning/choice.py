@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-NO_GAIN = 1 - 1e-9  # largest relative difference between equal costs that rounding can cause
+# A cost counts as lower only if it is below this multiple of the other cost, because rounding can
+# make equal costs differ.
+NO_GAIN = 1 - 1e-9
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -19,7 +21,7 @@ class Choices:
     """The best set of buckets for every number of buckets.
 
     Attributes:
-        sizes: the candidates, ascending.
+        sizes: the candidate sizes, ascending.
         costs: [max_buckets + 1]; entry k is the lowest expected cost with at most k buckets; entry
             0 is infinite.
         counts: [max_buckets + 1]; entry k is the smallest number of buckets that has ``costs[k]``.
@@ -52,7 +54,7 @@ def choices(
     which always run without a graph. Time: O(max_buckets * len(sizes)**2).
 
     Args:
-        sizes: candidates, ascending.
+        sizes: candidate sizes, ascending.
         weights: frequency of each number of live tokens.
         costs: cost of one step at each size; all costs have the same unit.
     """

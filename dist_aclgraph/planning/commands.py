@@ -25,8 +25,8 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
         action: ``adopt``: use a plan; ``prepare``: run a graph's work eagerly once; ``capture``:
             capture the graph; ``commit``: allow replays of the graph; ``release``: release the
             graph, committed or not.
-        graph: set for all actions except ``adopt``.
-        plan: the new plan; only set for ``adopt``.
+        graph: the graph of the action; None for ``adopt``.
+        plan: the new plan for ``adopt``; None for all other actions.
     """
 
     epoch: int
@@ -46,7 +46,7 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
 
     Attributes:
         plan_hash: hash of the plan that the rank uses.
-        free_streams: number of the device's free streams; None if captures do not change it.
+        free_streams: number of free streams of the device; None if captures do not change it.
         live_bytes: number of used bytes of the graph pool.
         pool_bytes: number of all bytes of the graph pool.
     """

@@ -39,7 +39,7 @@ class GraphDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0
-        # By number of live tokens, number of steps since the last ``take_traffic``.
+        # For each number of live tokens, the number of such steps since the last ``take_traffic``.
         self._decode_seen: Counter[int] = Counter()
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()
@@ -131,9 +131,9 @@ class GraphDispatcher:
     def report(self) -> dict[str, Any]:
         """Return the counters: replays and padding by graph, misses by reason.
 
-        Any thread may call this, because each copy is atomic; the engine's thread may add keys at
-        the same time. The engine counts a replay before the replay's padding, so padding is copied
-        first.
+        Any thread may call this method, even while the engine's thread adds keys, because each copy
+        is atomic. The engine counts a replay first, and then the replay's padding. So this method
+        copies ``padding`` first: then each graph in the copy is also in the copy of ``replays``.
         """
         padding, replays = dict(self.padding), dict(self.replays)
         return {
@@ -150,7 +150,7 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Make one table for each kind of graph. The dispatcher searches the tables in this order.
+        """Make one table for each kind of graph, in the order in which the tables are searched.
 
         Tables of FULL graphs are before tables of PIECEWISE graphs, and graphs that accept only
         decode batches are first.

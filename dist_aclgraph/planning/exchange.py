@@ -22,7 +22,8 @@ from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 # all_gather. To send this many bytes, a link of 20 GB/s needs as much time as two dozen small
 # operators; this was not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-# Minimum capacity in rows per rank. With few tokens, ranks get very different numbers of rows.
+# Minimum capacity in rows per rank, because ranks get very different numbers of rows if a step has
+# few tokens.
 MIN_CAPACITY = 16
 
 
@@ -191,8 +192,8 @@ class ExchangeRule:
         """Return the bytes that a rank saves in one layer, in both directions.
 
         Args:
-            gathered: number of rows from each other rank with all_gather.
-            sent: number of rows from each other rank with the exchange.
+            gathered: number of rows that a rank receives from each other rank with all_gather.
+            sent: number of rows that a rank receives from each other rank with the exchange.
         """
         assert self.mc2 is not None
         row = self.mc2.hidden * self.mc2.element_bytes
@@ -207,7 +208,8 @@ class ExchangeRule:
             )
         if self.mc2 is None or self.setting != "mc2":
             return
-        # A batch may be too large for MC2, because it then uses another exchange.
+        # Only the number of rows up to MC2's limit is checked, because larger batches use another
+        # exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

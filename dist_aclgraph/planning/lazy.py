@@ -21,7 +21,7 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class LazyChange:
-    """A decision: first release ``victim``, unless it is None; then capture ``graph``."""
+    """The decision to capture ``graph``, after the release of ``victim`` if it is not None."""
 
     graph: BatchDescriptor
     victim: BatchDescriptor | None = None
@@ -54,16 +54,16 @@ class LazyGraphs:
         self._min_tokens = min_tokens
         self._retry_steps = retry_steps
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
-        # Number of tokens that each shape would save.
+        # For each shape, the number of tokens that its graph would have saved so far.
         self._wasted: Counter[BatchDescriptor] = Counter()
         # Number of the step in which each shape failed last.
         self._failed: dict[BatchDescriptor, int] = {}
         self._evicted: Counter[BatchDescriptor] = Counter()
-        self.has_change = False  # whether ``next_change`` would return a change at present
+        self.has_change = False  # whether ``next_change`` would return a change now
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
-        """Return the configured policy for at most ``capacity`` graphs; None if this is 0."""
+        """Return the configured policy for up to ``capacity`` graphs; None if ``capacity`` is 0."""
         if not capacity:
             return None
         return cls(
@@ -82,7 +82,7 @@ class LazyGraphs:
     def note(
         self, num_tokens: int, query_len: int, replayed: BatchDescriptor | None, step: int
     ) -> None:
-        """Count a step: the use of its graph, and the tokens that a better graph would save."""
+        """Record the graph that a step has used, and the tokens that a better graph would save."""
         if replayed is not None and replayed in self._used:
             self._used[replayed] = self._used.pop(replayed)
         shape = self._shape_of(num_tokens, query_len)

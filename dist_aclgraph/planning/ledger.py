@@ -10,16 +10,16 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # largest relative error of a prediction without a warning
+TOLERANCE = 0.10  # A prediction with a larger relative error causes a warning.
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):
-    """Streams or bytes of one item, e.g. bucket 32 or the shared pool."""
+    """The predicted and the measured streams or bytes of one item, e.g. bucket 32 or the pool."""
 
     term: str
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
-    measured: int | None = None  # set by the rank after its capture
+    measured: int | None = None  # set by the rank after the capture
     parts: dict[str, int] = {}  # the predicted streams of each owner, if known
 
     @property
@@ -52,7 +52,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     offered_streams: int
     offered_bytes: int
     entries: list[LedgerEntry]
-    terms: dict[str, int] = {}  # the prices of one bucket and the fixed price, itemised
+    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, item by item
     counts_streams: bool = True  # whether captures change the device's count of free streams
 
     @classmethod

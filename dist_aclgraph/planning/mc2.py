@@ -16,12 +16,12 @@ from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-# maximum numbers of experts and of rows, on an A2 with CANN 8
+# MC2's maximum number of experts, and of rows of a rank, on an A2 with CANN 8.
 MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 
 class Mc2Batch(NamedTuple):
-    """The sizes of one dispatch and of its combine.
+    """The sizes of one batch that MC2's operators dispatch to the experts and combine afterwards.
 
     Attributes:
         num_rows: number of tokens of the rank with the most tokens.
@@ -35,7 +35,8 @@ class Mc2Batch(NamedTuple):
     top_k: int
 
 
-# These formulas for the bytes of HCCL's buffer are in the operators' documents.
+# The following functions compute the bytes of HCCL's buffer, by the formulas of the operators'
+# documents.
 
 
 def a2_fullmesh_bytes(batch: Mc2Batch) -> int:

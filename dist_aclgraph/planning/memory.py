@@ -39,7 +39,7 @@ from dist_aclgraph.topology import ParallelLayout
 
 MIB, GIB = 1 << 20, 1 << 30
 BUFFERS_OF_A_DOMAIN = 2  # number of buffers: one for input and one for output
-WORD_BYTES = 4  # of an int32 or a float32
+WORD_BYTES = 4  # number of bytes of an int32 or a float32
 LARGE = 4  # An error message names each part that needs a quarter of the device or more.
 WEIGHTS = "weights"
 EAGER_STEPS = "eager steps"
@@ -90,7 +90,7 @@ class RankMemory:
             device_bytes: all bytes of the device, or its free bytes before the model is loaded.
             has_hccl_buffers: whether HCCL's buffers will be allocated in ``device_bytes``; on the
                 emulator they are not in device memory.
-            mc2_buffer_mb: size of MC2's buffer in MB; None without MC2.
+            mc2_buffer_mb: size of MC2's buffer in MB; None if no batch uses MC2.
         """
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
@@ -202,7 +202,7 @@ def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
     """Return the end of an error message, which says how to make a part of the memory smaller."""
     limits = config.scheduler
-    # the size of MC2's only buffer, because MC2 has only one domain
+    # MC2 has only one domain, so the size of one buffer follows from the bytes of all buffers.
     own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)
     remedies = {
         EAGER_STEPS: f"lower scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens})",
@@ -280,8 +280,8 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
     max_len = spec.max_model_len(config)
-    # Sizes of: logits, the greatest logit of each row, and the hidden states from which drafting
-    # begins.
+    # The outputs are the logits, the greatest logit of each row, and the hidden states from which
+    # drafting begins.
     outputs = num_samples * (vocab_size + 1) + (num_tokens * spec.hidden_size if k else 0)
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * spec.num_rope_tables * (max_len + SPARE_POSITIONS) * rope_dim
@@ -294,11 +294,14 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     )
     _, inputs = pack_parts(sizes)
     width = table_width(max_len, Shards.from_config(config).tokens_per_block, k)
-    # the block table, the index of every token, and the numbers of accepted drafts
+    # The inputs also include the block table, the index of every token, and the numbers of accepted
+    # drafts.
     inputs += num_reqs * width + num_tokens + num_reqs
-    # the token table, the random factors and summands of tokens, and the largest random number
+    # The state of sampling: the token table, the random factors and summands of tokens, and the
+    # largest random number.
     sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size + 1
-    # for each row and the spare row: drafts, the last token, and the number of accepted drafts
+    # The state of drafting, for each row and the spare row: drafts, the last token, and the number
+    # of accepted drafts.
     if k:
         sampling += aligned((num_rows + 1) * k) + 2 * (num_rows + 1)
     counts = num_rows * vocab_size

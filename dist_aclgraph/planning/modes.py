@@ -13,8 +13,8 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 
 AttentionUpdates = Literal["any", "uniform"]
 
-# Limit of the tokens per block where attention has one query per request in layout BSND
-# (aclnnFusedInferAttentionScore, section about paged attention).
+# Maximum number of tokens per block if attention gets one query per request in layout BSND
+# (documented for aclnnFusedInferAttentionScore, in the section about paged attention).
 MAX_MASKED_BLOCK = 512
 
 

@@ -67,7 +67,8 @@ def negotiate(
 
     Args:
         families: families with all candidate sizes; empty if the workload's mode is NONE.
-        traffic: None means an assumed traffic in which small sizes have most of the weight.
+        traffic: the weights of batch sizes. None means assumed weights, most of them for small
+            sizes.
 
     Raises:
         GraphError: there are no offers or no sizes, or two offers come from one rank.

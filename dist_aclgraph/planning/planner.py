@@ -140,8 +140,8 @@ class Planner:
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # No memory is reserved for lazy graphs that do not fit now; otherwise no memory would be
-        # left for the cache.
+        # Memory is reserved only for lazy graphs that fit now. Otherwise, no memory would be left
+        # for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}

@@ -79,7 +79,8 @@ def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) ->
     """Return the offer with step times as additional probes; prices come from the first probes.
 
     A kind of graph gets an additional probe only if it already has a probe. An additional probe has
-    no streams and no bytes. As the first probe of a kind, it would set the price of the kind to 0.
+    no streams and no bytes. If it was the first probe of its kind, it would set the kind's price to
+    0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (

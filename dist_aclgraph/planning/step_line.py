@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
-# relative differences of sizes below this value are too small to compute a slope
+# If the relative differences of the sizes are below this value, no slope can be computed.
 ONE_SIZE = 1e-9
 
 
 class Line(NamedTuple):
-    """Seconds of a step: a constant, and the seconds of each token."""
+    """A step takes ``base_s`` seconds, and additionally ``token_s`` seconds for each token."""
 
     base_s: float
     token_s: float

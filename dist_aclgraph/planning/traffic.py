@@ -24,8 +24,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """The weight of each batch size in live tokens, without padding. A new step has weight one.
 
     Attributes:
-        decode: batches in which every request decodes, with the same number of tokens.
-        mixed: all other batches.
+        decode: the weights of batches in which every request decodes the same number of tokens.
+        mixed: the weights of all other batches.
     """
 
     decode: dict[int, float] = {}

@@ -35,7 +35,7 @@ TRIES: dict[DeviceFault, int] = {
     "operator": 1,  # If the failure happens again, its cause is the operator's input or the chip.
     "uce_kv": 1,  # RECOMPUTE repairs the memory and computes the KV again.
     "uce_tensor": 0,  # Weights, or tensors at addresses that graphs contain, are lost.
-    "uce": 0,  # never: it is unknown which contents are lost
+    "uce": 0,  # It is unknown which contents are lost.
     "ecc": 0,  # The memory cannot be repaired.
 }
 

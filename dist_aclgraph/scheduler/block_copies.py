@@ -43,17 +43,17 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
 # blocks are free for requests.
 MAX_HELD = 1 / 8
-MAX_LOADING = 1 / 2  # maximum part of the pool that several reading jobs may hold together
+MAX_LOADING = 1 / 2  # Several reading jobs together may hold at most this part of the pool.
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
 
 @dataclass
 class CopyCounts:
-    """Numbers of blocks since the start of an engine."""
+    """Numbers of blocks that copy jobs have copied, or not copied, since the engine started."""
 
     saved: int = 0
-    # blocks that were not written, because the time or the free room was not enough
+    # blocks that were not written, because too many blocks waited, or a worker could not write them
     unsaved: int = 0
     loaded: int = 0
     missed: int = 0  # blocks whose files were found, but could not be read
@@ -69,8 +69,8 @@ class _Copy:
         block_ids: the copied blocks, which are the last blocks of ``held``.
         request: the request that waits for the blocks; None if no blocks are read.
         waits_for: the workers that have not ended the job.
-        num_whole: the smallest ``num_whole`` of the workers that have ended the job.
-        states: block hash and number of each checkpoint that is copied.
+        num_whole: the smallest ``num_whole`` that any worker has reported; see ``end``.
+        states: the copied checkpoints; for each checkpoint, its block hash and its number.
     """
 
     kind: JobKind
@@ -104,8 +104,8 @@ class BlockCopies:
     ) -> None:
         self._pool = pool
         self._look_ups = look_ups
-        # The waiting blocks and checkpoints that have files, and the number of blocks that are
-        # looked up. ``_existing`` is None if no such look-up runs.
+        # ``_existing`` is the running look-up of waiting blocks' and checkpoints' files, or None.
+        # ``_num_asked`` is the number of blocks in this look-up.
         self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -115,7 +115,7 @@ class BlockCopies:
         # Number of jobs, and of look-ups on other nodes, that have ended on all workers.
         self.num_ended = 0
         self._running: dict[int, _Copy] = {}
-        # Block id, hash, and number of blocks before the block in its prompt.
+        # The waiting blocks: id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
@@ -124,7 +124,8 @@ class BlockCopies:
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
-        self._unsaved: Counter[BlockHash] = Counter()  # blocks whose files are not complete
+        # For each block, how many times it waits to be written, or is being written.
+        self._unsaved: Counter[BlockHash] = Counter()
         self._is_late = False  # whether the copy jobs take too long; see ``note_late``
         self.counts = CopyCounts()
 
@@ -268,7 +269,7 @@ class BlockCopies:
         Args:
             fetch: fetches the blocks that have no files to the engine's node; then the files are
                 looked up again.
-            source: from which group the other nodes fetch blocks.
+            source: the group from which the other nodes fetch blocks.
         """
         wanted, asks_others = hashes[first:], self.elsewhere.must_ask(source)
         # An answer without a look-up, so that the request does not wait for a disk or a worker.
@@ -400,12 +401,12 @@ class BlockCopies:
         return self._num_jobs - 1
 
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
-        """Record that a worker has ended a copy job. If it was the last worker, end the job, and
-        return the request that waited for it; return None otherwise.
+        """Record that a worker has ended a copy job. If all workers have ended the job, return the
+        request that waited for the job; return None otherwise.
 
         Args:
-            num_whole: number of blocks that the worker has written, or of leading blocks that it
-                has read or found.
+            num_whole: number of blocks that the worker has written; or number of leading blocks
+                that the worker has read or found.
         """
         if self.elsewhere.end(number, rank, num_whole):
             self._note_end()
@@ -444,8 +445,8 @@ class BlockCopies:
         self._is_late = False
 
     def _leave_condemned(self, copy: _Copy, count: int) -> int:
-        """``count`` leading blocks were read; return how many of them may be used. Blocks that were
-        condemned meanwhile are cleaned.
+        """Return how many of the ``count`` leading blocks that a job has read may be used: the
+        blocks before the first condemned block. The other blocks will be cleaned.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)

@@ -50,7 +50,7 @@ def give_blocks(rows: RunningRows, pool: BlockPool, lack: Lack) -> list[int]:
     """Allocate the missing blocks. The pool must have enough free blocks.
 
     Returns:
-        Flat records (row, index in the block table, block id).
+        The allocated blocks, as flat records: row, index in the block table, block id.
     """
     short, missing = lack
     blocks: list[int] = []

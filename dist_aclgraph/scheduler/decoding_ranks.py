@@ -23,7 +23,7 @@ def land_decoding(
         brought: the results of each rank.
 
     Returns:
-        The ranks whose results are not applied yet; the outputs of the ranks that only decode.
+        The ranks whose results this function has not applied; and the outputs of the other ranks.
     """
     if len(ranks) == 1:  # for one rank, operations on its own columns are faster
         return ranks, []

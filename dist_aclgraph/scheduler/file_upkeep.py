@@ -1,9 +1,11 @@
 """FileUpkeep: decides which files of KV blocks are deleted, and which files are touched.
 
-A file is deleted if its block might contain NaN: the block may have been written before the logits
-of its request showed the NaN. While the device's cache has a prefix, the prefix's files are not
-read, even if many requests use the prefix. So some of these files are touched every ``TOUCH_S``,
-because a tier deletes the files whose last use is oldest.
+A block's file is deleted if the block might contain NaN. Such files can exist, because a block can
+be written before its request's logits show the NaN.
+
+While the device's cache has a prefix, the prefix's files are not read, even if many requests use
+the prefix. A tier deletes the files whose last use is oldest. So some of the files of used prefixes
+are touched every ``TOUCH_S``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 
 MAX_CONDEMNED = 4096  # maximum number of condemned blocks that are recorded
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
-TOUCH_S = 10.0  # minimum number of seconds between the beginnings of two such jobs
+TOUCH_S = 10.0  # minimum number of seconds between the starts of two jobs that touch files
 
 
 class FileUpkeep:
@@ -24,10 +26,11 @@ class FileUpkeep:
     """
 
     def __init__(self) -> None:
-        # The key is a block's hash, the oldest first. The value is true if a job already deletes
-        # the files.
+        # Keys: hashes of condemned blocks, the oldest first. Values: whether a job already deletes
+        # the block's files.
         self._condemned: dict[BlockHash, bool] = {}
-        self._used: dict[BlockHash, int] = {}  # hash, and number of blocks before the block
+        # Keys: hashes of used blocks. Values: number of blocks before the block in its prompt.
+        self._used: dict[BlockHash, int] = {}
         self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
@@ -63,7 +66,7 @@ class FileUpkeep:
         """Record that a job has deleted files, or that the job was dropped."""
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
-                continue  # skipped: the block was condemned again meanwhile
+                continue  # The block was condemned again during the job, so it stays condemned.
             if is_done:
                 del self._condemned[block_hash]
             else:

@@ -21,14 +21,14 @@ class GroupCopies:
     """Decides which blocks of all ranks are copied. A request waits until its files are read.
 
     Args:
-        pools: the blocks of each data-parallel rank.
+        pools: the block pool of each data-parallel rank.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         ranks_per_batch: number of workers of each data-parallel rank.
-        waiting: the requests that wait for files.
-        files: the nodes of the group; None if all workers are on the engine's node.
+        waiting: the group's waiting requests; some of them wait until their files are read.
+        files: the group's nodes that have files; None if all workers are on the engine's node.
 
     Attributes:
-        ranks: the copies of each data-parallel rank; empty if no copies are kept.
+        ranks: the ``BlockCopies`` of each data-parallel rank; empty if no copies are kept.
         spans_nodes: whether the workers are on several nodes.
     """
 
@@ -79,7 +79,7 @@ class GroupCopies:
         return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.ranks]
 
     def end(self, number: int, rank: int, num_whole: int) -> None:
-        """Record that a worker has ended a copy job. When all workers of the job have ended it, the
+        """Record that a worker has ended a copy job. When all workers have ended the job, the
         request that waits for the job returns to the queue.
         """
         request = self.ranks[rank // self._ranks_per_batch].end(number, rank, num_whole)
@@ -92,7 +92,8 @@ class GroupCopies:
 
     def stop_fetching(self, dp_rank: int) -> int:
         """Let no request wait for a data-parallel rank's copy jobs until one of these jobs ends.
-        Return how many requests waited for reads.
+
+        Returns the number of requests that waited until a copy job read their blocks.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
@@ -108,7 +109,8 @@ def _copies_of(
         return BlockCopies(pool, look_ups, ranks)
     is_beside_engine = files.is_beside_engine(dp_rank)
     if not is_beside_engine:
-        # No file on the engine's node is useful. The workers skip blocks that have files.
+        # The files on the engine's node belong to other ranks, so they are not looked up. All
+        # blocks are sent to the workers, which skip the blocks that have files.
         look_ups = LookUps(Files(_has_none, _has_none if look_ups.has_states else None))
     elsewhere = NodeLookUps(files.finders(dp_rank), is_beside_engine=is_beside_engine)
     return BlockCopies(pool, look_ups, ranks, elsewhere)

@@ -31,7 +31,7 @@ class Landed(NamedTuple):
 
     Attributes:
         appended: [num_requests, 2], row and token id of each request.
-        keys: [num_requests], ``Request.key``.
+        keys: [num_requests], the attribute ``key`` of each request.
         has_full: [num_ranks], whether a request of the rank has filled a block.
     """
 
@@ -73,8 +73,8 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return for each rank whether all requests stay below their limits if each gets one more
-        token.
+        """Return for each rank whether all of its requests stay below their maximum lengths if each
+        request gets one more token.
 
         Args:
             ranks: [n], different ranks.
@@ -87,8 +87,8 @@ class GroupRows(Columns):
     def land_tokens(self, ranks: Places, lens: Places, tokens: IntArray) -> Landed:
         """Apply ``RunningRows.land_tokens`` to all requests of several ranks.
 
-        Args: ranks, lens: see ``stay_below_limit``. tokens: [num_requests], one for each request,
-            rank by rank.
+        Args: ranks, lens: see ``stay_below_limit``. tokens: [num_requests], the new token of each
+            request, rank by rank.
         """
         is_used = self._is_used(lens)
         place, at = np.nonzero(is_used)

@@ -2,7 +2,7 @@
 
 The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
 own workers. One worker of each other node looks up the files there, and fetches missing files if
-the request has a source. Messages to workers about copies contain these look-ups.
+the request has a source. The engine sends these look-ups in its messages about copy jobs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _LookUp:
 
     Attributes:
         waits_for: the workers that have not answered.
-        num_found: number of leading blocks that all workers that have answered have found.
+        num_found: the smallest number of leading blocks in the answers of workers until now.
         source: the group from which missing blocks are fetched; None if there is none.
     """
 
@@ -49,17 +49,17 @@ class NodeLookUps:
         return len(self._running)
 
     def must_ask(self, source: Source | None) -> bool:
-        """Return whether the other nodes must be asked: if blocks may have to be fetched, or if the
-        engine's node has no files. Otherwise the other nodes usually have the files of the same
-        blocks as the engine's node.
+        """Return whether the other nodes must look up files. They must if they may have to fetch
+        blocks, or if the engine's node has no files. In all other cases, the other nodes usually
+        have the files of the same blocks as the engine's node.
         """
         return bool(self._finders) and not (source is None and self.is_beside_engine)
 
     def begin(
         self, number: int, hashes: Sequence[BlockHash], first: int, source: Source | None
     ) -> tuple[CopyJob, Answer[int]]:
-        """Begin a look-up; return the job for the workers, and the answer: how many leading blocks
-        all nodes have, including ``first`` blocks before ``hashes``.
+        """Begin a look-up. Return the job for the workers, and a function that returns the answer:
+        the number of leading blocks that all nodes have, the ``first`` cached blocks included.
         """
         found = _LookUp(set(self._finders), len(hashes), source)
         self._running[number] = found

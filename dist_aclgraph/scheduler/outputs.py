@@ -25,14 +25,15 @@ class StepOutputs(Struct, frozen=True):
     request.
 
     Attributes:
-        requests: [num_reqs].
+        requests: [num_reqs], the requests that the step has sampled.
         keys: [num_reqs], the attribute ``key`` of each request.
-        token_ids: [num_new], request by request.
+        token_ids: [num_new], the new tokens of all requests, request by request.
         ends: [num_reqs], index in ``token_ids`` after each request's last token; None means that
             each request has one token.
         firsts: [n], indices of requests that got their first tokens.
-        finish_reasons: the finish reason of each finished request, by its index.
-        logprobs: [num_new], or empty if no request wants log-probabilities.
+        finish_reasons: the finish reasons of finished requests, by request index.
+        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
+            wants log-probabilities.
         failed: the reasons of requests that end without a new token: their logits were NaN or
             infinite, or their grammar reached a limit.
     """
@@ -85,9 +86,7 @@ class StepOutputs(Struct, frozen=True):
 
     @property
     def each_logprobs(self) -> tuple[RowLogprobs | None, ...]:
-        """[num_new], for each token, its report or None; of this length even if ``logprobs`` is
-        empty.
-        """
+        """Return ``logprobs`` as a tuple [num_new], of None if ``logprobs`` is empty."""
         return self.logprobs or (None,) * self.num_tokens
 
     def __len__(self) -> int:
@@ -123,7 +122,7 @@ class StepOutputs(Struct, frozen=True):
         )
 
     def _notes(self) -> dict[int, Note]:
-        """Return a note for each request that got its first token or has ended, by its index."""
+        """Return, by request index, notes for requests that got their first token or have ended."""
         notes = {}
         firsts = dict.fromkeys(self.firsts.tolist())
         for index in firsts | dict.fromkeys(self.finish_reasons):

@@ -43,15 +43,15 @@ class Prefixes:
 
     def _may_share(self, request: Request) -> bool:
         """Whether a request may start with blocks that another request has computed."""
-        needs_logits = request.sampling.prompt_logprobs >= 0  # cached tokens have no logits
+        needs_logits = request.sampling.prompt_logprobs >= 0  # the cache stores no logits
         return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:
         """Look up the files of the blocks after ``shared``, and begin to read them; return whether
         the request must wait for the look-up or for the copy job.
 
-        No job begins if no file is found, or if too few blocks are free to start the request. Files
-        are looked up once in each wait of a request.
+        No job begins if no file is found, or if too few blocks are free to start the request. While
+        a request waits, its files are looked up only once.
         """
         copies, pool = self._copies, self._pool
         # Dirty blocks are not used, because the next step cleans them, and would overwrite the
@@ -108,7 +108,7 @@ class Prefixes:
         Stores the checkpoints in ``flight``.
 
         Returns:
-            Records for ``RankBatch.kept``.
+            The records for the field ``kept`` of ``RankBatch``.
         """
         checkpoints, first = self._pool.checkpoints, flight.step.num_decoding
         if checkpoints is None:

@@ -1,10 +1,10 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
-There are no phases: in each step, a request runs known tokens that are not computed yet. A new
-request runs its prompt, in chunks. A request that decodes runs its last sampled token and its
-drafts. A preempted request runs its prompt and its output again. Requests that decode are scheduled
-first; a step can always contain all these requests. The other requests get the remaining tokens of
-the step, in the order of their deadlines.
+The scheduler does not separate prefill from decoding. In each step, the model runs those known
+tokens of a request whose KV is not computed yet: chunks of a new request's prompt; the last sampled
+token and the drafts of a request that decodes; prompt and output of a preempted request. Requests
+that decode are scheduled first; a step can always contain all these requests. The other requests
+get the remaining tokens of the step, in the order of their deadlines.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class RankScheduler:
         rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether output that must be computed again runs in decode steps, one token per
-            step, as when it was sampled.
+        exact: whether existing output is computed again in decode steps, one token per step, in the
+            same way as when it was sampled.
         copies: decides which blocks are copied to and from files; None if no copies are kept.
     """
 
@@ -94,7 +94,7 @@ class RankScheduler:
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # How often a step has verified a request's drafts, if the request may accept drafts.
+        # Number of verifications: one for each step and each request whose drafts may be accepted.
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)
@@ -115,7 +115,7 @@ class RankScheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """How often the first, the second, ... draft of a request was accepted."""
+        """Element i is the number of times that draft i (from 0) of a request was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()
         return at_least[1:]
 
@@ -207,8 +207,8 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Whether the step may start the request.
 
-        False without a free row or a free token of the step. Also False if the last attempt to
-        start this request found too few free blocks, and their number has not grown since.
+        Returns False if no row is free, or if the step has its maximum number of tokens. Also
+        returns False if too few blocks were free for this request, and no more are free now.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -294,9 +294,9 @@ class RankScheduler:
         """Undo the steps in flight, because workers have lost the state of these steps.
 
         Requests keep their blocks. Later steps write the KV of the undone steps again before any
-        step reads it. But a step overwrites the recurrent state from which it starts, so it cannot
-        run again. If the model has recurrent state, all requests wait again and will start from
-        checkpoints; ``rewind`` returns these requests.
+        step reads this KV. A step with recurrent state cannot run again, because it has overwritten
+        the state from which it started. So if the model has recurrent state, all requests wait
+        again and will start from checkpoints; ``rewind`` returns these requests.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -316,7 +316,7 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without requests that were removed since its decision.
+        """Return the only step in flight, without the requests that were removed later.
 
         The blocks of these requests must not be written: they may be in the prefix cache now.
         """
@@ -339,8 +339,8 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor, max_len: int) -> bool:
         """Whether a full graph's padding fits in the block table and in the cache.
 
-        All padding is in the dummy block, but attention can count padding like other blocks
-        (``counts_shared`` of ``BlockPool``).
+        All padding is in the dummy block. But attention on CANN 8.5 counts a shared block once for
+        each use (``counts_shared`` of ``BlockPool``).
 
         Args:
             max_len: maximum length of a request; a row of the block table has blocks for it.
@@ -397,7 +397,7 @@ class RankScheduler:
         model has recurrent state, the request loses its row, because its last tokens run again.
 
         Args:
-            unmasked: indices among the sampled requests of the oldest step.
+            unmasked: requests sampled without a mask, as indices into the step's sampled requests.
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows
@@ -589,7 +589,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return a step without the requests that were removed since its decision."""
+    """Return a step without the requests that were removed after the step was decided."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

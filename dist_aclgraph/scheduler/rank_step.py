@@ -44,16 +44,17 @@ class NewTokens(NamedTuple):
     """The results of a step on one data-parallel rank.
 
     Attributes:
-        token_ids: [num_new], request by request.
+        token_ids: [num_new], the new tokens of all sampled requests, request by request.
         counts: [num_samples], number of tokens of each sampled request; None means that each
             request has one token.
-        logprobs: [num_new], or empty if no request wants log-probabilities.
+        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
+            wants log-probabilities.
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
         prompts: the requested log-probabilities of prompts.
-        failed: the reasons of failed requests, by index among the sampled requests.
-        embeddings: the requested hidden states, by index among the sampled requests; float32
-            [hidden].
+        failed: the reasons why requests failed; the keys are indices among the sampled requests.
+        embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
+            the sampled requests.
     """
 
     token_ids: IntArray
@@ -77,7 +78,8 @@ class NewTokens(NamedTuple):
         """Return the first tokens of each request.
 
         Args:
-            kept: [num_samples], number of kept tokens; a request without kept tokens is omitted.
+            kept: [num_samples], number of tokens to return of each request; if it is 0, the result
+                does not contain the request.
         """
         counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -233,11 +235,11 @@ class RankStep:
     Attributes:
         indices: [num_reqs], indices among the running requests at the time of the decision.
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
-        num_decoding: number of requests that decode; they come first.
+        num_decoding: number of requests that decode; these requests come first.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
-        is_uniform: whether the requests that do not decode also run like decoding requests: they
-            compute existing output again, token by token.
+        is_uniform: whether all requests run in the same way as decoding requests. Then the requests
+            that do not decode compute existing output again, one token per step.
         needs_hidden: whether a request wants log-probabilities of its prompt, or a hidden state.
             These results need hidden states that full graphs do not keep.
     """
@@ -338,7 +340,7 @@ class RankStep:
         return counts
 
     def _samples(self, result: StepResult, packed: bytes, brought: str) -> IntArray:
-        """Return the indices, among the sampled requests, that a result contains."""
+        """Unpack indices that a result contains; they are indices among the sampled requests."""
         if not packed:
             return NO_INTS
         indices = unpack_ints(packed)
@@ -364,8 +366,8 @@ class Flight:
             request was removed.
         is_quiet: whether no request can reach its maximum length or fill a block in this step.
         cleaned: blocks that are set to zero before this step.
-        kept: the checkpoints that this step writes: index of the request among the step's records,
-            and hash of the last block before the checkpoint.
+        kept: the checkpoints that this step writes. For each checkpoint: the index of its request
+            among the step's records, and the hash of the last block before the checkpoint.
     """
 
     step: RankStep
@@ -391,7 +393,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the maximum of each number over all steps. The result may be the shape of no step.
+    """Return the maximum of each number over all steps; it may differ from the shape of every step.
 
     The query length is 0 if the steps have different query lengths.
     """

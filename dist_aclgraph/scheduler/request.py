@@ -56,12 +56,12 @@ class Request:
             to wait.
         look_up: function that returns the number of leading blocks that are cached or have files;
             it returns None while the files are looked up. None if no look-up runs.
-        fetch: fetches blocks that another group has computed to the engine's node; used at most
-            once, None if there is nothing to fetch.
-        source: from which group workers on other nodes fetch blocks; used at most once, None if
-            there is none.
-        is_suspect: whether the logits were NaN or infinite once. Such a request is computed again
-            without shared blocks.
+        fetch: function that fetches to the engine's node the blocks that another group has
+            computed; called at most once. None if no blocks are fetched.
+        source: the group from which workers on other nodes fetch blocks; used at most once. None if
+            no blocks are fetched.
+        is_suspect: whether the request's logits were NaN or infinite once. Then the request is
+            computed again, and shares no blocks with other requests.
     """
 
     __slots__ = (
@@ -148,8 +148,8 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        # Before ``min_tokens``, stop tokens are forbidden, but not with a grammar: it may allow no
-        # other token.
+        # Stop tokens are forbidden before ``min_tokens``, unless the request has a grammar, because
+        # the grammar may allow only a stop token.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
@@ -160,7 +160,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The order of service: by deadline; if deadlines are equal, by arrival."""
+        """The key for the order of service: deadlines, and for equal deadlines the arrival."""
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:
@@ -194,7 +194,7 @@ def row_sampling(
     """Return the parameters of a request that the sampler needs.
 
     Args:
-        seed: used if ``params`` has no seed.
+        seed: the request's seed if ``params`` has no seed.
         end_ids: all ids that end the output; forbidden until the output has ``min_tokens`` tokens.
     """
     biases = dict(params.logit_bias)

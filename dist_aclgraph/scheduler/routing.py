@@ -163,7 +163,7 @@ class RequestRouter:
             self.counts.setdefault(group, RoutedCounts())
             return
         known.memory.num_blocks = cache_blocks
-        if known.tokens_per_block != tokens_per_block:  # the earlier value was a guess
+        if known.tokens_per_block != tokens_per_block:  # hashes of blocks of another size are wrong
             known.tokens_per_block = tokens_per_block
             known.memory.clear()
 

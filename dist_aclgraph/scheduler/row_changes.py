@@ -24,10 +24,10 @@ class RowChanges:
     def __init__(self, dp_rank: int, rows: RunningRows) -> None:
         self._dp_rank = dp_rank
         self._rows = rows
-        self._appended: IntArray = NO_PAIRS  # row, token id
+        self._appended: IntArray = NO_PAIRS  # [n, 2], row and token id of each new token
         # Rows that must be sent to the workers again, with all their tokens.
         self._renewed: list[RowStart] = []
-        self._knows_nothing = False  # Whether workers have lost all rows.
+        self._knows_nothing = False  # whether workers have lost all rows
 
     def add_tokens(self, row: IntArray, new: NewTokens) -> None:
         """Add the new tokens of [n] sampled rows."""

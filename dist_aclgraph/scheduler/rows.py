@@ -54,12 +54,12 @@ class Columns:
 
     Attributes: columns of int32, [num_requests] each, or [num_ranks, capacity] each.
         row: row of the request in the workers' batch.
-        key: ``Request.key``.
+        key: the attribute ``key`` of the request.
         computed: number of tokens whose KV is in the cache; it grows up to ``known``.
         known: number of existing tokens, prompt and output.
         flying: number of the tokens in ``computed`` that steps in flight are computing.
         slack: number of drafts in steps in flight; all these drafts may be accepted.
-        received: number of tokens in ``known`` that the host has.
+        received: number of tokens in ``known`` whose ids the host has received.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
         started: number of the request's tokens at the time when it got the row; further tokens were
             sampled in this row.
@@ -115,8 +115,8 @@ class RunningRows(Columns):
 
     Args:
         columns: [NUM_COLUMNS, capacity], this rank's part of the group's columns.
-        recent: [capacity, window], by row: the latest tokens. ``window`` is the maximum number of
-            new tokens of a request before ``settle`` must be called.
+        recent: [capacity, window], the latest tokens of each row. ``window`` is the maximum number
+            of new tokens of a request before ``settle`` must be called.
         num_drafts: number of drafts of a request that decodes.
     """
 
@@ -174,7 +174,8 @@ class RunningRows(Columns):
         return list(map(self.requests.__getitem__, indices.tolist()))
 
     def remove(self, indices: list[int]) -> Places:
-        """Remove requests after an update of their token lists; later requests get smaller indices.
+        """Move the recent tokens of requests to their token lists, then remove the requests. The
+        indices of later requests become smaller.
 
         Returns:
             The new index of each request that existed before; -1 if the request was removed.
@@ -236,7 +237,7 @@ class RunningRows(Columns):
 
         Args:
             indices: [n], indices of the requests that get tokens.
-            tokens: [num_new], request by request.
+            tokens: [num_new], the new tokens, request by request.
             counts: [n], number of new tokens of each request; None means that each request has one
                 token.
         """
@@ -257,7 +258,7 @@ class RunningRows(Columns):
         gets one token.
 
         Args:
-            tokens: [n].
+            tokens: [n], the new token of each request.
         """
         self._recent[self.row[indices], self.num_recent[indices]] = tokens
         self._columns[LANDING, indices] += self._changes.landed

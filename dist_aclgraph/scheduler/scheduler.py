@@ -81,12 +81,12 @@ class Scheduler:
         num_drafts: number of drafts that workers make for each sampled request.
         tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first worker owns its output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
-        exact: whether other requests must not change the shape of the step that computes a token.
-            Then a step contains either a chunk of one prompt on each rank, or requests whose prompt
-            is computed. If another engine has sampled a part of a request's output, this part is
-            computed token by token, as when it was sampled.
+        exact: whether the shape of the step that computes a token must not depend on other
+            requests. Then a step contains either a chunk of one prompt on each rank, or requests
+            whose prompt is computed. If another engine has sampled a part of a request's output,
+            this part is computed in the same way as when it was sampled: token by token.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
-        files: the nodes of the group; None if all workers are on the engine's node.
+        files: the group's nodes that have files; None if all workers are on the engine's node.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Scheduler:
         self._in_flight: deque[_Decided] = deque()  # oldest first
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
-        self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
+        self.num_non_finite = 0  # number of requests that ended because of NaN or infinite logits
         self.admitted: list[Request] = []  # requests that the last decision started
         self.num_admitted_tokens = 0
         # Number of tokens of admitted requests that were found in the prefix cache.
@@ -396,7 +396,7 @@ class Scheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """[num_drafts], how often the first, the second, ... draft of a request was accepted."""
+        """[num_drafts], element i is how often draft i (from 0) of a request was accepted."""
         counts = [rank.accepted_by_position for rank in self.ranks]
         return [sum(at_position) for at_position in zip(*counts, strict=True)]
 
@@ -463,7 +463,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all results that the steps need, and its padding has room."""
+        """Whether a graph computes all results that the steps need, and its padding fits."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -527,7 +527,7 @@ class Scheduler:
         """Let requests wait while any worker of their data-parallel rank compiles their grammar.
 
         Args:
-            told: the results of the workers that are compiling grammars.
+            told: the results that name rows whose grammars are not compiled.
         """
         unmasked: list[set[int]] = [set() for _ in self.ranks]
         compiling: list[set[int]] = [set() for _ in self.ranks]

@@ -47,7 +47,7 @@ from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
 IDLE_POLL_S = 0.1  # seconds between two graph changes of an idle group
-MAX_VERSIONS = 256  # number of the latest plan versions in the result
+MAX_VERSIONS = 256  # maximum number of plan versions in the result, which has the latest versions
 STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
 # Index of num_logits in a record of ``RankBatch.scheduled``; length of a record.
 LOGITS, RECORD = 3, 4

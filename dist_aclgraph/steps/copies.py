@@ -24,14 +24,13 @@ class CopyJob(msgspec.Struct, frozen=True):
 
     number: int
     kind: JobKind
-    block_ids: bytes  # int32 [n]
+    block_ids: bytes  # int32 [n], the copied blocks
     hashes: bytes  # [n, HASH_BYTES], names of the blocks' files
     depths: bytes  # int32 [n], for each block, the number of blocks before it in its prompt
-    checkpoints: bytes = b""  # int32 [k]
+    checkpoints: bytes = b""  # int32 [k], numbers of the copied checkpoints
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
-    source: bytes = (
-        b""  # of a "find": the group that has computed the blocks; empty if there is none
-    )
+    # The group from which a "find" fetches missing blocks; empty if the job only looks up files.
+    source: bytes = b""
 
     @property
     def is_load(self) -> bool:
@@ -61,8 +60,8 @@ class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
 
     ``ended`` has a pair for each job that has ended: the number of the job, and how many blocks
     were written, or how many leading blocks were read or found. ``num_read`` is the number of
-    blocks that the worker has read so far, by the tier's name. ``fetched`` counts what the worker
-    has fetched so far, if it fetches files.
+    blocks that the worker has read so far, by the tier's name. ``fetched`` has the fields of
+    ``FetchCounts``; it is empty if the worker fetches no files.
     """
 
     epoch: int

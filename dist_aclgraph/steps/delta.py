@@ -28,12 +28,13 @@ class RequestDelta(msgspec.Struct, frozen=True):
     request_id: str
     token_ids: bytes = b""  # int32 [num_new_tokens]
     finish_reason: FinishReason | None = None
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not requested
+    # [num_new_tokens]; empty if the request wants no log-probabilities.
+    logprobs: tuple[RowLogprobs | None, ...] = ()
     # In the first delta: number of prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
     error: str = ""  # one sentence, if finish_reason is "error"
-    error_kind: str = ""  # class name from errors.py
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # in the first delta, if requested
+    error_kind: str = ""  # class name of the error, from errors.py
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # only in the first delta; empty if not wanted
     embedding: bytes = b""  # float32 [hidden], in the only delta of a request for a hidden state
     # In the first delta: time from the end of the wait in the engine's queue to the first token.
     prefill_s: float = 0.0
@@ -71,11 +72,12 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     numbers: bytes  # int32 [num_reqs]
-    token_ids: bytes = b""  # int32 [num_new], request by request
-    # int32 [num_reqs], index after each request's last token; empty if each has one token.
+    token_ids: bytes = b""  # int32 [num_new], the new tokens, request by request
+    # int32 [num_reqs], index after each request's last token; empty if each request has one token.
     ends: bytes = b""
     notes: tuple[Note, ...] = ()
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if not requested
+    # [num_new], for each token, its log-probabilities or None; empty if no request wants any.
+    logprobs: tuple[RowLogprobs | None, ...] = ()
 
     def check_columns(self) -> None:
         """Check that the columns have consistent lengths.
@@ -97,7 +99,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
         """Yield the delta of each request that is in ``names``, the client's unfinished requests.
 
         Args:
-            names: request ids by number.
+            names: the client's request ids, by the client's numbers of the requests.
         """
         notes = {note.index: note for note in self.notes}
         start = 0

@@ -19,7 +19,7 @@ from dist_aclgraph.steps.padding import shard_lens
 
 @dataclass(frozen=True)
 class DirectRows:
-    """The direct rows of a rank, which contain the first tokens of the rank's share.
+    """The rows of a rank that attend directly. They contain the first tokens of the rank's share.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.

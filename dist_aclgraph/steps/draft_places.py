@@ -19,7 +19,8 @@ class DraftPlaces:
     """The values of ``DraftInputs`` on the host, for S sampled requests.
 
     Attributes:
-        rows, most, num_logits: [S].
+        rows, most: [S], as in ``DraftInputs``.
+        num_logits: [S], number of sampled places of each request.
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
         behind: [S], the row of the request if the device must add the number of the row's accepted
             drafts to the positions, because the host does not know this number yet; else -1.

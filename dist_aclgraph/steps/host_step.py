@@ -35,8 +35,8 @@ class HostStep:
         places: [num_samples * (k + 1)], indices of the sampled tokens among the step's tokens; a
             request with fewer places repeats its last place.
         next_tokens: [num_tokens], the token after each of the step's tokens; 0 if the host does not
-            know that token. Empty without drafts.
-        drafts: places where drafting continues; None without drafts.
+            know that token. Empty if the model does not draft.
+        drafts: the places where drafting continues; None if the model does not draft.
         prompts: the work of the other prefill ranks, if prompts are split between ranks; else None.
             If prompts are split, this object has the tokens and places of this rank, but the
             requests of the whole step.

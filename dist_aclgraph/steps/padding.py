@@ -23,9 +23,9 @@ class Lens(NamedTuple):
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: lists [num_rows]. The decoder and the first iteration of drafting use the first
-            list; each later iteration has its own list. Each iteration makes all requests one token
-            longer.
+        kv_lens: one or more lists of [num_rows] KV lengths. The decoder and the first iteration of
+            drafting use the first list; each later iteration has its own list. Each iteration makes
+            all requests one token longer.
     """
 
     query_ends: list[int]
@@ -54,7 +54,8 @@ class GraphLens:
         """Return the lengths of a step, padded to the size of ``graph``.
 
         Args:
-            query_ends, kv_lens: [num_reqs] of the live requests, over all shards.
+            query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths of the live
+                requests. The KV lengths count the keys of all shards together.
         """
         if self._place.is_sharded:
             asked = graph, kv_lens.tobytes()
@@ -80,7 +81,7 @@ class GraphLens:
         """Return lengths with one row per token. A token attends to the keys of this shard up to
         the token's position.
 
-        A row without keys has length one, too, and its result is discarded.
+        If a token has no keys on this shard, its row has length one, and its result is discarded.
         """
         assert graph.query_len, "mixed batches are not captured where the cache is sharded"
         index = np.arange(1 - graph.query_len, 1, dtype=np.int32)
@@ -98,7 +99,7 @@ def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
 
 
 def padding_len(graph: BatchDescriptor, num_tokens: int, num_reqs: int) -> int:
-    """Return the KV length of a full graph's longest padding request; 0 without such requests.
+    """Return the KV length of a full graph's longest padding request; 0 if no request is padding.
 
     Args:
         num_tokens, num_reqs: numbers of live tokens and of live requests.

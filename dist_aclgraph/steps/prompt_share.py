@@ -22,7 +22,7 @@ class PromptShare:
             which the token's KV is written; first the tokens of rank 0, then the tokens of rank 1,
             and so on. If all ranks run the same token, only the token's element for this rank has a
             slot.
-        positions: [ranks * num_tokens], positions of the same tokens.
+        positions: [ranks * num_tokens], positions of the tokens to which ``written`` belongs.
         owners: [num_places], the rank that runs the token at each place.
         landings: [num_places], for each place, the token's index in the owner's list of tokens.
     """

@@ -37,9 +37,9 @@ class References:
         return rows * self.k + index - self.num_latest
 
     def last(self, rows: IntArray) -> IntArray:
-        """Return references to the last tokens of rows, [n]; only with drafts."""
+        """Return references to the last tokens of rows, [n]. Only used if the model drafts."""
         return first_last(self.k, self.num_rows) + rows - self.num_latest
 
     def sample(self, index: IntArray) -> IntArray:
-        """Return references to samples of the last step, [n]; only without drafts."""
+        """Return references to samples of the last step, [n]. Not used if the model drafts."""
         return index - self.num_latest

@@ -35,7 +35,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
     # number of most probable tokens to report at positions of the prompt; -1 reports nothing
     prompt_logprobs: int = -1
-    num_prompt_tokens: int = 0  # position where the output begins
+    num_prompt_tokens: int = 0  # also the position of the first output token
     suppressed: tuple[int, ...] = ()  # stop token ids, which are forbidden before min_tokens
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
@@ -72,7 +72,7 @@ class RowStart(msgspec.Struct, frozen=True):
 
     row: int
     token_ids: bytes  # int32 [num_tokens], the prompt and, after a preemption, the output
-    block_ids: bytes  # int32 [num_blocks], in order
+    block_ids: bytes  # int32 [num_blocks], the blocks of these tokens, in order
     sampling: RowSampling
 
 
@@ -173,8 +173,8 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     rank: int  # rank of the chosen token; 1 means the most probable token
 
     def ranked(self) -> dict[int, tuple[float, int]]:
-        """Return log-probability and rank by token id. The chosen token comes first; it can also be
-        one of the most probable tokens.
+        """Return each token's log-probability and rank, by token id. The chosen token comes first;
+        it can also be one of the most probable tokens.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))
         found: dict[int, tuple[float, int]] = {}
@@ -191,7 +191,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
     Attributes:
         place: index of the request among the step's requests.
-        first: the first position.
+        first: the first of these positions.
     """
 
     place: int
@@ -238,13 +238,14 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     epoch: int
     step: int
     rank: int
-    token_ids: bytes = b""  # int32 [num_new], request by request
+    token_ids: bytes = b""  # int32 [num_new], the new tokens, request by request
     counts: bytes = b""  # int32 [num_sampled]
     non_finite: bytes = b""  # int32 [k], indices among the sampled requests
     failed: dict[int, str] = {}  # the keys are indices among the sampled requests
     unmasked: bytes = b""  # int32 [k], indices among the sampled requests
     compiling: bytes = b""  # int32 [k], rows
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if not requested
+    # [num_new], for each token, its log-probabilities or None; empty if no request wants any.
+    logprobs: tuple[RowLogprobs | None, ...] = ()
     prompts: tuple[PromptLogprobs, ...] = ()
     embeddings: dict[int, bytes] = {}  # the keys are indices among the sampled requests
     expert_tokens: int = 0
@@ -254,7 +255,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
     error: str = ""  # not empty if the step failed on this rank; then the epoch is over
-    fault: DeviceFault | None = None  # the known error that stopped the device; else None
+    fault: DeviceFault | None = None  # the error that stopped the device, if it is known
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

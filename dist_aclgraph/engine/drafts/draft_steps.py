@@ -133,7 +133,8 @@ class DraftSteps:
         """Draft from the static inputs of a graph, whose ``drafts`` must be set.
 
         Args:
-            hidden: [num_tokens, hidden]; sampled: [num_tokens] int32.
+            hidden: [num_tokens, hidden], the decoder's hidden states.
+            sampled: [num_tokens] int32, the token sampled at each place.
             accepted: the result of ``count``.
             tasks: records the operators of the captured graph; if None, the operators run eagerly.
         """
@@ -179,8 +180,8 @@ class DraftSteps:
 
         Args:
             metadata: the decoder's attention metadata.
-            hidden: [num_tokens, hidden].
-            sampled: [num_samples * (k + 1)] int32, of live requests.
+            hidden: [num_tokens, hidden], the decoder's hidden states.
+            sampled: [num_samples * (k + 1)] int32, the sampled tokens of live requests.
             accepted: the result of ``count``.
             exchange: the decoder's exchange of tokens between experts.
             collect: returns the hidden states of places, even of places that other ranks run.

@@ -62,7 +62,7 @@ def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 class Drafter:
-    """Owns the drafts of all rows, and their last tokens.
+    """Owns the drafts and the last token of each row.
 
     The views ``drafts`` and ``last`` begin at aligned addresses, because operators load blocks of
     32 bytes.
@@ -114,11 +114,11 @@ class Drafter:
         """Draft the next k tokens.
 
         Args:
-            collect: returns the hidden states of places if the step also has other tokens.
-            logits: maps the module's results, [num_reqs, hidden], to [num_reqs, vocab].
-            positions, slots: [n] int32, of the step's tokens.
-            next_tokens: [n] int32, the token after each of the step's tokens; at places it is the
-                sampled token. None if the step's tokens are the places, in the same order.
+            collect: returns the hidden states of places; used if the step also has other tokens.
+            logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
+            positions, slots: [n] int32, positions and slots of the step's tokens.
+            next_tokens: [n] int32, the token after each of the step's tokens. After a place, this
+                is the sampled token. None if the step's tokens are the places, in the same order.
             hidden: [n, hidden], hidden states of the target model.
             sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
             accepted: [num_reqs] int32, the result of ``count``.
@@ -164,7 +164,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
 
     Args:
         sampled: [num_reqs, k + 1] int32, the target model's choice at each place.
-        drafted: [num_reqs, k] int32.
+        drafted: [num_reqs, k] int32, the drafts of each request.
         most: [num_reqs] int32, largest number of drafts that may be accepted.
 
     Returns:
@@ -172,7 +172,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # The result is the smallest index of a rejected draft: k is added to the indices of accepted
-    # drafts, so that they are never the smallest.
+    # The result is the smallest index of a rejected draft. Adding k to the indices of accepted
+    # drafts ensures that these indices are never the smallest.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

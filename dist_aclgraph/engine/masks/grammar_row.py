@@ -56,7 +56,7 @@ class Row:
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
-        self._answer: int | None = None  # number of tokens of the output before the answer
+        self._answer: int | None = None  # number of output tokens before the begun answer
         self.complaint = ""
         self._spent_s = 0.0
         self._num_charged = 0  # number of tokens for whose masks ``_spent_s`` was spent

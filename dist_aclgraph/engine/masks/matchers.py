@@ -164,7 +164,7 @@ class Matchers:
 
         Args:
             counts: [num_samples], number of new tokens of each sampled request.
-            token_ids: [num_new], request by request.
+            token_ids: [num_new], the new tokens, request by request.
         """
         ends = np.cumsum(counts)
         firsts = step.kv_lens[step.sampled] - step.num_logits + 1
@@ -180,7 +180,7 @@ class Matchers:
         are known.
 
         Args:
-            drafts: [max_rows, k], the drafts of this step; None without drafts.
+            drafts: [max_rows, k], the drafts of this step; None if the model does not draft.
         """
         firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
         rows, size = step.sampled_rows.tolist(), self._num_places

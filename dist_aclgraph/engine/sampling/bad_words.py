@@ -25,8 +25,8 @@ class Forbidden(NamedTuple):
         places: index of the place; tokens: the forbidden token.
         before: the preceding token after which ``tokens`` is forbidden; -1 if the host has already
             compared the preceding token.
-        coming: among the tokens that a step in flight samples, index of the token that actually
-            precedes.
+        coming: index of the token that actually precedes, in the list of tokens that a step in
+            flight samples.
     """
 
     places: IntArray

@@ -64,10 +64,10 @@ class RaceNoise:
         table = chance.integers(-(1 << 31), 1 << 31, (2, vocab_size)).astype(np.int32)
         table[0] |= 1  # with an odd factor, different keys have different products
         self._factors, self._summands = map(to_device, table)
-        self._largest = to_device(np.array([-_SMALLEST], np.float32))  # of the numbers -u
+        self._largest = to_device(np.array([-_SMALLEST], np.float32))  # the largest value of -u
 
     def log_exponentials(self, keys: Tensor) -> Tensor:
-        """Return [n, vocab] float32: logarithms of standard exponential numbers.
+        """Return [n, vocab] float32: logarithms of random numbers with exponential distribution.
 
         In a race the token with the largest ``logit - number`` wins; each token wins with its
         softmax probability.

@@ -90,7 +90,7 @@ def _suppress(
 
 
 def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
-    """Forbid the tokens that top-k, top-p or min-p excludes; other rows stay unchanged.
+    """Forbid the tokens that top-k, top-p or min-p excludes; rows without limits stay unchanged.
 
     Top-p counts only tokens that top-k keeps. Of several tokens with equal logits, top-k keeps all
     or none.

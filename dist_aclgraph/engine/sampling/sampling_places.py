@@ -94,9 +94,10 @@ class SamplingPlaces:
         seeds: [n], as ``make_keys`` needs them.
         free_from: [n], the first position at which stop tokens are allowed.
         suppressed: for each place, the tokens that are forbidden before ``free_from``; empty if no
-            place has any.
-        biases, penalties: None if no place has any.
-        temperature: [n, 1] float32, 0 if the most probable token wins; None if all are 0.
+            token is forbidden at any place.
+        biases, penalties: None if no place has a bias, or a penalty.
+        temperature: [n, 1] float32. At a place with temperature 0, the most probable token wins.
+            None if all temperatures are 0.
         least: [n, 1] float32, the largest allowed distance below the greatest logit (min-p); None
             if no place uses min-p.
     """
@@ -252,8 +253,8 @@ class StepPlaces:
     Attributes:
         indices: [n], indices among all places of the step.
         where: the same indices, int64 on the device; None means all places.
-        samples: [n], index of each place's sampled request.
-        drafts: [n], number of drafts of the request before each place.
+        samples: [n], for each place, the index of its request among the sampled requests.
+        drafts: [n], for each place, the number of its request's drafts before this place.
     """
 
     indices: npt.NDArray[np.intp]

@@ -63,14 +63,14 @@ class SamplingTable:
         may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
             penalties or with bad words of several tokens. Also false if an output format and biases
             together may forbid every token after a draft.
-        has_penalties: [max_rows].
+        has_penalties: [max_rows], whether a row has a penalty.
         reports_prompts: whether the request of any row asks for log-probabilities of its prompt.
         has_embeddings: whether the request of any row asks for a hidden state.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
-        suppressed: by row, tokens that are forbidden before ``min_tokens``.
-        biases: by row, only for rows with a bias.
-        bad_words: by row, bad words of several tokens.
+        suppressed: the tokens that are forbidden before ``min_tokens``, by row.
+        biases: the biases of each row that has any, by row.
+        bad_words: the bad words of several tokens, by row.
         version: number of parameter changes; readers compare versions to find out whether any row
             has changed.
     """

@@ -99,7 +99,7 @@ class TokenCounts:
         values = logits if where is None else logits.index_select(0, where)
         if penalties.repetition is not None:
             weaker, stronger = values / penalties.repetition, values * penalties.repetition
-            if penalties.only_weakens:  # the smaller number is the right one for either sign
+            if penalties.only_weakens:  # The smaller value is right for values of either sign.
                 repeated = torch.minimum(weaker, stronger)
             else:
                 repeated = torch.where(values > 0, weaker, stronger)

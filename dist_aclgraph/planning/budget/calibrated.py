@@ -17,8 +17,8 @@ class CalibratedBudget(CannPinnedBudget):
 
     For a probe, the rank captures and releases the largest bucket of the family. A price comes from
     ``CannPinnedBudget`` if the family has no probe, or if the device's count of streams does not
-    change with captures; the price states which. ``CannPinnedBudget`` is the most cautious
-    interpretation of CANN's sources.
+    change with captures; the reason is in the price's text. ``CannPinnedBudget`` is the most
+    cautious interpretation of CANN's sources.
     """
 
     name: BudgetModelName = "calibrated"

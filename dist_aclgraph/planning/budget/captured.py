@@ -15,22 +15,23 @@ from dist_aclgraph.planning.budget.workload import Domain, Workload
 
 QUEUE_ENTRIES = 2016  # number of entries of one queue: 2048 minus 32 that CANN reserves
 
-# Operators of a dense layer (models/gqa.py), counted in the dumps of captured graphs. Before
-# attention: norm, qkv, two head norms, two rotations, and the copy that makes v contiguous. After
-# attention: output product, norm, two products and the activation. Models without head norms have
-# two operators less.
+# The numbers of operators of a dense layer (models/gqa.py), counted in the dumps of captured
+# graphs. The operators before attention are a norm, qkv, two head norms, two rotations, and the
+# copy that makes v contiguous; models without head norms have two operators fewer. The operators
+# after attention are the output product, a norm, two products and the activation.
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
-# Additional operators before attention if norms span the heads of several ranks: six for the scales
-# of both norms; a product and a conversion for each of q and k.
+# Number of additional operators before attention if norms span the heads of several ranks: six for
+# the scales of both norms, two (a product and a conversion) for q, and two for k.
 SUMMED_NORMS = 10
-# Additional operators before sparse attention: one for the queries of latent attention; for the
-# indexer, a layer norm, two rotations, two joins, and a product for the weights of its heads.
-# Sparse attention itself has no more entries than attention whose parameters are updated.
+# Number of additional operators before sparse attention: one for the queries of latent attention,
+# and six for the indexer (a layer norm, two rotations, two joins, and a product for the weights of
+# its heads). Sparse attention itself has no more entries than attention whose parameters are
+# updated.
 INDEXER = 7
-# Operators of a layer of experts: router, routing, products and shared experts. These operators
-# replace the two products and the activation of a dense layer (DENSE). If tokens are gathered, ten
-# operators are added; with an all-to-all and its indices, thirty-nine.
+# EXPERTS is the number of operators of a layer of experts: router, routing, products and shared
+# experts. These operators replace the two products and the activation of a dense layer (DENSE).
+# Gathering the tokens adds ten operators; an all-to-all and its indices add thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # entries on the lane of shared experts: wait, two products, activation, record
 # The cache write and attention need one entry each; the wait for attention's parameters and the

@@ -20,9 +20,9 @@ class BudgetTerm:
     """A part of the price of a bucket, which is one line in the report.
 
     Attributes:
-        name: owner of the streams.
-        total: number of streams in each bucket.
-        why: reason in plain words.
+        name: the owner of the streams.
+        total: number of streams that the owner uses in each bucket.
+        why: why the bucket needs these streams, in plain words.
         of: the graph to which the line belongs, if a bucket has different graphs.
     """
 

@@ -38,7 +38,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     cann: str = ""  # version of CANN
     card: str = ""  # ranks of one card share the card's streams; "" if the rank shares no streams
     taken: dict[str, int] = {}  # number of streams used before the offer, by owner
-    max_sizes: int | None = None  # the driver's limit of piecewise buckets; None without a limit
+    max_sizes: int | None = None  # the driver's limit of piecewise buckets; None means no limit
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -55,7 +55,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def max_piecewise_sizes(chip: str) -> int | None:
-    """Return the maximum number of piecewise sizes of a chip's driver; None without a limit."""
+    """Return the maximum number of piecewise sizes of a chip's driver; None means no limit."""
     return ASCEND_950_PIECEWISE_SIZES if "950" in chip else None
 
 
@@ -63,7 +63,7 @@ def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
     """Return the offers after dividing the streams of each card by the number of its ranks.
 
     The division is necessary, because each rank counts all free streams of its card. ``reserve`` is
-    not divided: each rank keeps its own.
+    not divided, because each rank has its own reserve.
     """
     ranks = Counter(offer.card for offer in offers)
     return [

@@ -28,7 +28,7 @@ class Workload:
     Attributes:
         num_layers: number of hidden layers of the main model.
         mode: graph mode, which determines the graphs of a bucket.
-        draft_layers: number of layers of the draft model; 0 without a draft model.
+        draft_layers: number of layers of the draft model; 0 means that there is no draft model.
         exchange: the configured way to exchange tokens between ranks with different experts.
         expansion: how HCCL expands collectives on the device.
         multistream_shared: whether shared experts run on a separate stream.
