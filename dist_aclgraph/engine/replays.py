@@ -51,7 +51,7 @@ class Replays:
         self._ahead: tuple[WholeStep, Lens] | None = None
 
     def begin(self, graphs: WholeStep, inputs: HostStep) -> ReplaySpan | None:
-        """Begin a step of these graphs; return the argument for ``book_wait`` after the step."""
+        """Begin a step that replays these graphs; return the argument for a later ``book_wait``."""
         lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
         self._watch.lap("lengths")

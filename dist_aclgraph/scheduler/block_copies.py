@@ -145,7 +145,7 @@ class BlockCopies:
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look-up of blocks that wait to be written is running."""
+        """Whether the files of blocks that wait to be written are being looked up."""
         return self._existing is not None
 
     @property

@@ -96,7 +96,7 @@ class GroupCopies:
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
     def forget(self) -> None:
-        """Drop all jobs, because the workers have lost them; no request waits for files."""
+        """Drop all jobs, because the workers have lost them; then no request waits for files."""
         self._waiting.end_fetching([each for copies in self.ranks for each in copies.forget()])
 
 

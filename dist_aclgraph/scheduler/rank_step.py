@@ -202,7 +202,7 @@ class StepBuilder:
             chunk.length += more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # excludes requests that get a row after this decision
+        if isinstance(indices, slice):  # It must exclude requests that get a row later.
             indices = slice(0, num_decoding)
         if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]

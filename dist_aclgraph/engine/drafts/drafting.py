@@ -111,7 +111,7 @@ class Drafter:
         inputs: DraftInputs,
         collect: Collect = rows_at,
     ) -> None:
-        """Draft the next k tokens.
+        """Propose the next k tokens of each request as drafts.
 
         Args:
             collect: returns the hidden states of places; used if the step also has other tokens.
