@@ -46,7 +46,7 @@ class Replays:
         self._update_stream: Any = runtime().Stream()
         self._num_behind = 0  # number of updates that the step sends after its replays
         self._span: ReplaySpan | None = None  # the measurement of this step
-        # Graphs and padded lengths: of this step; and of the next step, with guessed lengths.
+        # The graphs and padded lengths of this step; the guessed graphs and lengths of the next.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 

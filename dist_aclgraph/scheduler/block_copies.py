@@ -91,7 +91,7 @@ class BlockCopies:
 
     Args:
         look_ups: looks up the files of blocks and checkpoints on the engine's node.
-        ranks: the workers of the lockstep group that keep parts of the blocks.
+        ranks: those workers of the lockstep group that keep parts of this rank's blocks.
         elsewhere: looks up files on other nodes; by default, all workers are on the engine's node.
     """
 

@@ -1,4 +1,4 @@
-"""GroupCopies: the copies of KV blocks in files, of all data-parallel ranks of a group."""
+"""GroupCopies: copies KV blocks to and from files, for all data-parallel ranks of a group."""
 
 from __future__ import annotations
 

@@ -320,8 +320,8 @@ class RankStep:
             raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
     def read_unmasked(self, result: StepResult) -> IntArray:
-        """Return [n], indices among the sampled requests: the requests for which one rank had no
-        grammar mask.
+        """Return the requests for which one rank had no grammar mask, as [n] indices among the
+        sampled requests.
 
         Raises:
             WorkerError: the result does not fit this step.
