@@ -8,7 +8,7 @@ from dist_aclgraph.config.section import Section
 
 
 class RecoveryConfig(Section):
-    """How a lost lockstep group is replaced. Its requests run in other groups or wait meanwhile."""
+    """How a lost lockstep group is replaced, while its requests wait or run in other groups."""
 
     restarts_per_hour: int = Field(
         6,

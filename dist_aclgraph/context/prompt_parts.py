@@ -45,7 +45,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk: KV tokens whose keys are read together.
+    """The KV tokens whose keys are read together.
 
     Attributes:
         requests, positions: [num_kv], request and position of each KV token.

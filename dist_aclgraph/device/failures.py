@@ -103,7 +103,7 @@ def classify(error: BaseException) -> FailureCause:
 
 
 def device_error(error: BaseException, doing: str) -> DistAclGraphError:
-    """Return our error for an exception of torch_npu; raise it ``from`` that exception."""
+    """Return our error for an exception of torch_npu. Callers raise it ``from`` the exception."""
     if isinstance(error, DistAclGraphError):
         return error
     kinds: dict[FailureCause, type[DistAclGraphError]] = {

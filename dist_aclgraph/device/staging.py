@@ -55,7 +55,7 @@ class Staging:
         self._index = self._used = 0
 
     def send(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Return an array's copy on the device; the copy may still run."""
+        """Return an array's copy on the device; the transfer may still be in progress."""
         source = torch.from_numpy(array)
         if array.nbytes <= PART_BYTES:
             return self._hold(source).to(device, non_blocking=True)

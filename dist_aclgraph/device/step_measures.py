@@ -122,7 +122,7 @@ class UpdateWait:
             span.end.record(update_stream)
 
     def take_us(self, span: ReplaySpan) -> float:
-        """Return how long the device waited in a finished step.
+        """Return how long the device waited for updates in a finished step.
 
         On the emulator, return the sum of all waits since the last call.
         """

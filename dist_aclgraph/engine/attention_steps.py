@@ -83,7 +83,7 @@ class AttentionSteps:
             lens: lengths for which the operators are captured or run.
             tasks: records the operators of the captured graph; if None, the operators run eagerly.
             iteration: iteration of drafting; each iteration makes all requests one token longer.
-            written: [num_tokens] int32, slots of the cache write; None means the slots of
+            written: [num_tokens] int32, the slots to which KV is written; None means the slots of
                 ``inputs``.
             kv_len: number of keys, in whole blocks, that each request reads in a graph whose
                 lengths are never updated; 0 in other graphs.
@@ -224,7 +224,7 @@ class AttentionSteps:
         Args:
             positions: [num_samples, k + 1] int32, positions of the places of live requests;
                 ``ahead`` is not added.
-            written: [num_samples * (k + 1)] int32, the slots of the cache write.
+            written: [num_samples * (k + 1)] int32, the slots to which KV is written.
             block_table: [num_samples, max_blocks], the blocks of the sampled requests.
             ahead: number of tokens by which drafting has made requests longer since the step.
         """
@@ -260,7 +260,7 @@ class AttentionSteps:
         )
 
     def _slots(self, slots: Tensor) -> Tensor:
-        """Return slots for the cache write: -1 for tokens that this rank does not write."""
+        """Return the slots to which KV is written; -1 for tokens that this rank does not write."""
         if self._place.is_sharded:
             slots = slots.clamp(min=-1)
         return slots.to(self._kind.slot_dtype)

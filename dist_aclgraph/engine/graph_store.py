@@ -1,4 +1,4 @@
-"""The captured graphs of one rank: capture, commit and release, one bucket at a time."""
+"""Captures, commits and releases the graphs of one rank, one bucket at a time."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ class Replays:
         self._update_stream: Any = runtime().Stream()
         self._num_behind = 0  # number of updates that the step sends after its replays
         self._span: ReplaySpan | None = None  # the measurement of this step
-        # Graphs and padded lengths: of this step; and of the next step, with guessed lengths.
+        # The graphs and padded lengths of this step; the guessed graphs and lengths of the next.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 
     def begin(self, graphs: WholeStep, inputs: HostStep) -> ReplaySpan | None:
-        """Begin a step of these graphs; return the argument for ``book_wait`` after the step."""
+        """Begin a step that replays these graphs; return the argument for a later ``book_wait``."""
         lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
         self._watch.lap("lengths")

@@ -151,8 +151,8 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # The rows with bad words for which a step in flight samples the latest token; and these
-        # tokens.
+        # ``_coming_rows``: the rows with bad words whose latest token a step in flight samples.
+        # ``_coming``: these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()

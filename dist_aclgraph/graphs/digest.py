@@ -25,7 +25,7 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Switch off torch's preparations for its compiler, which this package never uses.
 
-        Otherwise torch would import the compiler at the start of each rank, for one second.
+        Otherwise torch would import the compiler at the start of each rank, which takes one second.
         """
         return False
 

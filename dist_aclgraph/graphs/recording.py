@@ -79,7 +79,7 @@ class Recording:
         return graph
 
     def forget(self, graph: Any) -> None:
-        """Release a graph's streams. The last graph also releases the memory of the pool."""
+        """Release a graph's streams. For the last graph, also release the memory of the pool."""
         graph.reset()
         self._pool.remove_graph()
 

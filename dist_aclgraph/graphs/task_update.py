@@ -226,7 +226,7 @@ class TaskUpdates:
     ) -> None:
         """Open tasks for the next replay, until all tasks are open or the host has other work.
 
-        A further call with the same lengths continues.
+        A further call with the same lengths continues with the next tasks.
         """
         assert self._num_open == 0 or lens == self._open_lens
         self._open_lens = lens

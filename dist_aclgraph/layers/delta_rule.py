@@ -212,7 +212,7 @@ def _run_chunks(
     """
     n = q.shape[1]
     size = min(CHUNK_TOKENS, 1 << (n - 1).bit_length())
-    # Zeros after the last token neither decay a state nor add to it.
+    # The inputs are padded with zeros after the last token, which leave the state unchanged.
     padding = (0, 0, 0, -n % size)
     q, k, v, g, beta = (torch.unflatten(pad(x, padding), 1, (-1, size)) for x in (q, k, v, g, beta))
     sums = g.cumsum(2)  # [heads, chunks, size, 1 or key_dim], logarithms of decays

@@ -126,7 +126,7 @@ def geglu(gate_up: Tensor) -> Tensor:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return the square of ``relu(x)``, of the same shape; there is no gate."""
+    """Return the square of ``relu(x)``, with the same shape; this activation has no gate."""
     x = torch.relu(x)
     return x * x
 

@@ -19,7 +19,7 @@ GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 
 @dataclass(frozen=True)
 class ExpertCopies:
-    """Chooses one of the copies of each token's experts.
+    """Chooses one of the copies of each expert of a token.
 
     Neighbouring tokens choose different copies. The first tokens of different data-parallel ranks
     also choose different copies. All ranks of a tensor parallel group choose the same copies.

@@ -95,7 +95,7 @@ class PagedKind(AttentionKind, Protocol):
     """A kind of attention that keeps keys in blocks. Owns the rotary tables.
 
     Attributes:
-        slot_dtype: type of the slots for the cache write.
+        slot_dtype: type of the slots to which the cache is written.
         takes_long_queries: whether a request may attend directly with any number of queries, if the
             cache is not sharded.
         ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.

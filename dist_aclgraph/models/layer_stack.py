@@ -125,7 +125,7 @@ class DecoderLayer:
         norms = self.output_norms or (None, None)
         result = self._result(self.attention.output(attended), norms[0])
         if self.post_attention_norm is None:
-            # The norm is computed a second time, so that attention need not pass its result on.
+            # The norm is computed again, so that attention need not return the norm's result.
             assert not isinstance(self.input_norm, Int8Norm)
             h: Rows = self.input_norm(residual)
             both = result + self._result(self.feed_forward(h, slots, step), norms[1])
@@ -134,8 +134,8 @@ class DecoderLayer:
         return self._result(self.feed_forward(h, slots, step), norms[1]), residual
 
     def _result(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Return the result of a part, normalised if ``output_norms`` is set, to add it to the
-        residual stream.
+        """Return the summand for the residual stream: the result of a part of the layer, normalised
+        if ``output_norms`` is set, and multiplied by ``result_scale``.
         """
         x = x if norm is None else norm(x)
         return x if self.result_scale == 1 else x * self.result_scale

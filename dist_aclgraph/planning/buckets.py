@@ -37,7 +37,7 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Name for readers of tables and ledgers."""
+        """The family's name in tables and ledgers."""
         return f"{self.run_mode.lower()} {'decode' if self.query_len else 'mixed'}"
 
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:

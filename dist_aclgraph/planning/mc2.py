@@ -66,7 +66,7 @@ class Mc2Operators:
     """The properties of MC2 on one generation of NPUs, with one algorithm.
 
     Attributes:
-        comm_alg: name of the algorithm as the operators' argument.
+        comm_alg: name of the algorithm, which is passed to the operators.
         max_rows: maximum number of tokens of one rank.
         buffer_bytes: function that returns the necessary bytes of HCCL's buffer.
         pays_from_ep: smallest number of ranks for which other projects use MC2.

@@ -149,7 +149,7 @@ def tightest_limits(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> list[RankLimit]:
-    """Return the limits of all ranks; if limits have equal prices, return only the smallest one."""
+    """Return the limits of all ranks; of several limits with equal prices, only the smallest."""
     found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
     for offer in offers:
         for limit in budget_model.limits(families, offer):
@@ -253,8 +253,8 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Remove the sizes that need more memory than a rank offers; return the families, and the
-    reasons.
+    """Remove the sizes that need more memory than a rank offers. Return the families with the other
+    sizes, and the reasons.
     """
     fitting, reasons, lacking = [], [], []
     for family in families:

@@ -91,7 +91,7 @@ class BlockCopies:
 
     Args:
         look_ups: looks up the files of blocks and checkpoints on the engine's node.
-        ranks: the workers of the lockstep group that keep parts of the blocks.
+        ranks: those workers of the lockstep group that keep parts of this rank's blocks.
         elsewhere: looks up files on other nodes; by default, all workers are on the engine's node.
     """
 
@@ -147,7 +147,7 @@ class BlockCopies:
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look-up of blocks that wait to be written is running."""
+        """Whether the files of blocks that wait to be written are being looked up."""
         return self._existing is not None
 
     @property

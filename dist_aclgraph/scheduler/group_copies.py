@@ -1,4 +1,4 @@
-"""GroupCopies: the copies of KV blocks in files, of all data-parallel ranks of a group."""
+"""GroupCopies: copies KV blocks to and from files, for all data-parallel ranks of a group."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class GroupCopies:
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
     def forget(self) -> None:
-        """Drop all jobs, because the workers have lost them; no request waits for files."""
+        """Drop all jobs, because the workers have lost them; then no request waits for files."""
         self._waiting.end_fetching([each for copies in self.ranks for each in copies.forget()])
 
 

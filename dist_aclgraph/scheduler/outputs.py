@@ -34,8 +34,8 @@ class StepOutputs(Struct, frozen=True):
         finish_reasons: the finish reasons of finished requests, by request index.
         logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
             wants log-probabilities.
-        failed: the reasons of requests that end without a new token: their logits were NaN or
-            infinite, or their grammar reached a limit.
+        failed: the requests that end without a new token, and the reasons: the logits were NaN or
+            infinite, or the grammar reached a limit.
     """
 
     requests: Sequence[Request] = ()

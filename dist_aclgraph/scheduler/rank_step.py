@@ -202,7 +202,7 @@ class StepBuilder:
             chunk.length += more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # excludes requests that get a row after this decision
+        if isinstance(indices, slice):  # It must exclude requests that get a row later.
             indices = slice(0, num_decoding)
         if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
@@ -320,8 +320,8 @@ class RankStep:
             raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
     def read_unmasked(self, result: StepResult) -> IntArray:
-        """Return [n], indices among the sampled requests: the requests for which one rank had no
-        grammar mask.
+        """Return the requests for which one rank had no grammar mask, as [n] indices among the
+        sampled requests.
 
         Raises:
             WorkerError: the result does not fit this step.

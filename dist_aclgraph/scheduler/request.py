@@ -160,7 +160,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The key for the order of service: deadlines, and for equal deadlines the arrival."""
+        """The sort key of the order of service: first the deadline, then the arrival."""
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:

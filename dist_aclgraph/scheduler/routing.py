@@ -156,7 +156,7 @@ class RequestRouter:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add a group, or change the size of a known group's cache. Each group has its own size."""
+        """Add a group, or change the size of a known group's cache. Sizes can differ by group."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)

@@ -79,12 +79,12 @@ class Scheduler:
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
         num_drafts: number of drafts that workers make for each sampled request.
-        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first worker owns its output.
+        tp, pcp: sizes of groups. Each data-parallel rank has ``tp * pcp`` workers; the first worker
+            owns the rank's output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
-        exact: whether the shape of the step that computes a token must not depend on other
-            requests. Then a step contains either a chunk of one prompt on each rank, or requests
-            whose prompt is computed. If another engine has sampled a part of a request's output,
-            this part is computed in the same way as when it was sampled: token by token.
+        exact: whether the shape of a token's step must not depend on other requests. Then a step
+            contains either a chunk of one prompt on each rank, or requests whose prompt is
+            computed. Output that another engine has sampled is computed token by token.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         files: the group's nodes that have files; None if all workers are on the engine's node.
     """

@@ -90,7 +90,7 @@ class WaitingRequests:
         compile.
 
         Args:
-            rows: the requests, with the rows that they had.
+            rows: the requests, and for each request, the row that it had.
         """
         self._compiling |= {request: (dp_rank, row) for request, row in rows.items()}
 

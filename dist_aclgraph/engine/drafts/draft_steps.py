@@ -130,7 +130,7 @@ class DraftSteps:
         accepted: Tensor,
         tasks: TaskRecorder | None,
     ) -> None:
-        """Draft from the static inputs of a graph, whose ``drafts`` must be set.
+        """Propose drafts from the static inputs of a graph; ``inputs.drafts`` must be set.
 
         Args:
             hidden: [num_tokens, hidden], the decoder's hidden states.
@@ -176,7 +176,7 @@ class DraftSteps:
         exchange: ExchangeKind | None,
         collect: Collect,
     ) -> None:
-        """Draft for the sampled requests of a mixed step.
+        """Propose drafts for the sampled requests of a mixed step.
 
         Args:
             metadata: the decoder's attention metadata.

@@ -38,7 +38,7 @@ class DraftPass(NamedTuple):
             in iteration 0.
         token_ids, positions: [n] int32.
         slots: [n] int32; a negative slot is padding.
-        written: [n] int32, slots of the cache write; a token with -1 is not written.
+        written: [n] int32, the slots to which KV is written; a token with -1 is not written.
         hidden: [n, hidden], for each place, the hidden state of the previous place.
     """
 
@@ -111,7 +111,7 @@ class Drafter:
         inputs: DraftInputs,
         collect: Collect = rows_at,
     ) -> None:
-        """Draft the next k tokens.
+        """Propose the next k tokens of each request as drafts.
 
         Args:
             collect: returns the hidden states of places; used if the step also has other tokens.

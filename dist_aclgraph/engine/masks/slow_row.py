@@ -53,7 +53,7 @@ class SlowRow(Row):
 
     @property
     def error(self) -> str:
-        return ""  # only the thread may read the matcher; ``fill_aside`` returns its error
+        return ""  # Only the thread may read the matcher; ``fill_aside`` returns its error.
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
         """Return whether this request may use the row's masks. The request that had to wait may use

@@ -73,7 +73,7 @@ class TokenCounts:
         self._counts[row].index_copy_(0, self._upload(ids), self._to_device(counts))
 
     def add(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Count one new token in each of some rows.
+        """Count one new token for each of the given rows.
 
         Args:
             rows: [n], different rows.

@@ -47,8 +47,8 @@ SHARDED = 16
 # Upper limit of the further operators if sparse attention has a sharded cache: they map the chosen
 # keys to slots of the shard, and compute the log-sum-exps from their parts.
 REMAPPED = 26
-# Additional operators if latents are stored in int8. The write of the cache has six more: two
-# copies, a rotation, the quantisation, a join and the scatter. One more operator joins the parts of
+# Number of additional operators if latents are stored in int8. Six of them write the cache: two
+# copies, a rotation, the quantisation, a join and the scatter. One operator joins the parts of
 # queries.
 INT8_LATENTS = 7
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
@@ -163,7 +163,7 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Return the operators of a layer of experts, with its longest possible exchange."""
+    """Return the number of operators of a layer of experts, with its longest possible exchange."""
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS
     return EXPERTS + (ALL_TO_ALL if workload.exchange in ("auto", "all_to_all") else GATHER)
@@ -177,17 +177,17 @@ def _is_spread(domain: Domain) -> bool:
 
 
 def _before_attention(domain: Domain, workload: Workload) -> int:
-    """Return a layer's collectives before attention: the sums of norms over all heads."""
+    """Return the number of a layer's collectives before attention: sums of norms over all heads."""
     return int(workload.sums_norms and "tp" in domain.kinds)
 
 
 def _after_attention(domain: Domain) -> int:
-    """Return a layer's collectives outside attention: two sums for TP, two exchanges for EP."""
+    """Return the number of a layer's collectives outside attention: two for TP, and two for EP."""
     return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
 def in_sharded_attention(workload: Workload) -> int:
-    """Return the collectives over DCP in one layer of a decode graph.
+    """Return the number of collectives over DCP in one layer of a decode graph.
 
     Ranks exchange the results of their shards. Ranks with different heads also gather queries. Only
     prompts use PCP, so PCP has no collective in a graph.
@@ -198,7 +198,7 @@ def in_sharded_attention(workload: Workload) -> int:
 
 
 def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
-    """Return the collectives of a full graph; with TP, embedding and head add two in total."""
+    """Return the number of collectives of a full graph. With TP, it includes embedding and head."""
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     in_layer = _before_attention(domain, workload) + in_attention + _after_attention(domain)

@@ -78,7 +78,7 @@ class BudgetModel(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """The captured workload."""
+        """The workload whose graphs have these prices."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
         """Return the itemised number of streams of one bucket of a family on the rank."""
