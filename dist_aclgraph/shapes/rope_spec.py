@@ -26,7 +26,7 @@ QUERY_GROWTH = "llama_4_scaling_beta"
 STRETCH = "alpha"  # key of a factor that stretches the base of a Hunyuan's embedding
 # key of the sections of frequencies for the time, the row and the column in an image
 MROPE_SECTION = "mrope_section"
-UNROTATED = "none"  # kind of an embedding that rotates nothing
+UNROTATED = "none"  # the kind of an embedding that rotates no element of a head
 
 
 @dataclass(frozen=True, kw_only=True)

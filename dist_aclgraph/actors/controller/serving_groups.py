@@ -330,7 +330,7 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find NPUs for a missing group: reserved or free NPUs, or the NPUs of survivors.
+        """Find NPUs for a missing group: reserved NPUs, free NPUs, or NPUs of surviving workers.
 
         Other changes can start while this change waits for free NPUs.
 
