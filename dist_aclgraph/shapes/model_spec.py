@@ -202,8 +202,8 @@ class ModelSpec(ModelFacts):
         other_rope: rotary embedding of some layers, if it differs from ``rope``.
         norms_follow_rope: whether queries and keys are normalised after their rotation.
         has_input_norms: whether norms precede attention and the MLP.
-        has_parallel_mlp: whether attention and the MLP have the same input, which one norm
-            precedes; both results are added to the residual stream.
+        has_parallel_mlp: whether attention and the MLP have the same input, the result of one
+            norm. Both results are added to the residual stream.
         norms_center: whether norms subtract the mean first (layer norms). Such norms of queries and
             keys have separate weights for each head.
         embedding_scale: factor of the embeddings of tokens.

@@ -160,7 +160,7 @@ class OwnerClient:
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
-        """Return the owner's answer; None if the owner does not answer or no engine is reachable."""
+        """Return the owner's answer; None if it does not answer or no engine is reachable."""
         return self._ask(Question("reach"), Reach | None, SEARCH_S)  # type: ignore[arg-type]
 
     def outlook(self) -> Outlook:
