@@ -50,8 +50,9 @@ class ModelCommand(TyperCommand):
 def _known_arguments(args: Sequence[str]) -> Iterator[str]:
     """Yield the arguments as the command declares them, but leave out options without effect.
 
-    If an option has several values, repeat the option before each value. The parts of a mapping
-    (``--compilation-config.cudagraph_mode NONE``) become one option, at the end.
+    If an option has several values, repeat the option before each value. Options that set single
+    keys of a mapping (``--compilation-config.cudagraph_mode NONE``) are joined to one option, which
+    comes last.
 
     Raises:
         ConfigError: an option has no counterpart here.

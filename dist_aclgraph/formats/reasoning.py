@@ -115,8 +115,8 @@ def _skip_ends(scanner: Scanner, end: str) -> Scan[None]:
 
 
 def _begins_call(scanner: Scanner, marker: str, calls: CallsInThought) -> Scan[bool]:
-    """Return whether a call of a given tool begins with the marker that was read last. The text
-    behind the marker is not read.
+    """Return whether the marker that was read last begins a call of one of the request's tools. The
+    scanner then continues directly after the marker.
     """
     trial = scanner.trial()
     trial.feed(marker)

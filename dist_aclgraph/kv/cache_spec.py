@@ -143,7 +143,7 @@ class KVCacheSpec:
         return self.num_slots * self.bytes_per_slot
 
     def total_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of blocks and slots, on each rank."""
+        """Return the bytes of the whole cache on each rank: all blocks and all slots."""
         return num_blocks * self.bytes_per_block + self.state_bytes
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -48,8 +48,9 @@ class Checkpoints:
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
         """Return the next position, in tokens, at which a prompt's state is copied to a checkpoint.
 
-        Such a position is a multiple of the interval, or the end of the last block that does not
-        contain the prompt's last token. Returns ``num_tokens`` if there is no such position.
+        The state is copied at each multiple of the interval, and at the end of the last block
+        before the block that contains the prompt's last token. Returns ``num_tokens`` if there is
+        no such position.
         """
         if not self.count:
             return num_tokens

@@ -207,8 +207,8 @@ def make_exchanges(
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Return rows that contain a token, its experts and its weights, so that one copy sends all.
 
-    The columns have the type of ``x``; experts and weights are stored as bits of this type, and
-    begin at multiples of 32 bytes.
+    All columns have the type of ``x``. The bits of experts and weights are stored without
+    conversion, and both begin at multiples of 32 bytes.
     """
     missing = -experts.view(x.dtype).shape[1] % (ALIGNED_BYTES // x.element_size())
     numbers = [part.view(x.dtype) for part in (experts, weights)]

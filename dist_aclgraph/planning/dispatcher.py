@@ -39,7 +39,8 @@ class GraphDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0
-        # For each number of live tokens, the number of such steps since the last ``take_traffic``.
+        # The keys are numbers of live tokens. A value is the number of steps with so many tokens
+        # since the last ``take_traffic``.
         self._decode_seen: Counter[int] = Counter()
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()

@@ -40,7 +40,7 @@ from dist_aclgraph.topology import ParallelLayout
 MIB, GIB = 1 << 20, 1 << 30
 BUFFERS_OF_A_DOMAIN = 2  # number of buffers: one for input and one for output
 WORD_BYTES = 4  # number of bytes of an int32 or a float32
-LARGE = 4  # An error message names each part that needs a quarter of the device or more.
+LARGE = 4  # Error messages list each part with at least 1 / LARGE of the device's bytes.
 WEIGHTS = "weights"
 EAGER_STEPS = "eager steps"
 HCCL_BUFFERS, MC2_BUFFERS = "HCCL buffers", "MC2 buffers"

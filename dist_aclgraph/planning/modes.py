@@ -141,7 +141,8 @@ def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) ->
 
 
 def _split_sizes(config: Config) -> dict[str, object]:
-    """Return the keys for two kinds of graphs, which replace the keys of graphs for all batches.
+    """Return new values for keys of ``graph``, because decode batches get separate graphs:
+    ``sizes`` for decode batches, ``mixed_sizes`` and ``mixed_traffic`` for all other batches.
 
     Without drafts, a decode batch has one token for each request.
     """

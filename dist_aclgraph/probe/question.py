@@ -110,7 +110,8 @@ class Probe:
         name: folder and name, e.g. operators.swiglu; unique.
         call: runs the question. If the result is a number, ``says`` must be a ``Between``. A
             RuntimeError means "refused", an AttributeError means "missing".
-        says: the emulator's answer; None for a fact of the machine, which is only reported.
+        says: the emulator's answer. None if the question is about the machine: then the answer is
+            reported, but compared with nothing.
         level: "quick" questions are asked at every level.
         limit_s: time limit of ``call``, in addition to the time for loading torch_npu.
         ranks: number of processes, each with its own NPU.

@@ -14,8 +14,8 @@ from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 FLOAT32_BYTES = 4
-FLOAT32_ELEMENTS = 2  # number of 16-bit elements with the size of a float32
-LOGS = 8  # maximum number of floats for a head's log-sum-exp, alignment included
+FLOAT32_ELEMENTS = 2  # a float32 is as large as two 16-bit elements
+LOGS = 8  # maximum number of floats that store a head's log-sum-exp, with the padding for alignment
 
 
 def activation_bytes(
@@ -36,13 +36,15 @@ def activation_bytes(
     the memory of the previous layer. So only the largest layer is counted.
 
     Args:
-        ep: 1 if every tensor parallel group has all experts.
+        ep: expert parallel size; 1 means that every tensor parallel group has all experts.
         num_tokens: number of tokens of the rank's batch, padding included; equal on all ranks.
         num_samples: number of these tokens whose logits are computed.
-        num_direct: number of these tokens for which each shard computes attention on its own rank.
+        num_direct: number of these tokens whose queries are sent to all shards (see
+            ``_merged_bytes``).
     """
     hidden = spec.hidden_size
-    # The residual stream, before attention, after attention, and after the feed-forward part.
+    # Four tensors of hidden states: the residual stream, the input of attention, the result of
+    # attention, and the result of the feed-forward part.
     stream = 4 * hidden
     attention = _latent(spec, spec.latent, tp) if spec.latent else _grouped(spec, tp)
     if spec.linear is not None:
@@ -51,7 +53,8 @@ def activation_bytes(
         attention += _indexer(spec.indexer)
     feed_forward = _mlp(hidden, spec.intermediate_size, tp)
     if spec.activation != "silu":
-        feed_forward += -(-spec.intermediate_size // tp)  # the activated gate
+        # the result of the activation is a separate tensor
+        feed_forward += -(-spec.intermediate_size // tp)
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
@@ -72,14 +75,14 @@ def prompt_bytes(
     num_tokens: int,
     chunk_tokens: int,
 ) -> int:
-    """Return the additional bytes of requests with many queries: keys that are read chunk by chunk,
-    and new keys that PCP ranks exchange.
+    """Return the bytes that a step with parts of prompts needs in addition: for cached keys, which
+    are read chunk by chunk, and for new keys, which PCP ranks exchange.
 
     Args:
         kept: cached elements per token and layer on one rank.
         num_tokens: number of tokens of the rank's batch.
-        chunk_tokens: number of tokens whose keys are read at once. An indexer's choice needs all
-            keys of a request at once.
+        chunk_tokens: number of tokens in a chunk of cached keys. With an indexer, all keys of a
+            request are one chunk.
     """
     # New keys exist three times: the rank's own keys, the keys of all ranks in one tensor, and the
     # keys and values of all ranks as separate tensors.
@@ -96,10 +99,11 @@ def prompt_bytes(
     value_dim, made = spec.head_dim, 0
     if spec.latent:
         value_dim = spec.latent.value_dim
-        # Keys, the rotated part of each key, and values of the rank's heads.
+        # For each head of the rank, three tensors are computed from the latents: keys, their
+        # rotated parts, and values.
         made = spec.latent.plain_dim + spec.latent.rope_dim + spec.latent.value_dim
         if spec.latent.has_whole_heads:
-            made += spec.latent.head_dim  # keys joined with their rotated part
+            made += spec.latent.head_dim  # and the keys, joined with their rotated parts
     elif dcp == 1:
         chunk_tokens = 0  # keys are read from the cache directly
     # Copies of keys: packed before the gather (2 / dcp), then gathered, selected and split (3).
@@ -108,79 +112,85 @@ def prompt_bytes(
     keys = round(chunk_tokens * copies * kept) + chunk_tokens * heads * made
     found = heads * value_dim if chunk_tokens else 0
     if spec.latent and spec.latent.has_whole_heads:
-        # Joined queries; then queries and results, each with the same number of heads of zeros.
+        # Queries are joined with their rotated parts. Then queries and results are twice as large,
+        # because heads of zeros are added.
         found += 5 * heads * value_dim
-    # Results of two chunks, and the merged result.
+    # Two chunks' results are in memory when they are merged into a third tensor.
     floats = 4 * heads * value_dim + 3 * heads if chunk_tokens else 0
     elements = keys + num_tokens * (forms * kept + found)
     return elements * element_bytes + num_tokens * floats * FLOAT32_BYTES
 
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:
-    """Return the bytes of one token that attends to each shard on the shard's rank: queries of all
-    heads of the DCP group, and the shards' results in float32.
+    """Return the bytes of one token whose attention to each shard is computed on the shard's rank.
+    The DCP ranks exchange the queries of all heads, and the shards' results in float32.
     """
     heads, groups = spec.num_heads // tp, dcp // pcp  # PCP ranks have copies of the same heads
     rotated = spec.latent.rope_dim if spec.latent else 0
     found = spec.latent.kv_rank if spec.latent else spec.head_dim
-    # Queries in four forms: of the rank, of all ranks, in order, and in two parts. Then the results
-    # of attention.
+    # The queries exist in four forms: the rank's queries, the queries of all ranks, these queries
+    # in order, and their two parts. The last summand is the results of attention.
     queries = (1 + dcp + 2 * groups) * (found + rotated) + groups * found
-    # Results in float32: without empty results, ordered by receiver, and joined. Then the sent, the
-    # received and the merged results.
+    # The results in float32 exist in six forms: without empty results, ordered by receiver, joined,
+    # sent, received and merged.
     floats = (4 * groups + 2 * dcp + 1) * (found + LOGS)
-    # The choice of each shard: positions and slots in ten forms of 32 bits, and twice in 64 bits.
+    # For each key that an indexer chooses, its position and slot are in ten tensors of 32 bits and
+    # in two tensors of 64 bits.
     remapped = (10 * 4 + 2 * 8) * spec.indexer.top_k if spec.indexer else 0
     return heads * (queries * element_bytes + floats * FLOAT32_BYTES) + remapped
 
 
 def _grouped(spec: ModelSpec, tp: int) -> int:
     q, kv = spec.num_heads // tp, kv_heads_per_rank(spec.num_kv_heads, tp)
-    # Queries, keys and values: as projected, and after normalisation and rotation. Then the output
-    # of attention.
+    # Queries, keys and values exist twice: before and after normalisation and rotation. The last
+    # summand is the output of attention.
     heads = 2 * (q + 2 * kv) + q
     if spec.qk_norm_spans_heads and tp > 1:
-        heads += FLOAT32_ELEMENTS * (q + kv)  # the same values, rescaled in float32
+        heads += FLOAT32_ELEMENTS * (q + kv)  # queries and keys in float32, rescaled
     if spec.has_output_gate:
-        heads += 3 * q  # gates, their sigmoids, and the multiplied output
+        heads += 3 * q  # gates, sigmoids of the gates, and the output times the sigmoids
     return spec.head_dim * heads
 
 
 def _linear(linear: LinearSpec, tp: int) -> int:
     channels = linear.num_channels // tp
     width = linear.num_value_heads // tp * linear.value_dim
-    # Inputs of the convolution: as projected, joined with the states, and in the order of the
-    # requests. Then three float32 tensors for the convolution's sum, and the inputs of the rule.
+    # The convolution's inputs exist three times: as projected, joined with the states, and in the
+    # order of requests. The convolution needs three float32 tensors for its sum. The last summand
+    # is the inputs of the delta rule.
     mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
-    # In float32: decays, their inputs and logarithms; inputs of the rule as received, and inputs of
-    # the rule after scaling or decay.
+    # These tensors are float32: the decays, their inputs and their logarithms; the delta rule's
+    # inputs, before and after they are scaled or decayed.
     floats = 8 * width if linear.decays_by_channel else 0
-    # Gates; results; normalised results; gates and normalised results joined; their product.
+    # Six tensors of this width: gates, results, normalised results, gates joined with normalised
+    # results (two), and the product of both.
     return mixed + 6 * width + FLOAT32_ELEMENTS * floats
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
-    head = 2 * (latent.plain_dim + latent.rope_dim)  # queries as projected, and in two parts
-    head += 2 * latent.kv_rank  # absorbed queries, and the output of their attention
-    head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys and values of the plain form; output
+    # queries before and after they are divided into two parts
+    head = 2 * (latent.plain_dim + latent.rope_dim)
+    head += 2 * latent.kv_rank  # absorbed queries, and the attention's output for these queries
+    head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys, values and output of the plain form
     down = 2 * (latent.kv_rank + latent.rope_dim) + 2 * (latent.q_rank or 0)
     return down + spec.num_heads // tp * head
 
 
 def _indexer(indexer: IndexerSpec) -> int:
-    # Queries and a key: as projected, in parts, and joined. Then the choice, int32.
+    # Queries and one key exist in three forms: as projected, in two parts, and joined. The last
+    # summand is the chosen keys (int32).
     return 3 * (indexer.num_heads + 1) * indexer.head_dim + indexer.num_heads + 2 * indexer.top_k
 
 
 def _mlp(hidden: int, width: int, tp: int) -> int:
-    return 3 * -(-width // tp) + hidden  # gate, up, and their product; then the sum
+    return 3 * -(-width // tp) + hidden  # gate, up and their product; and the MLP's output
 
 
 def _experts(hidden: int, experts: ExpertSpec, tp: int, ep: int) -> int:
     width, gathered = -(-experts.width // tp), 1.0
     if ep > 1:
         width, gathered = experts.width, ep / tp
-    arrived = 3 * hidden  # a token as sent, as received, and its sum over experts
-    chosen = experts.top_k * (2 * hidden + 3 * width)  # per chosen expert: input and output rows
+    arrived = 3 * hidden  # the sent row, the received row, and the sum of the experts' results
+    chosen = experts.top_k * (2 * hidden + 3 * width)  # rows of each chosen expert
     shared = _mlp(hidden, experts.width_of_shared, tp) if experts.num_shared else 0
     return round(gathered * (arrived + chosen)) + shared

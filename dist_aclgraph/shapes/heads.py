@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from dist_aclgraph.errors import ConfigError
 
-# Maximum number of heads of a rank; latent attention's operator needs a power of two.
+# With latent attention, a rank can have up to this number of heads; the operator needs a power of
+# two.
 MAX_LATENT_HEADS = 128
 # Width of a query head (with its rotated part) for which the operator of latent attention accepts
 # the head in two parts. Heads of other widths must be joined: see ``attend_whole_heads``.
@@ -53,7 +54,8 @@ def padded_latent_heads(count: int) -> int:
 
 
 def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
-    """Return the number of KV heads on one rank; with more ranks than heads, ranks hold copies.
+    """Return the number of KV heads on one rank. If there are more ranks than heads, several ranks
+    have copies of the same head.
 
     Raises:
         ConfigError: the heads cannot be spread evenly.
@@ -96,15 +98,15 @@ def check_shards(
     num_prompt_ranks: int,
     is_latent: bool,
 ) -> None:
-    """Check that ranks that share a cache by ``dcp`` would hold copies of this cache without
-    ``dcp``.
+    """Check that only ranks with the same KV heads share a cache: without ``dcp``, each of these
+    ranks would store a copy of the same KV.
 
     Args:
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.
 
     Raises:
-        ConfigError: the ranks would not hold copies, there are too many shards, or attention would
-            have too many heads on each rank.
+        ConfigError: the ranks have different KV heads, there are too many shards, or attention
+            would have too many heads on each rank.
     """
     if num_shards == 1:
         return

@@ -15,7 +15,7 @@ MAX_INDEX_HEADS, INDEX_DIM = 64, 128  # limits of npu_lightning_indexer
 # Further limits of npu_lightning_indexer.
 MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024
 MAX_INDEX_BLOCK = 1024  # maximum number of index keys in a block, in npu_lightning_indexer
-INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # architectures that interleave if config.json has no value
+INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # their ``interleaves`` is true by default
 KINDS = {"F": "full", "S": "shared"}  # letters of index_topk_pattern
 
 
@@ -29,8 +29,8 @@ class IndexerSpec:
         top_k: number of keys that a query attends to, if it sees more keys.
         interleaves: whether the checkpoint rotates neighbouring elements of index heads; else it
             rotates elements that are half of the rotated part apart.
-        layers: layers with an indexer; the next-token layers are counted after the decoder's
-            layers.
+        layers: indices of the layers with an indexer. The indices of next-token layers follow the
+            decoder's.
     """
 
     num_heads: int
@@ -103,7 +103,7 @@ def _layers(config: ModelConfig) -> frozenset[int]:
 
 
 def _kinds(config: ModelConfig, num_layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer; config.json has a list, a pattern of letters or a schedule."""
+    """Return the kind of each layer, which config.json has as a list, as letters or as a period."""
     if kinds := config.texts("indexer_types"):
         return kinds
     pattern = config.raw.get("index_topk_pattern")

@@ -36,8 +36,8 @@ class Int4Format:
     Attributes:
         quantises_rows: whether input rows are quantised to int8; else the values of weights are
             converted to floats.
-        group: number of consecutive inputs with a common scale for each output; None means one
-            scale for all inputs.
+        group: number of consecutive inputs that share a scale. Each output has separate scales.
+            None means that all inputs share one scale.
     """
 
     quantises_rows: bool
@@ -74,7 +74,7 @@ class _Patterns:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The matrices of one group of compressed-tensors."""
+    """One group of compressed-tensors: its patterns, and the format of its matrices."""
 
     patterns: _Patterns
     form: Int4Format | None

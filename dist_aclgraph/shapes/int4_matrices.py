@@ -24,7 +24,7 @@ def find_int4_matrices(spec: ModelSpec, formats: Int4Formats) -> tuple[Int4Matri
 
 
 def _stored_names(spec: ModelSpec, part: Part, name: str) -> Iterator[str]:
-    """Yield the checkpoint's names of a matrix in all layers, for each expert."""
+    """Yield the names that a matrix has in the checkpoint: one name for each layer and expert."""
     names = [name]
     if part == EXPERTS:
         assert spec.experts is not None

@@ -11,9 +11,9 @@ from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, SMALLES
 from dist_aclgraph.shapes.matrices import ATTENTION, DENSE, EXPERTS, INDEXERS, LINEAR, SHARED
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
-# Endings of the names of matrices whose inputs are not the hidden states.
+# Matrices with these endings have inputs other than the hidden states.
 OF_INNER = ("o_proj", "down_proj", "out_proj", "_b_proj", "wq_b")
-WORD = 8  # number of values in an int32, for consecutive outputs
+WORD = 8  # an int32 stores the values of eight consecutive outputs
 
 
 def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
@@ -71,11 +71,11 @@ def _check_hidden_size(width: int, part: str, factor: int) -> None:
 
 
 class _Inner(NamedTuple):
-    """An inner width of a layer.
+    """The number of inputs of some matrices of a layer, if the inputs are not the hidden states.
 
     Attributes:
-        ending: ending of the names of the matrices that have this width.
-        num_ranks: number of ranks that share the width.
+        ending: these matrices' names have this ending.
+        num_ranks: number of ranks among which the inputs are divided.
     """
 
     part: str

@@ -10,7 +10,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 
 TILE = 128  # number of values that share a scale
-ROPE_DIM = 64  # number of rotated elements, the only one that the operator accepts
+ROPE_DIM = 64  # the operator accepts only this number of rotated elements
 SCALE_BYTES = 4  # float32
 
 

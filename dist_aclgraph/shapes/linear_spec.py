@@ -11,12 +11,12 @@ from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.heads import linear_heads_per_rank
 from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
-HEAD_DIM = 128  # width of keys and of values, which npu_chunk_gated_delta_rule requires
+HEAD_DIM = 128  # npu_chunk_gated_delta_rule requires keys and values of this width
 MAX_CONV_WIDTH = 16
 MAX_DIRECT_TOKENS = 8  # maximum number of tokens of one request, in npu_recurrent_gated_delta_rule
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
-# Bytes of an element of the matrix in a state. CANN's operators keep the matrix in bfloat16; plain
-# operators keep it in float32.
+# Bytes of one element of a state's matrix, which CANN's operators store in bfloat16, and plain
+# operators in float32.
 MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
 
 

@@ -31,13 +31,13 @@ MAX_SIZE = 1 << 24  # limit of the vocabulary size, and of any width
 MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
 EOS, TIED = "eos_token_id", "tie_word_embeddings"
-# the keys for the number of next-token modules; each family uses one of them
+# each family uses one of these keys for the number of next-token modules
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-# names of the objects that describe the rotary embedding, and of the values that config.json has in
-# these objects or beside them
+# ROPE_OBJECTS: objects that describe the rotary embedding. ROPE_VALUES: keys that can be in these
+# objects or at config.json's top level.
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 ROPE_VALUES = ("rope_theta", "partial_rotary_factor")
-# types of layers: names of separate rotary embeddings, and items of layer_types
+# types of layers, as in layer_types; also the keys of separate rotary embeddings
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 ROPE_ORIGINAL = "original_max_position_embeddings"
 
@@ -216,7 +216,8 @@ class ModelConfig:
         older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add it to
         files that were published long ago.
 
-        If types of layers have separate embeddings, this is the embedding of layers without window.
+        If each type of layer has its own embedding, ``rope`` is the embedding of layers without
+        window.
         """
         if (separate := self.separate_ropes) is not None:
             full = separate.part(FULL_ATTENTION) or self.empty_part()
@@ -226,7 +227,7 @@ class ModelConfig:
 
     @property
     def separate_ropes(self) -> ModelConfig | None:
-        """The rotary embeddings of the types of layers; None if all layers have the same one."""
+        """The rotary embedding of each type of layer; None if the embeddings are equal."""
         given = self.part("rope_parameters")
         return given if given and any(isinstance(v, dict) for v in given.raw.values()) else None
 
@@ -235,7 +236,7 @@ class ModelConfig:
         return bool(self.raw.get(key))
 
     def unsupported(self, why: str) -> UnsupportedModelError:
-        """Return the error of a checkpoint with a feature that is not implemented."""
+        """Return the error for a checkpoint with a feature that is not implemented."""
         return UnsupportedModelError(f"{self.path}: {why}")
 
     def _value(self, key: str, default: Any) -> Any:
@@ -327,7 +328,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object of config.json with its overrides.
+    """Return the object of config.json after the overrides have replaced values.
 
     The file can have a value of the rotary embedding in one object, and the override can set it in
     another object with lower precedence. So the result has these values in ``rope_scaling``, the
@@ -339,7 +340,7 @@ def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]
     if not values and not has_object:
         return shape
     found, given = (ModelConfig(path, each, {}).rope.raw for each in (raw, overrides))
-    if has_object:  # other values of the file describe the scaling that the override replaces
+    if has_object:  # the override replaces the scaling, so the file's other values are not used
         found = {key: found[key] for key in ROPE_VALUES if key in found}
     if (separate := ModelConfig(path, raw, {}).separate_ropes) is not None:
         shape["rope_parameters"] = {**separate.raw, FULL_ATTENTION: {**found, **values, **given}}

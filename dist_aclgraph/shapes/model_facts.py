@@ -48,7 +48,7 @@ class ExpertFacts:
     """The experts of a model's layers.
 
     Attributes:
-        top_k: number of experts of a token, without shared experts.
+        top_k: number of routed experts that each token uses.
         num_shared: number of shared experts, which run for every token.
     """
 
@@ -78,8 +78,8 @@ class ModelFacts:
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. If false, the norms of q and k
             normalise each head separately, or the model has no such norms.
-        has_sinks: whether the softmax of each attention head has one more logit, which has no
-            value.
+        has_sinks: whether each attention head has a sink: a learned logit that is part of the
+            softmax's sum, but belongs to no key and no value.
     """
 
     architecture: str

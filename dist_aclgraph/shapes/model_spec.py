@@ -27,7 +27,7 @@ class SwigluClip:
     """A gated activation whose inputs are limited: ``gate * sigmoid(alpha * gate) * (up + 1)``.
 
     Attributes:
-        limit: greatest gate, and greatest absolute value of ``up``.
+        limit: larger gates are set to this value; ``up`` is limited to [-limit, limit].
     """
 
     alpha: float
@@ -41,13 +41,13 @@ class ExpertSpec(ExpertFacts):
     Attributes:
         width: inner width of one expert.
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
-        layers: layers that have experts; the next-token layers are counted after the decoder's
-            layers. The other layers have a dense MLP.
+        layers: indices of the layers that have experts; all other layers have a dense MLP. The
+            indices of next-token layers follow the decoder's.
         scoring: how a router's logits become the weights of experts.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
             ``num_groups`` groups; both are 1 if there are no groups.
-        group_score: score of a group: the score of its best expert, or the sum of its two best
-            scores.
+        group_score: a group's score is the score of its best expert ("max"), or the sum of its two
+            best scores ("top2").
         scaling: factor for the experts' weights.
         has_bias: whether a bias is added to the scores for the choice of experts, but not for
             weights.
@@ -124,11 +124,12 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of a stored tensor. For loaders, these rows are a separate tensor.
+    """Rows of a stored tensor that loaders read as a separate tensor.
 
     Attributes:
         part: a part of the usual name of the tensor.
-        first, count: the rows; total: number of rows of the stored tensor.
+        first, count: index of the first row, and number of rows; total: the stored tensor's number
+            of rows.
     """
 
     part: str
@@ -146,7 +147,7 @@ class WeightNames:
         prefix: beginning of the names of all tensors of the decoder.
         changes: pairs of a part of a usual name, and the part's replacement in the checkpoint. All
             pairs are applied, one after another.
-        of_experts: further pairs, for the tensors of routed experts only.
+        of_experts: pairs like ``changes``, which are applied only to tensors of routed experts.
         ranges: tensors that are rows of a stored tensor, such as the queries in one tensor of
             queries, keys and values.
         ignored: beginnings of the names of tensors that belong to other parts of the model, such as
@@ -167,8 +168,8 @@ class WeightNames:
         return self.prefix + name
 
     def range_of(self, name: str) -> RowRange | None:
-        """Return the rows in which the tensor with a usual name is stored; None if it is a whole
-        tensor.
+        """Return which rows of a stored tensor are the tensor with this usual name; None if the
+        checkpoint stores it as a separate tensor.
         """
         return next((each for each in self.ranges if each.part in name), None)
 
@@ -188,17 +189,17 @@ class ModelSpec(ModelFacts):
     """The shape of a supported decoder: the facts of its model, and its details.
 
     Attributes:
-        rotary_dim: number of elements at the beginning of a head that are rotated; None means all
+        rotary_dim: only this number of first elements of each head is rotated; None means all
             elements.
         rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
             neighbours in the checkpoint; if false, they are half of the rotated part apart.
         has_output_gate: whether a gate of each element multiplies the result of attention.
         has_output_norms: whether a norm also follows attention and the MLP, before their results
             are added to the residual stream.
-        norm_adds_one: whether a norm multiplies by ``1 + weight``; not in linear attention.
+        norm_adds_one: whether norms multiply by ``1 + weight``, except the norms in linear
+            attention.
         int4: the matrices that have four bits in some or all layers.
-        activation: activation of layers without experts; relu2 and xielu for inner values, the
-            others for a gate.
+        activation: activation of layers without experts; see ``Activation``.
         other_rope: rotary embedding of some layers, if it differs from ``rope``.
         norms_follow_rope: whether queries and keys are normalised after their rotation.
         has_input_norms: whether norms precede attention and the MLP.
@@ -253,7 +254,7 @@ class ModelSpec(ModelFacts):
 
     @property
     def num_rope_tables(self) -> int:
-        """Number of tables of cos, and also of sin, that a rank has."""
+        """Number of tables of cos that a rank has, equal to its number of tables of sin."""
         if self.latent is not None:
             return 1
         return self.rope.num_tables + (self.other_rope.rope.num_tables if self.other_rope else 0)

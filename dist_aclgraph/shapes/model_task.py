@@ -100,9 +100,9 @@ def _check_pooling(path: Path) -> None:
 
 
 def _pooling_modes(pooling: Mapping[str, Any]) -> list[str]:
-    """Return the names of the pooling modes that are on.
+    """Return the names of the enabled pooling modes.
 
-    Newer files name the modes in one key.
+    Older files have one boolean key for each mode; newer files have one key with the names.
     """
     if (named := pooling.get("pooling_mode")) is not None:
         return [str(mode) for mode in (named if isinstance(named, list) else [named])]

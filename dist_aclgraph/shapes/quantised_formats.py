@@ -115,8 +115,8 @@ def _takes(group: int | None, *, has_int8_rows: bool) -> bool:
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the first key whose value differs from the wanted value, together with its value; ""
-    without a difference.
+    """Return the first key whose value is not the wanted value, and the value found; "" if all
+    values are as wanted.
     """
     for key, value in wanted.items():
         if found.get(key) != value:

@@ -17,14 +17,15 @@ from dist_aclgraph.shapes.model_config import (
 )
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-# Architectures whose max_position_embeddings is the context after the scaling, as in vLLM.
+# In these architectures, max_position_embeddings already includes the scaling, as vLLM assumes.
 COUNTS_SCALING = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 # Types whose frequencies depend on the length of the longest possible request.
 BY_LENGTH = ("dynamic", "longrope")
-# key of the growth of queries with their positions
+# value of this key: ``RopeSpec.query_growth``
 QUERY_GROWTH = "llama_4_scaling_beta"
-STRETCH = "alpha"  # key of a factor that stretches the base of a Hunyuan's embedding
-# key of the sections of frequencies for the time, the row and the column in an image
+STRETCH = "alpha"  # Hunyuan's key for a factor that changes the base
+# The value of this key divides the frequencies among three positions: time, row and column in an
+# image.
 MROPE_SECTION = "mrope_section"
 UNROTATED = "none"  # the kind of an embedding that rotates no element of a head
 
@@ -68,7 +69,9 @@ class RopeSpec:
 
     @property
     def num_tables(self) -> int:
-        """Number of tables of grouped queries and keys, which is 2 if they have separate tables."""
+        """Number of tables for grouped queries and keys: 2 if queries and keys have separate
+        tables.
+        """
         if self.query_growth:
             return 2
         return 0 if self.kind == UNROTATED else 1
@@ -80,8 +83,8 @@ class ContextLengths:
 
     Attributes:
         longest: length of the longest request that the model supports.
-        usual: default of ``max_model_len``, shorter than ``longest`` if longer requests would
-            change the embedding of short requests.
+        usual: default of ``max_model_len``. It is shorter than ``longest`` if a larger
+            ``max_model_len`` would change the embedding of all requests.
     """
 
     longest: int
@@ -221,22 +224,22 @@ def _kind(scaling: ModelConfig) -> str:
     # early Phi-3 files name longrope "su" or "yarn"
     is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
     if kind == "mrope" and scaling.has(MROPE_SECTION):
-        return "default"  # positions of texts are equal in all sections
+        return "default"  # in a text, all sections have the same positions
     if kind == "dynamic" and scaling.has(STRETCH):
         return "default"  # changes only the base, in the same way for all lengths of requests
     return "longrope" if is_longrope else kind
 
 
 def _stretched(scaling: ModelConfig, rope_dim: int, theta: float) -> float:
-    """Return the base of an embedding, stretched by Hunyuan's factor if there is one."""
+    """Return the base of the frequencies after Hunyuan's factor, if there is one, was applied."""
     if not scaling.has(STRETCH):
         return theta
     return float(theta * scaling.positive(STRETCH) ** (rope_dim / (rope_dim - 2)))
 
 
 def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:
-    """Return the context length before the scaling. A key of config.json takes precedence over the
-    key of the scaling's object.
+    """Return the context length before the scaling. The key at config.json's top level takes
+    precedence over the same key in the object that describes the scaling.
     """
     holder = config if config.has(ROPE_ORIGINAL) else scaling
     return holder.integer(ROPE_ORIGINAL, config.max_position_embeddings, least=2, most=MAX_CONTEXT)

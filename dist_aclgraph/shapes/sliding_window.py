@@ -95,12 +95,14 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
 
 
 def sets_window(config: ModelConfig) -> bool:
-    """Return whether the architecture's windows have a number of keys, even if no layer has one."""
+    """Return whether config.json or the architecture sets a number of keys, even if no layer has a
+    window.
+    """
     return config.raw.get("sliding_window", RULES[config.architecture].usual) is not None
 
 
 def sliding_layers(config: ModelConfig) -> frozenset[int]:
-    """Return the layers that have the type of layers with a window, even if no window is set.
+    """Return the layers that would have a window, even if no number of keys is set.
 
     Raises:
         ModelError, UnsupportedModelError: as ``read_sliding_window``.

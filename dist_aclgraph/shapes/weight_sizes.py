@@ -25,7 +25,7 @@ from dist_aclgraph.shapes.matrices import (
 )
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
-NORMS_OF_NEXT_TOKEN = 3  # norms of the token's embedding, of the hidden state, and before the head
+NORMS_OF_NEXT_TOKEN = 3  # norms of the embedding, of the hidden state, and of the head's input
 FLOAT32_BYTES = 4
 NO_MATRICES: Elements = {}
 
@@ -38,11 +38,11 @@ class WeightPart(NamedTuple):
 
 
 class _Others(NamedTuple):
-    """Numbers of elements outside the matrices of ``matrices_of``.
+    """Numbers of elements of the weights that ``matrices_of`` does not list.
 
     Attributes:
-        usual: elements of the usual type.
-        floats: elements in float32.
+        usual: number of elements that have the type of most weights.
+        floats: number of elements in float32.
     """
 
     usual: int = 0
@@ -50,8 +50,12 @@ class _Others(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """The bytes of an element of most weights; the bytes of an element of a matrix without four-bit
-    values; and the matrices that have four bits.
+    """The sizes of elements.
+
+    Attributes:
+        element: bytes of one element of most weights.
+        matrix: bytes of one element of a layer's matrix, if the matrix is not in ``int4``.
+        int4: the matrices that have four bits.
     """
 
     element: int
@@ -77,8 +81,8 @@ def weight_parts(
         matrix_bytes: bytes of an element of the layers' matrices, if they are quantised to int8.
             The scales, one for each output, are not counted. Matrices that have four bits in the
             checkpoint keep four bits.
-        drafts: whether the next-token module is counted; it shares the decoder's embedding and
-            head.
+        drafts: whether the next-token module is counted, which shares embedding and head with the
+            decoder.
         redundant_experts: number of additional copies of experts on all ``ep`` ranks together.
     """
     sizes = _Sizes(element_bytes, matrix_bytes or element_bytes, spec.int4)
@@ -123,7 +127,7 @@ def weight_parts(
 def _part(
     name: Part, matrices: Elements, others: _Others, copies: int, sizes: _Sizes
 ) -> WeightPart:
-    """Return the bytes of a part of ``copies`` layers."""
+    """Return a part of the weights that ``copies`` layers have, with its bytes."""
     total = float(copies * (others.usual * sizes.element + others.floats * FLOAT32_BYTES))
     for matrix, elements in matrices.items():
         wide = float(copies)
@@ -175,8 +179,8 @@ def _of_mlp(spec: ModelSpec, tp: int) -> _Others:
 
 
 def _of_latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Others:
-    # The matrices that multiply the latent are stacks, one matrix for each head; they are never
-    # quantised.
+    # Each head has one matrix that multiplies the latent. These matrices are stored as one tensor,
+    # which is never quantised.
     heads = spec.num_heads // tp
     stacks = heads * latent.kv_rank * (latent.plain_dim + latent.value_dim)
     return _Others(stacks + latent.kv_rank + (latent.q_rank or 0))
@@ -190,7 +194,8 @@ def _of_linear(linear: LinearSpec, tp: int) -> _Others:
 
 
 def _of_indexer(hidden: int, indexer: IndexerSpec) -> _Others:
-    # The weights of heads, and the norm of keys with its bias.
+    # The two summands are the matrix that computes the heads' weights, and the keys' norm with its
+    # bias.
     return _Others(hidden * indexer.num_heads + 2 * indexer.head_dim)
 
 

@@ -39,7 +39,8 @@ class GraphLens:
     worker guesses the next step, and when the step arrives.
 
     Args:
-        place: indices of the rank; KV lengths are numbers of keys that this rank keeps.
+        place: the rank's place in the context groups. ``pad`` returns as KV length the number of
+            keys that this rank stores.
         num_drafts: k, number of drafts of each request that decodes.
     """
 

@@ -73,7 +73,8 @@ class GraphTransaction:
                 )
 
     def capture(self, graph: BatchDescriptor) -> list[CaptureCost] | CaptureFailure:
-        """Capture one graph on all ranks; return each rank's cost, or the failure after an undo.
+        """Capture one graph on all ranks, and return each rank's cost. If a rank fails, undo the
+        capture on all ranks, and return the failure.
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.

@@ -33,8 +33,8 @@ class HandOvers:
         return len(self._waiting)
 
     def keep(self, outputs: StepOutputs) -> StepOutputs:
-        """Delay the ends of the requests that another group continues; return the outputs without
-        these ends.
+        """Store the requests that have ended here and that another group will continue. Return the
+        outputs without the finish reasons of these requests, so that their clients wait.
         """
         kept = {
             index

@@ -41,7 +41,8 @@ class LateDecisions:
 
         Args:
             delayed_s: how long the decision of the next step waited.
-            waited_s: ``StepResult.waited_us`` of ``ended`` in seconds, the minimum of all ranks.
+            waited_s: how many seconds the ranks waited in ``ended`` (``StepResult.waited_us``); the
+                smallest value of all ranks.
         """
         kind = _kind(ended)
         known_s = self._spare_s.get(kind)

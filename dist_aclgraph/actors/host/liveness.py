@@ -156,9 +156,9 @@ class Lease:
     question. After ``limit_s`` without a question, the lease is not held, and the holder does
     nothing. After ``2 * limit_s``, the lease is over.
 
-    While the holder is stopped, the giver can replace the holder by another process. The first
-    question that the holder reads after a stop may have been sent before the replacement. So only
-    the second question after the stop renews the lease.
+    While the holder is stopped, the giver can replace the holder by another process. When the
+    holder runs again, the first question that it reads may be an old one, sent before the
+    replacement. So only the second question after the stop renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.

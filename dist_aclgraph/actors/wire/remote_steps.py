@@ -20,7 +20,7 @@ from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message
 from dist_aclgraph.errors import EngineDeadError
 
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
-TOPIC = struct.Struct("<I")  # the data-parallel rank, with which each plan begins
+TOPIC = struct.Struct("<I")  # Each plan begins with its data-parallel rank in this format.
 # The keys are the first byte of an XPUB frame: 1 for a new subscription, 0 for its end. The values
 # are the change of the number of workers.
 WORKERS_OF_FRAME = {1: 1, 0: -1}

@@ -26,8 +26,8 @@ def allow_connections(max_connections: int) -> ConnectionLimits:
     """Raise the limit of open files for ``max_connections`` clients; return the numbers of
     connections.
 
-    If the limit is too low, a third of the clients' descriptors are reserved for journals, because
-    answers without journals are lost with this process.
+    An answer without a journal is lost when this process ends. So if the limit is too low for two
+    descriptors per client, a third of the descriptors is reserved for journals.
     """
     limit = _allow_open_files(2 * max_connections + OTHER_FILES)
     room = max(limit - OTHER_FILES, limit // 2)

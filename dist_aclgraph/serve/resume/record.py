@@ -199,7 +199,9 @@ class ConnectionRecord:
     # -- requests --------------------------------------------------------------------------------
 
     def take_resumed(self) -> ResumedRequest | None:
-        """Return the previous process's work for the first request; None for all later requests."""
+        """The first call returns the request that the previous process had begun, with its state.
+        All later calls return None.
+        """
         resumed, self._resumed = self._resumed, None
         return resumed
 

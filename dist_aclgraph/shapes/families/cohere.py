@@ -1,5 +1,5 @@
 """Command R, R+, R7B and A: attention and the MLP have the same input, which a layer norm precedes;
-neighbouring elements of a head are rotated as pairs, and the logits have a factor.
+neighbouring elements of a head are rotated as pairs, and the logits are multiplied by a factor.
 """
 
 from __future__ import annotations

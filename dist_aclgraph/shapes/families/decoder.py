@@ -30,8 +30,8 @@ def read_decoder(
     """Return the shape of a decoder without biases and without norms of q and k.
 
     Args:
-        rotated_part: part of a head's elements that is rotated if config.json has no value for it;
-            None means that the family rotates whole heads.
+        rotated_part: the default fraction of a head's elements that is rotated, for a config.json
+            without this value. None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
         ropes_by_type: whether layers with a window may have a separate rotary embedding.
         activations: activations that the family may have; the first one is its default.

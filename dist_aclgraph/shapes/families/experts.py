@@ -43,7 +43,7 @@ def read_local_experts(config: ModelConfig, num_layers: int, **properties: Any) 
     ``num_local_experts``.
 
     Args:
-        properties: further fields of the spec.
+        properties: further fields of the ``ExpertSpec``.
     """
     experts = ExpertSpec(
         num_experts=config.integer("num_local_experts", most=MAX_EXPERTS),
@@ -90,7 +90,8 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
         num_experts=config.integer("n_routed_experts", most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
         width=config.integer("moe_intermediate_size"),
-        # V2 scales or renormalises experts' weights, never both; published checkpoints scale them.
+        # V2 either scales or renormalises experts' weights; published checkpoints scale the
+        # weights.
         renormalizes=is_v3 and config.flag("norm_topk_prob", True),
         layers=ruled if listed is None else listed,
         scoring="sigmoid" if scoring == "sigmoid" else "softmax",
@@ -105,8 +106,8 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
 
 
 def _listed_layers(config: ModelConfig) -> frozenset[int] | None:
-    """Return the layers with experts according to ``mlp_layer_types``, and the layers of drafts;
-    None if config.json does not have this list.
+    """Return the layers that have experts: the layers that ``mlp_layer_types`` lists, and the
+    next-token modules' layers. Return None if config.json has no such list.
     """
     kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
     if not kinds:

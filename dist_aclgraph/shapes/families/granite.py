@@ -1,5 +1,6 @@
-"""Granite 3 and 4 without Mamba, and MiniCPM: a Llama with factors of embeddings, results and
-logits. Granite with experts stores the matrices of all experts, and gate and up, as one.
+"""Granite 3 and 4 without Mamba, and MiniCPM: a Llama that multiplies embeddings, results of layers
+and logits by factors. Granite with experts stores one tensor for the matrices of all experts, in
+which gate and up are joined.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NAMES = WeightNames(
         (".mlp.down_proj.", ".shared_mlp.output_linear."),
     )
 )
-# These parts of names include the module, so that they do not match matrices of routed experts.
+# Without the module's name, these parts of names would also match matrices of routed experts.
 SHARED_GATE_UP = (".mlp.shared_experts.gate_proj.", ".mlp.shared_experts.up_proj.")
 DENSE_GATE_UP = (".mlp.gate_proj.", ".mlp.up_proj.")
 

@@ -59,7 +59,9 @@ def read_olmoe(config: ModelConfig) -> ModelSpec:
 
 
 def with_output_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Return a decoder that normalises results in place of inputs, and queries and keys."""
+    """Return a decoder with norms after attention and the MLP, not before them, and with norms of
+    queries and keys.
+    """
     has_bias = config.flag("attention_bias", False)
     return replace(
         spec,

@@ -67,8 +67,8 @@ def read_qwen_experts(
 
     Args:
         num_drafts: number of next-token modules, whose layers come after the decoder's layers.
-        renormalizes: whether the weights of a token's experts sum to one if config.json has no
-            value for it.
+        renormalizes: the default for config.json's ``norm_topk_prob``: whether the weights of a
+            token's experts sum to one.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
