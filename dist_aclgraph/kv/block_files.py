@@ -6,7 +6,7 @@ file. A file is renamed to its final name when it is complete, and does not chan
 number of processes read and write the same folder; the file system is their only index. If one
 process deletes a file while another process reads it, the reader can still read the whole file.
 
-One file, protected by a lock, contains the number of the folder's bytes. If a new file does not
+The count file, protected by a lock, contains the size of all block files. If a new file does not
 fit, the least recently used files are deleted.
 """
 
@@ -28,22 +28,22 @@ from pathlib import Path
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# Magic number, checksum of the contents, number of bytes of the contents, hash of the block.
+# The fields of the header: magic number, checksum and size of the contents, and the block's hash.
 HEADER = struct.Struct("<8sIQ16s")
 MAGIC = b"DAGKV\0\0\1"
 COUNT = struct.Struct("<Q")
 COUNT_FILE = "bytes.count"
 UNFINISHED = ".part"  # suffix of a file that is being written
-# Names of block files; other files are neither counted nor deleted.
+# Block files have these names. All other files in the folder are neither counted nor deleted.
 OWN_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
-# after this time, an unfinished file is assumed to belong to a process that has ended
+# an unfinished file of this age is assumed to be left by a process that has ended
 ABANDONED_S = 60.0
-LOCK_S = 1.0  # maximum wait for the lock of the count
-LOCK_POLL_S = 0.005  # pause between two attempts to lock the count
+LOCK_S = 1.0  # how long a process waits for the lock of the count file
+LOCK_POLL_S = 0.005  # pause between two attempts to lock the count file
 COPY_BYTES = 1 << 24
-# The time of use of a block is this many seconds before the time of the previous block of its
-# prompt. The value must exceed the time in which a block is computed; otherwise a later block would
-# get a later time of use.
+# In a prompt, each block gets a time of use that is this many seconds earlier than the previous
+# block's. The value must exceed the time in which a block is computed; otherwise a later block
+# could get a later time of use.
 BLOCK_AGE_S = 1.0
 MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
 
@@ -56,8 +56,9 @@ class _NewFile:
     """A file that a process wants to write.
 
     Attributes:
-        fd: the descriptor of the unfinished file; -1 if the process must not write it.
-        exists: set at the end: whether the file exists, or another process is writing the file.
+        fd: the descriptor of the unfinished file; -1 if this process must not write the file.
+        exists: whether the file exists, or another process is writing it. Set when the context
+            ends.
     """
 
     fd: int = -1
@@ -85,11 +86,11 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return os.path.exists(self.path_of(block_hash))  # also False if the disk fails
+        return os.path.exists(self.path_of(block_hash))  # a failed disk also has no file
 
     def num_bytes(self) -> int:
-        """Return the size of all block files below the root, from the file with the count; 0
-        without this file.
+        """Return the size of all block files below the root, as the count file has it; 0 without a
+        count file.
         """
         try:
             return int(COUNT.unpack((self._root / COUNT_FILE).read_bytes())[0])
@@ -172,7 +173,7 @@ class BlockFiles:
             with self.path_of(block_hash).open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 return file.read(size) or b"" if size <= max_bytes else b""
-        except OSError:  # also if the disk fails
+        except OSError:  # the file does not exist, or the disk has failed
             return b""
 
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
@@ -226,7 +227,7 @@ class BlockFiles:
                 new.fd = -1
             yield new
             if is_reserved:
-                if _is_removed(new.fd):  # another process may have made a file with the same name
+                if _is_removed(new.fd):  # then the unfinished file may be another process's
                     raise OSError("another process has removed the unfinished file")
                 os.rename(unfinished, path)
                 new.exists = True
@@ -261,7 +262,8 @@ class BlockFiles:
 
     def delete_all(self) -> None:
         """Delete the folder with all its files."""
-        # Subtracted first: if the count is lost, it is counted again while the files exist.
+        # The bytes are subtracted before the files are deleted: if there is no count, ``_add``
+        # counts the existing files.
         if size := sum(size for _, _, size in _files_below(self._folder)):
             self._add(-size)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -332,8 +334,8 @@ class BlockFiles:
 
     @contextmanager
     def _counting(self) -> Iterator[list[int] | None]:
-        """Lock the count, and yield a list with the count. At the end of the context, the list's
-        value is stored.
+        """Lock the count file, and yield a list whose only item is the count. The item is stored
+        when the context ends.
 
         Yields None if the file cannot be opened, or if the lock is not free within ``LOCK_S``,
         because a stopped process may hold the lock.
@@ -352,7 +354,8 @@ class BlockFiles:
             stored = os.pread(file, COUNT.size, 0)
             count = [COUNT.unpack(stored)[0] if len(stored) == COUNT.size else self._survey()]
             yield count
-            # for example, the file system is full; a later survey counts again
+            # Writing fails if, for example, the file system is full. A later survey counts the
+            # files again.
             with suppress(OSError):
                 os.pwrite(file, COUNT.pack(max(0, count[0])), 0)
         finally:

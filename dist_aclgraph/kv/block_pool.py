@@ -42,13 +42,13 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether each reference to a block counts as one used block. Necessary on CANN
-            8.5: attention counts a shared block once for each request, and refuses a batch with
-            more counted blocks than the cache has blocks.
+        counts_shared: whether each reference to a block counts as one used block. CANN 8.5 requires
+            this: its attention operator counts a shared block once for each request, and refuses a
+            batch if this count exceeds the cache's number of blocks.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
             freed when the last block before the checkpoint is evicted from the prefix cache.
-        events: the pool reports evictions to it; ``store_block`` reports stored blocks, because it
-            knows their tokens. None if events are not published.
+        events: receives the evictions from the pool, and the stored blocks from ``store_block``,
+            which knows their tokens. None if events are not published.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class BlockPool:
         return len(self._by_hash)
 
     def clear(self) -> None:
-        """Make all blocks free, and make the prefix cache empty, for example after the device lost
-        KV.
+        """Free all blocks and empty the prefix cache, for example after the device has lost its
+        contents.
         """
         self._ref_counts = [0] * self.num_blocks
         self._num_references = 0
         # The smallest ids are allocated first, so that traces are easy to read.
         self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
-        # Blocks that are free and cached; the block that was freed first is the first.
+        # Blocks that are free and cached, in the order in which they were freed.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}

@@ -32,19 +32,21 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return the end of an error message: which keys make the weights of one rank smaller."""
+    """Return the end of an error message, which names the keys that make each rank's weights
+    smaller.
+    """
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")
 
 
 @dataclass(frozen=True)
 class PagedTensor:
-    """A tensor in which some layers keep data for each token, in blocks.
+    """A tensor that stores data of each token, in blocks, for some of the layers.
 
     Attributes:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
-        is_whole: whether every rank keeps all tokens, even if the cache is sharded.
+        is_whole: whether every rank stores the data of all tokens, even if the cache is sharded.
         is_int8: whether the elements are int8; otherwise the elements have the cache's type.
     """
 
@@ -56,7 +58,7 @@ class PagedTensor:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The state that some layers keep for each request, in slots.
+    """A tensor that stores a state of each request, in slots, for some of the layers.
 
     Attributes:
         num_layers: number of layers that have the tensor.
@@ -72,11 +74,11 @@ class KVCacheSpec:
     """The shape of one rank's cache, over all layers.
 
     Attributes:
-        paged: tensors in blocks. All layers use the same block ids.
-        states: tensors in slots, of layers with recurrent state.
+        paged: tensors that are divided into blocks. All layers use the same block ids.
+        states: tensors that are divided into slots, for layers with recurrent state.
         num_shards: number of ranks that share a request's tokens; a block id means one block on
             each of these ranks.
-        dtype: name of the cache's type, as in the configuration.
+        dtype: type of the cache's elements, by its name in the configuration.
     """
 
     paged: tuple[PagedTensor, ...]
@@ -150,11 +152,12 @@ class KVCacheSpec:
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
-        """Return the maximum length of a request: the smaller limit of the model's context and of
-        the cache.
+        """Return the maximum length of a request, which either the model's context or the cache
+        limits.
         """
         blocks = num_blocks - 1  # number of blocks without the dummy block
-        # One token more than the blocks, because the KV of a request's last token is never written.
+        # A request can have one token more than its blocks, because the last token's KV is never
+        # written.
         return min(max_model_len, blocks * self.tokens_per_block + 1)
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:

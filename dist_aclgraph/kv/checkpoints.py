@@ -42,7 +42,8 @@ class Checkpoints:
         self._free = list(range(self.count - 1, -1, -1))
         self._stored: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._begun: dict[BlockHash, int] = {}
-        # The checkpoints that a copy job reads, and for each, whether ``release`` must free it.
+        # The keys are checkpoints that a copy job reads. A value says whether ``release`` must free
+        # the checkpoint.
         self._held: dict[int, bool] = {}
 
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
@@ -60,7 +61,9 @@ class Checkpoints:
         return min((p for p in (following, last) if num_computed < p <= last), default=num_tokens)
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the number of blocks before a prefix's last stored checkpoint; 0 without one."""
+        """Return the number of blocks before a prefix's last stored checkpoint; 0 if none is
+        stored.
+        """
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._stored:
                 return count

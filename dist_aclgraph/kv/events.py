@@ -15,9 +15,9 @@ import msgspec
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 Encoding = Literal["array", "map"]
-# Name of the device's memory in events, the only name that all routers understand.
+# In events, this name stands for the device's memory. All routers understand only this name.
 DEVICE = "GPU"
-NAME_BYTES = 8  # in events, the name of a block is an unsigned integer of 64 bits
+NAME_BYTES = 8  # events name a block by an unsigned integer of 64 bits
 
 
 class _Stored(msgspec.Struct, gc=False):
@@ -97,10 +97,10 @@ class CacheEvents:
     def __init__(self, block_size: int, encoding: Encoding = "array") -> None:
         self._block_size = block_size
         self._make_stored, self._make_removed, self._make_cleared = _KINDS[encoding]
-        # blocks that were reported as stored, and not as evicted since
+        # blocks that were reported as stored, and whose eviction was not reported yet
         self._known: set[BlockHash] = set()
         self._events: list[_Stored | _Removed | _Cleared] = []
-        self._last_stored = b""  # if the last event is a _Stored, hash of its last block
+        self._last_stored = b""  # hash of the last block of the last _Stored
 
     def stored(self, block_hash: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> None:
         """Report a stored block. Consecutive blocks of a prefix share an event.

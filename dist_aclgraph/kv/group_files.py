@@ -1,4 +1,5 @@
-"""Which nodes of a lockstep group have which files of KV blocks, and which node reads which files.
+"""Finds out which nodes of a lockstep group have which files of KV blocks, and which node reads
+which files.
 
 Each worker writes its part of a block to a file on the worker's node. So if the workers of a group
 are on several nodes, each node has only some of the files. All functions here are pure.
@@ -24,8 +25,10 @@ class Holders:
     """The nodes that have the files of one data-parallel rank.
 
     Attributes:
-        blocks: for each of ``CachePlace.all_places``, the nodes with a worker at this place.
-        states: the same for each of ``CachePlace.all_state_places``.
+        blocks: for each place of ``CachePlace.all_places``, the nodes that have a worker at this
+            place.
+        states: for each place of ``CachePlace.all_state_places``, the nodes that have a worker
+            there.
     """
 
     blocks: tuple[Nodes, ...]
@@ -38,8 +41,8 @@ class Route:
     reading node itself. Only places whose files the reading node needs are in the route.
 
     Attributes:
-        blocks: by the index among ``CachePlace.all_places``.
-        states: by the index among ``CachePlace.all_state_places``.
+        blocks: from the index of a place in ``CachePlace.all_places`` to a node.
+        states: from the index of a place in ``CachePlace.all_state_places`` to a node.
     """
 
     blocks: dict[int, int | None]
@@ -99,8 +102,9 @@ class GroupFiles:
         return any(self.node_ids[rank] == self.nodes[0] for rank in self.ranks_of(dp_rank))
 
     def finders(self, dp_rank: int) -> list[int]:
-        """Return the workers that look up and fetch files for a data-parallel rank: its first
-        worker on each node, without the engine's node, where the engine does it.
+        """Return the workers that look up and fetch files for a data-parallel rank: the rank's
+        first worker on each node. On the engine's node, the engine itself does this, so the result
+        has no worker there.
         """
         first: dict[str, int] = {}
         for rank in self.ranks_of(dp_rank):
@@ -109,12 +113,13 @@ class GroupFiles:
 
     @property
     def servers(self) -> list[int]:
-        """The first worker on each node but the engine's, in the order of ``nodes``."""
+        """The first worker on each node except the engine's node, in the order of ``nodes``."""
         return [self.node_ids.index(node_id) for node_id in self.nodes[1:]]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
-        """Return the places of all workers of a worker's data-parallel rank on its node, without
-        duplicates, in the order of ``CachePlace.all_places``.
+        """Return the places of the workers that have the same data-parallel rank and the same node
+        as the worker ``rank``. The places have no duplicates, and the order of
+        ``CachePlace.all_places``.
         """
         ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
         there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}
@@ -148,16 +153,18 @@ def routes(
     here: int | None = None,
     turn: int = 0,
 ) -> list[Route]:
-    """Return the ways in which a node can read the files that it needs from the nodes of a source.
+    """Return the routes by which a node can read the files that it needs from the nodes of a
+    source.
 
-    Each way names a node for every file. There is one way for each data-parallel rank of the
-    source, because the reader does not know which of these ranks has computed the blocks. If all
-    files of a way are on the reading node itself, the way is left out.
+    Each route has a node for every file. There is one route for each data-parallel rank of the
+    source, because the reader does not know which of these ranks has computed the blocks. A route
+    is omitted if all its files are on the reading node itself.
 
     Args:
         source: place of the source's first worker.
         readers: the places of the workers on the reading node.
-        here: index of the reading node among the source's nodes; None if it is another node.
+        here: index of the reading node among the source's nodes; None if it is not one of these
+            nodes.
         turn: if several nodes have a file, this number chooses the node, so that different readers
             use different nodes.
     """
@@ -188,8 +195,8 @@ def routes(
 
 
 def overlaps(place: CachePlace, other: CachePlace) -> bool:
-    """Return whether two workers, of groups with any numbers of ranks, keep parts of the same
-    blocks, so that one can use the other's file. See ``OtherLayouts``.
+    """Return whether two workers store parts of the same blocks, so that each worker can use the
+    other worker's file. Their groups may have different numbers of ranks. See ``OtherLayouts``.
     """
     shards = [(p.shard, p.num_shards, p.interleave, p.num_kv_heads) for p in (place, other)]
     if shards[0] != shards[1]:

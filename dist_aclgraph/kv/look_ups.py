@@ -23,17 +23,17 @@ from dist_aclgraph.logs import event
 
 LIMIT_S = 1.0  # maximum time of a look-up on the disk
 PAUSE_S = 30.0  # after a look-up that takes too long, the disk is not used for this time
-# The caller waits this long for an answer: most answers arrive within this time, so that the next
-# step can use them. If an earlier call still has no answer, the caller does not wait. So many slow
-# look-ups delay a step only once.
+# The caller waits this long for an answer. Most answers arrive within this time, and the next step
+# can use them. If an earlier call still has no answer, the caller does not wait at all, so that
+# many slow look-ups delay a step only once.
 GRACE_S = 0.001
 
 T = TypeVar("T")
 HasFile = Callable[[BlockHash], bool]
-Answer = Callable[[], T | None]  # returns the result of a look-up; None while it is unknown
-# Begins to fetch the files of blocks into the node's first tier. Arguments: the hashes of the
-# blocks, and the number of blocks before the first block. The answer is True when the fetch has
-# ended, with or without success.
+Answer = Callable[[], T | None]  # returns the result of a look-up; None until the look-up has ended
+# A function that begins to fetch the files of blocks into the node's first tier. Its arguments are
+# the hashes of the blocks, and the number of blocks before the first of them in the prompt. The
+# answer becomes True when the fetch has succeeded or failed.
 FetchBlocks = Callable[[Sequence[BlockHash], int], Answer[bool]]
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class Source:
     """The group from which workers on nodes without the engine fetch a request's blocks.
 
     Attributes:
-        message: the source, for ``BlockFetches.decode_source``.
-        is_wanted: returns whether the request still waits.
+        message: the encoded source, which ``BlockFetches.decode_source`` decodes.
+        is_wanted: returns whether the request still waits for the fetch.
     """
 
     message: bytes
@@ -145,15 +145,15 @@ class LookUps:
         return lambda: result
 
     def close(self) -> None:
-        """End the thread, if there is one; afterwards, nothing may be looked up."""
+        """End the thread, if there is one. No look-up may follow this call."""
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier of this node, as the last look-up found.
 
         Any thread may call this.
         """
-        # first pass: the answer of the last look-up; second pass: a new look-up, if it needs no
-        # wait
+        # The first pass reads the answer of the last look-up, and begins a new look-up. The second
+        # pass reads the new answer, if it has already arrived.
         for _ in range(2):
             if (found := self._counted()) is None:
                 break
@@ -166,7 +166,7 @@ class _Call:
     run: Callable[[], Any]
     deadline_s: float
     done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None  # None if the call has failed, or was skipped because it was too late
+    result: Any = None  # None if the call failed, or was skipped after its deadline
     is_late: bool = False
 
 
@@ -205,7 +205,7 @@ class DiskLookUps(LookUps):
 
     def _is_silent(self) -> bool:
         """Whether the disk is not used at present."""
-        late = self._late  # another thread may reset it
+        late = self._late  # another thread may set this attribute to None
         if late is None:
             return False
         if not late.done.is_set() or self._clock() < self._resumes_s:

@@ -13,7 +13,7 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 
 @dataclass(frozen=True)
 class HeadPart:
-    """A part of the key-value heads: the ``index``-th of ``count`` equal parts of ``total``."""
+    """One of ``count`` equal parts of a model's ``total`` key-value heads."""
 
     index: int
     count: int
@@ -37,7 +37,7 @@ class HeadPart:
 
 
 class OtherLayouts:
-    """The files of one tier that were written by groups with larger or smaller parts of the heads
+    """The files in one tier that other groups have written, whose ranks have more or fewer heads
     than ``part``.
 
     In a block, each tensor is [token slots, heads of the part, bytes of a head].
@@ -52,8 +52,8 @@ class OtherLayouts:
     ) -> None:
         self._part = part
         self._num_slots = num_slots
-        # For each other number of parts: the parts that share heads with this part, and their
-        # files.
+        # Each item belongs to one number of parts. It lists the parts that share heads with
+        # ``part``, and the files of these parts.
         self._divisions = [
             [(other, files_of(other)) for other in part.overlaps(count)]
             for count in range(1, part.total + 1)
@@ -94,7 +94,7 @@ class OtherLayouts:
         depth: int,
     ) -> bool:
         """Read the heads that are both in the part ``other`` and in this rank's part; return
-        success.
+        whether the read has succeeded.
         """
         ours = self._part
         stored = [bytearray(len(buffer) // ours.size * other.size) for buffer in buffers]

@@ -1,4 +1,4 @@
-"""KV outside the device: files of blocks in a node's memory and on its disk.
+"""Stores KV outside the device, as files of blocks in a node's memory and on its disk.
 
 All groups of a node that serve the same model share these files, even if they divide the heads
 among different numbers of ranks. A block is written to memory first. It is written to the disk
@@ -38,8 +38,8 @@ MODEL_CONFIG = "config.json"
 USERS = "users.lock"
 HOST, DISK = "host", "disk"  # names of the tiers
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
-OTHERS_WRITE = 0o022  # bits of a file mode: the group may write, or all users may write
-SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, this number of pieces of this size is hashed
+OTHERS_WRITE = 0o022  # the bits of a file mode that let the group or all users write
+SAMPLES, SAMPLE_BYTES = 16, 4096  # number and size of the pieces of each file that are hashed
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class CachePlace:
 
     Attributes:
         heads: index of the worker's part of the key-value heads, which are divided into
-            ``num_heads`` parts. Workers with the same heads have the same index. With latent
+            ``num_heads`` parts. Workers with the same heads have the same value. With latent
             attention, all workers have the same latents, so there is one part.
-        shard: index of the worker's shard of the context, of ``num_shards`` shards.
+        shard: index of the worker's shard of the context, which is divided into ``num_shards``
+            shards.
         interleave: number of consecutive tokens on one shard.
-        rank: the tensor parallel rank, of ``num_ranks`` ranks; each rank has a different part of
-            recurrent states.
+        rank: the worker's tensor parallel rank, from 0 to ``num_ranks - 1``. Each rank has a
+            different part of recurrent states.
         has_state: whether the model has recurrent state.
         num_kv_heads: number of key-value heads of the model; 0 with latent attention.
     """
@@ -130,7 +131,8 @@ class KVTiers:
 
     Args:
         tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
-        others: by the tier's name, the files of groups that divide the heads in other ways.
+        others: for each tier's name, the tier's files of groups that divide the heads in other
+            ways.
     """
 
     def __init__(
