@@ -96,9 +96,7 @@ class BlockPool:
         return len(self._by_hash)
 
     def clear(self) -> None:
-        """Free all blocks and empty the prefix cache, for example after the device has lost its
-        contents.
-        """
+        """Free all blocks and empty the prefix cache, for example after the KV was lost."""
         self._ref_counts = [0] * self.num_blocks
         self._num_references = 0
         # The smallest ids are allocated first, so that traces are easy to read.

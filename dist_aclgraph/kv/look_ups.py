@@ -204,7 +204,7 @@ class DiskLookUps(LookUps):
         self._calls.put(None)
 
     def _is_silent(self) -> bool:
-        """Whether the disk is not used at present."""
+        """Whether the disk is not used now, because a look-up took too long."""
         late = self._late  # another thread may set this attribute to None
         if late is None:
             return False

@@ -33,8 +33,8 @@ class Task(msgspec.Struct, frozen=True):
 
     Attributes:
         device_id: the NPU that this process may use.
-        meeting: file with which the ranks of a question form their HCCL world.
-        output: file for the output of libraries.
+        meeting: a file by which the ranks of a question find each other to form their HCCL world.
+        output: the file to which libraries' output is written.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Task(msgspec.Struct, frozen=True):
 
 
 def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None) -> None:
-    """Send None once the device is open, and then the outcome.
+    """Send None to ``parent`` when the device is open, and send the outcome at the end.
 
     Args:
-        plant: called once the device is open; tests use it to change the device.
+        plant: a function that is called when the device is open; tests use it to change the device.
     """
     _begin(task)
     try:

@@ -1,4 +1,4 @@
-"""Known answers of real devices, as data: ``emulator/rules/CHIP-CANN.toml``, made from a report."""
+"""Reads and writes the known answers of real devices: ``emulator/rules/CHIP-CANN.toml``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAns
 
 
 def rules_text(report: Report) -> str:
-    """Return a report's differences as the text of a file of rules.
+    """Return the text of a file of rules, made from a report's differences.
 
     ``[settings]`` contains three kinds of settings of the emulator (``emulator/README.md``): facts;
     rules of the emulator that the device does not have; and operators that only the device refuses.

@@ -13,7 +13,7 @@ from dist_aclgraph.probe.row import Report, Row, plain
 
 MAX_CELL = 200  # maximum number of characters in a cell
 TEMPLATE = Path(__file__).with_name("report.html")
-FACTS = "facts"  # the folder of questions about the machine
+FACTS = "facts"  # questions about the machine have names in this folder
 
 
 def report_page(report: Report) -> str:
@@ -39,7 +39,7 @@ def report_page(report: Report) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a Markdown table; without rows, one word in place of the table."""
+    """Return the lines of a Markdown table; if there are no rows, the only line is "None."."""
     if not rows:
         return ["None."]
     lines = [

@@ -26,7 +26,7 @@ class Bench:
         torch: the package torch; None for questions that need no device.
         ops: the package torch_npu; None if ``torch`` is None.
         npu: the open device (``device.npu.Npu``); None if ``torch`` is None.
-        rank: rank of this process among the processes of the question.
+        rank: rank of this process in the HCCL world of the question.
         ranks: number of processes of the question, which form one HCCL world.
     """
 
@@ -40,8 +40,8 @@ class Bench:
         """Compare a device tensor with a host tensor.
 
         Args:
-            tolerance: largest difference, relative to the root mean square of a row; 0 means
-                equality.
+            tolerance: the largest allowed difference, divided by the root mean square of a row;
+                with 0, the tensors must be equal.
         """
         found, right = got.cpu().double(), want.double()
         if found.shape != right.shape:
@@ -107,20 +107,20 @@ class Probe:
     """One question.
 
     Attributes:
-        name: folder and name, e.g. operators.swiglu; unique.
+        name: a unique name with a folder, such as operators.swiglu.
         call: runs the question. If the result is a number, ``says`` must be a ``Between``. A
             RuntimeError means "refused", an AttributeError means "missing".
         says: the emulator's answer. None if the question is about the machine: then the answer is
             reported, but compared with nothing.
-        level: "quick" questions are asked at every level.
+        level: "full" questions are asked only at this level, "quick" questions at every level.
         limit_s: time limit of ``call``, in addition to the time for loading torch_npu.
         ranks: number of processes, each with its own NPU.
         needs_device: whether the process loads torch_npu and opens a device.
         task_queue: value of torch_npu's TASK_QUEUE_ENABLE. With 0, an operator's error contains the
             operator's name.
-        setting: the emulator's setting for the fact that the question asks for.
+        setting: name of the emulator's setting that contains the answer to this question.
         rule: part of the text with which the emulator refuses a call that a device may accept.
-        operator: the operator that a device may refuse.
+        operator: the operator to refuse on the emulator if the device refuses the question's call.
     """
 
     name: str
@@ -137,8 +137,8 @@ class Probe:
     operator: str | None = None
 
     def expected(self, chip: str, cann: str) -> str | Between | None:
-        """Return the emulator's answer. For an unknown CANN, the expected answer is CANN 8's
-        answer, as in plans.
+        """Return the emulator's answer. An unknown version of CANN counts as CANN 8, as
+        in plans.
         """
         says = self.says
         if not isinstance(says, ByCann):

@@ -1,4 +1,4 @@
-"""The report as data: rows, and the file in which they are stored."""
+"""The data of a report, and the functions that read and write a report's file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         found: the answer in plain words.
-        number: the answer, if it is a number.
+        number: the answer as a number; None if the answer is not a number.
         us: how long the question took, in microseconds; None if it did not end.
         code: CANN's error code.
         text: the error, or other details.
@@ -44,8 +44,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         emulator: the expected answer; "" for a fact of the machine.
-        is_same: whether the answer is the expected answer; None for a fact, or if the question was
-            not asked.
+        is_same: whether the answer is the expected answer. None if there is no expected answer, or
+            if the question was not asked.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         version: version of this package.
-        machine: host, wheels and driver, by name.
+        machine: names and versions of the host's software: host, wheels and driver.
         running: the question that was running when the file was written. If the run was cut off
             during this question, the question is not asked again.
     """
@@ -107,7 +107,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
-    """Return the row of an answer, compared with the emulator's answer."""
+    """Compare an answer with the emulator's answer, and return the row with both."""
     is_same: bool | None
     if expected is None or not outcome.was_asked:
         is_same = None

@@ -37,9 +37,9 @@ class Runner:
     """Owns the child processes of the question that is running.
 
     Args:
-        rules: returns the known answers of a chip with a version of CANN, by name of the question.
-            Known answers replace the emulator's answers.
-        child: runs in each child process, with a ``Task`` and a pipe as arguments.
+        rules: a function of chip and version of CANN, which returns the known answers by the
+            question's name. Known answers replace the emulator's answers.
+        child: the function that each child process runs. Its arguments are a ``Task`` and a pipe.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Runner:
         """Run all questions that the report does not contain yet, and add their rows to it.
 
         Args:
-            save: called before and after each question.
-            on_row: called with each new row.
+            save: a function that writes the report; it is called before and after each question.
+            on_row: a function that is called with each new row.
 
         Raises:
             ConfigError: the report has answers of another chip or of another CANN.
@@ -152,7 +152,9 @@ class Runner:
 
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
-    """Return the context that starts processes: with the emulator loaded, or without libraries."""
+    """Return the context that starts child processes. They begin with the emulator loaded, or, for
+    real devices, without any library.
+    """
     if kind == "npu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -164,7 +166,7 @@ class _Child:
     """One process of a question.
 
     Attributes:
-        pipe: carries the messages of the process. The pipe closes when the process ends.
+        pipe: receives the messages of the process. The pipe closes when the process ends.
         has_begun: whether the process has reported that the device was opened, or why it was not.
     """
 
@@ -218,7 +220,8 @@ class _Child:
     def _last_output(self) -> str:
         if not self._output.exists():
             return ""
-        with self._output.open("rb") as file:  # the output may be very long
+        # reads only the end, because the output may be very long
+        with self._output.open("rb") as file:
             file.seek(-min(self._output.stat().st_size, MAX_TEXT // 2), os.SEEK_END)
             return file.read().decode(errors="replace")
 
@@ -233,7 +236,7 @@ def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return one outcome for the answers of all ranks."""
+    """Join the outcomes of all ranks to one outcome."""
     first = outcomes[0]
     was_asked = all(outcome.was_asked for outcome in outcomes)
     if len({outcome.found for outcome in outcomes}) == 1:

@@ -32,8 +32,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return a row for each set of graphs, with padding, eager steps, and streams.
 
-    ``is_affordable`` returns whether the ranks could capture the set; ``usable`` is the number of
-    streams of the rank with the fewest streams.
+    In a row, ``is_affordable`` is whether the ranks could capture the set, and ``usable`` is the
+    smallest number of usable streams of a rank.
     """
     rows = [
         {
@@ -93,7 +93,7 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # The offers of the same ranks, with streams reserved for the lazy graphs of this mode.
+            # The same ranks' offers, which reserve streams for the lazy graphs of this mode.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

@@ -15,9 +15,9 @@ class CopyRates:
     """Rates of copies, in bytes per second.
 
     Attributes:
-        host: between an NPU and files in memory, for each NPU.
-        disk: from the disk, for all NPUs of a data-parallel rank together.
-        network: between nodes, for each node of a group (ADR 35 gives the default).
+        host: rate between one NPU and files in memory.
+        disk: rate at which all NPUs of a data-parallel rank together read from the disk.
+        network: rate at which one node of a group reads from other nodes (default: see ADR 35).
     """
 
     host: float = HOST_GB_S * 1e9

@@ -32,7 +32,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-# streams in use on a 910C with CANN 9.0 before groups were joined: 1979 streams were free
+# streams that a 910C with CANN 9.0 uses before HCCL groups are formed: 1979 streams were free
 NPU_STREAMS_TAKEN = 69
 # Number of streams of torch_npu and the runner, counted on the emulator.
 EMULATOR_STREAMS_TAKEN = 34
@@ -44,7 +44,7 @@ class ContextRoom:
 
     Attributes:
         bytes_per_token: average bytes of KV per token on each NPU of the rank.
-        tokens: number of tokens of all requests together.
+        tokens: maximum number of tokens of all requests together.
         longest: maximum length of a single request, within the model's context.
         requests: number of requests of the given length that fit at the same time.
     """
@@ -62,8 +62,8 @@ class AssumedDeployment:
     Attributes:
         planner: computes plans from configuration and model.
         memory: memory of the rank with the least memory.
-        unknown_shape: the reason why the sizes of weights are not computed from the decoder's
-            shape; "" if they are computed from it.
+        unknown_shape: why the decoder's shape is unknown, so that the sizes of weights are not
+            computed from it; "" if the shape is known.
         offers: offers of all ranks, in the order of ranks.
         exchange: chooses how tokens are exchanged between ranks with different experts.
     """
@@ -186,8 +186,8 @@ class AssumedDeployment:
 
     @property
     def files_per_block(self) -> int:
-        """Largest number of files of a block on one node, of all workers of a data parallel rank
-        there; 0 without copies.
+        """A data parallel rank has one file of a block for each part of the block. This is the
+        largest number of these files on one node; 0 if no copies are kept.
         """
         ranks = range(self.layout.tp * self.layout.pcp)
         nodes = [str(rank // self.config.device.npus_of_node) for rank in ranks]
@@ -203,9 +203,9 @@ class AssumedDeployment:
 
     @property
     def copied_blocks(self) -> dict[str, int]:
-        """By the tier's name, the number of blocks that fit in each tier of a node; a block here is
-        a data parallel rank's block, with its parts on all workers of the node. Empty if no copies
-        are kept. The bytes of checkpoints of states are ignored.
+        """For each tier's name, the number of blocks that fit in this tier of a node. A block's
+        size here is the size of all its files on the node. Empty if no copies are kept. The bytes
+        of checkpoints of states are ignored.
         """
         kv, size = self.config.kv, self.bytes_of_files
         limits = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
@@ -213,7 +213,9 @@ class AssumedDeployment:
 
     @property
     def states(self) -> dict[str, int] | None:
-        """The slots of recurrent states of each rank; None if the model has no such states."""
+        """Numbers and bytes of each rank's slots for recurrent states; None if the model has no
+        such states.
+        """
         spec = self.planner.cache_spec
         if not spec.states:
             return None
@@ -263,7 +265,9 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return the different offers: of offers that differ only in their rank, only the first."""
+    """Return offers without duplicates: of all offers that differ only in their rank, the first
+    offer.
+    """
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
         found.setdefault(content_of(offer), offer)

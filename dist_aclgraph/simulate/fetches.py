@@ -24,7 +24,7 @@ class _Fetch:
     """A fetch that runs or waits.
 
     Attributes:
-        names: the blocks that will have arrived at ``end_s``.
+        names: hashes of the blocks, which have arrived at ``end_s``.
         depth: number of blocks before the first of these blocks in the prompt.
     """
 
@@ -39,7 +39,7 @@ class SimulatedFetches:
 
     Args:
         node: the files of the group's node.
-        block_s: seconds that the files of one block take.
+        block_s: number of seconds in which the files of one block are fetched.
         clock: returns the group's time.
 
     Attributes:
@@ -56,7 +56,7 @@ class SimulatedFetches:
 
     @property
     def next_end_s(self) -> float:
-        """The time at which the next fetch ends; infinite if none runs."""
+        """The time at which the next fetch ends; infinite if no fetch runs."""
         return self._running[0].end_s if self._running else math.inf
 
     def begin(self, source: SimulatedNode, names: Sequence[BlockHash], depth: int) -> Answer[bool]:
@@ -88,8 +88,8 @@ class SimulatedFetches:
 
 
 def _count_whole(names: Sequence[BlockHash], files: Files) -> int:
-    """Return the number of leading blocks that a source has; with recurrent state, the last of
-    these blocks has a checkpoint.
+    """Return the number of leading blocks that a source has. For a model with recurrent state, the
+    last of these blocks must also have a checkpoint.
     """
     count = sum(1 for _ in takewhile(files.has, names))
     if files.has_state is None:

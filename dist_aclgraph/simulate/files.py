@@ -35,7 +35,8 @@ class SimulatedTier:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._used_s: dict[BlockHash, float] = {}
-        self._oldest: deque[tuple[float, BlockHash]] = deque()  # files to delete next
+        # files to delete next, with their times of use
+        self._oldest: deque[tuple[float, BlockHash]] = deque()
 
     def __len__(self) -> int:
         return len(self._used_s)
@@ -147,7 +148,8 @@ class SimulatedCopies:
 
     Args:
         block_bytes: bytes of a block on each NPU.
-        num_files: number of files of a block, for all workers of a data-parallel rank.
+        num_files: number of files that the workers of a data-parallel rank together write for a
+            block.
 
     Attributes:
         num_loaded: number of blocks that were read from each tier.
@@ -172,7 +174,7 @@ class SimulatedCopies:
         self._ranks_per_batch = ranks_per_batch
         self._running: list[_Running] = []  # a heap
         self._num_begun = 0
-        # By data-parallel rank: the time at which its workers have ended their jobs.
+        # For each data-parallel rank, the time at which its workers have ended their jobs.
         self._free_s: dict[int, float] = {}
         self._touched_s = 0.0
         self.num_loaded: Counter[str] = Counter()

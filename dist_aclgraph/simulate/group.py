@@ -47,9 +47,9 @@ from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
 IDLE_POLL_S = 0.1  # seconds between two graph changes of an idle group
-MAX_VERSIONS = 256  # maximum number of plan versions in the result, which has the latest versions
+MAX_VERSIONS = 256  # the result lists only this number of plan versions, the latest
 STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
-# Index of num_logits in a record of ``RankBatch.scheduled``; length of a record.
+# In ``RankBatch.scheduled``: index of num_logits in a record, and number of integers of a record.
 LOGITS, RECORD = 3, 4
 
 OnProgress = Callable[[], None]
@@ -84,11 +84,11 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """Numbers of events, without steps."""
+    """Numbers of events. ``Tally`` counts the steps."""
 
     generated_tokens: int = 0
     finished: int = 0
-    # Number of refused requests, by class of error.
+    # For each class of error, the number of requests that the group refused with it.
     refused: Counter[str] = field(default_factory=Counter)
     lazy_captures: int = 0
     lazy_evictions: int = 0
@@ -105,8 +105,8 @@ class SimulatedGroup:
             other groups are assumed to have the same traffic.
         accepted: probability that a draft is accepted after all previous drafts were accepted.
         seed: seed of the random acceptance of drafts.
-        node: the files of the group's node; None if no copies of KV are kept.
-        rates: how fast copies are.
+        node: the files of the node on which the group runs; None if no copies of KV are kept.
+        rates: the rates of copies of KV.
     """
 
     def __init__(
@@ -178,7 +178,8 @@ class SimulatedGroup:
             self.copies = make_copies(self.scheduler, deployment, node, rates)
             block_s = deployment.bytes_of_files / rates.network
             self.fetches = SimulatedFetches(node, block_s, lambda: self.clock_s)
-        # Requests whose prompt another group waits for, until their blocks are in files.
+        # Requests whose prompt was computed for another group, and whose blocks are not all in
+        # files yet.
         self._handing_over: list[Request] = []
         self._ranks_per_batch = deployment.layout.tp * deployment.layout.pcp
         self._flying: deque[tuple[StepPlan, LastStep]] = deque()  # steps in flight, oldest first
@@ -220,7 +221,9 @@ class SimulatedGroup:
         return self.scheduler.has_work or bool(self._handing_over)
 
     def take_handed_over(self) -> list[Request]:
-        """Return the requests whose prompt's blocks are in files now, or could not be written."""
+        """Remove and return the requests that can be handed over: their blocks are in files, or
+        could not be written.
+        """
         is_ready = self.scheduler.copies.have_ended
         ready = [request for request in self._handing_over if is_ready(request)]
         self._handing_over = [each for each in self._handing_over if each not in ready]
@@ -306,7 +309,7 @@ class SimulatedGroup:
         """Run a decided step; return its outputs.
 
         Args:
-            step: the dispatcher's arguments and its result for this step.
+            step: the arguments and the result of the dispatcher's call for this step.
         """
         results = []
         for dp_rank, batch in enumerate(plan.batches):
@@ -362,7 +365,9 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Do the captures and releases that are due; return whether there were any."""
+        """Do the captures and releases that are due; return whether anything was captured or
+        released.
+        """
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases
@@ -414,10 +419,11 @@ class SimulatedGroup:
 
 
 def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers with the probes that real ranks would measure for a calibrated budget.
+    """Add to the offers the probes that real ranks would measure for a calibrated
+    budget.
 
-    With these probes, buckets are chosen again by the times of steps; without probes, by the tokens
-    of steps.
+    With probes, a later choice of buckets depends on the times of steps; without probes, on the
+    tokens of steps.
     """
     config, model = deployment.config, deployment.budget_model
     if model.name != "calibrated":

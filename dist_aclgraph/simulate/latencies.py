@@ -10,7 +10,8 @@ from dist_aclgraph.scheduler.outputs import StepOutputs
 
 
 class Latencies:
-    """Owns the times of arrivals and first tokens, in simulated seconds.
+    """Records when requests arrive and when their first tokens are generated, in
+    simulated seconds.
 
     Attributes:
         first_token_s: for each request with a first token, the time from its arrival to this token
@@ -34,14 +35,15 @@ class Latencies:
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # requests that run again are not counted again
+            if name in self._arrived_s:  # a preempted request generates its first token only once
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:
             request = outputs.requests[index]
             begun_s = self._begun_s.pop(request.request_id, None)
             num_further = len(request.tokens) - request.num_prompt_tokens - 1
-            if num_further and begun_s is not None:  # no other group has begun the request
+            # None if another group has generated the first token
+            if num_further and begun_s is not None:
                 self.per_token_s.append((now_s - begun_s) / num_further)
 
 

@@ -78,11 +78,12 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Prefixes that prompts share. The first prefix is n times as frequent as the n-th prefix.
+    """Prefixes that prompts share. The n-th prefix is the prefix of 1/n as many prompts as the
+    first.
 
     Attributes:
         count: number of different prefixes.
-        tokens: number of tokens of each prefix; prompts become longer by this number.
+        tokens: number of tokens of each prefix. These tokens are added to each prompt.
     """
 
     count: int
@@ -245,7 +246,7 @@ class Trace:
         return value
 
     def _count_or_none(self, number: int, text: str, fields: Mapping[str, Any], name: str) -> int:
-        """Return the value of an optional column; 0 if the line has none."""
+        """Return the value of an optional column; 0 if the line has no value."""
         if fields.get(name) in (None, "", 0, "0"):
             return 0
         return self._count(number, text, fields, name)
@@ -273,7 +274,7 @@ class Poisson:
         rate: mean number of arrivals per second.
         prompt_tokens, output_tokens: mean numbers of tokens, before they are clipped.
         max_total_tokens: maximum length of prompt and output together.
-        max_requests, max_seconds: the load ends at the first of these limits.
+        max_requests, max_seconds: the load ends when one of these limits is reached.
         seed: equal seeds lead to equal loads.
     """
 

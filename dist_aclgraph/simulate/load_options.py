@@ -82,8 +82,7 @@ def draw_load(
 
     Args:
         share: fraction of the deployment's load that is drawn.
-        first: index of the group that gets these requests; if several groups get them, index of the
-            first of these groups.
+        first: index of the group that gets these requests, or of the first of several such groups.
 
     Raises:
         ConfigError: the prefixes are too long.

@@ -22,7 +22,7 @@ from dist_aclgraph.simulate.load import Arrival
 
 BY_CACHE = "by what is cached and waits"
 BY_COUNT = "fewest outstanding"
-# See ``RequestRouter.for_role``. Arguments: the prompt, and ``may_hand_over``.
+# ``RequestRouter.for_role`` with two arguments: the prompt, and ``may_hand_over``.
 ChooseRole = Callable[..., tuple[bool, Collection[str]]]
 
 WITH_COPIES, WITHOUT_COPIES = "with copies", "without copies"
@@ -62,8 +62,8 @@ class RoutedLoad:
     """Plays a load on several groups.
 
     Args:
-        choose_role: ``RequestRouter.for_role`` for this load; None if all groups do both kinds of
-            work.
+        choose_role: chooses whether a request's prompt is computed by a prefill group. None if all
+            groups compute both prompts and answers.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class RoutedLoad:
                 self._take(outputs)
 
     def _hand_over(self, group: SimulatedGroup) -> None:
-        """Send requests to decode groups after a prefill group has computed their prompts."""
+        """Send the requests whose prompts a prefill group has computed to decode groups."""
         for request in group.take_handed_over():
             name = request.request_id
             coming = self._arrivals.pop(name)
@@ -203,12 +203,14 @@ def compare_copies(
     num_prefill: int,
     prefill_from: int,
 ) -> list[dict[str, Any]]:
-    """Play one load with copies of KV and without them; return both results, with copies first.
+    """Play one load with copies of KV, then without copies; return both results in this
+    order.
 
     Args:
-        make_groups: returns new groups; its argument is whether copies are kept.
+        make_groups: a function that returns new groups. Its argument is whether copies are kept.
         num_prefill: number of prefill groups, if copies are kept.
-        prefill_from: minimum number of uncached tokens of their prompts.
+        prefill_from: a prefill group computes a prompt only if it has at least this number of
+            uncached tokens.
     """
     rows = []
     for name, has_copies in ((WITH_COPIES, True), (WITHOUT_COPIES, False)):
@@ -227,8 +229,8 @@ def compare_routing(
     make_arrivals: Callable[[], Iterable[Arrival]],
     on_arrival: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Play one load with each rule, on new groups each time; return the results, the ingress's rule
-    first.
+    """Play one load with each rule, on new groups each time. Return the results; the first result
+    belongs to the ingress's rule.
     """
     rows = []
     for name in (BY_CACHE, BY_COUNT):

@@ -33,9 +33,9 @@ from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-MAX_GROUPS = 8  # maximum number of simulated groups; kinds with more groups are preferred
+MAX_GROUPS = 8  # at most this number of groups is simulated, of the kinds with the most groups
 
-# Argument: the fraction of the load that has been played, from 0 to 1.
+# The argument is the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]
 
 
@@ -45,7 +45,7 @@ class GroupKind:
 
     Attributes:
         first: index of the group that is simulated.
-        num_groups: number of groups that the simulated group represents, itself included.
+        num_groups: number of groups of this kind, the simulated group included.
     """
 
     first: int
@@ -148,8 +148,8 @@ def simulate(
 
 
 def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
-    """Return one kind for each set of groups with equal offers; kinds with the most groups come
-    first.
+    """Return one kind for each set of groups with equal offers. The kind with the most groups is
+    the first.
     """
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":
@@ -213,8 +213,8 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
 
 
 def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
-    """Return the number of verifications of drafts, and the mean number of tokens that a
-    verification yields.
+    """Return how often drafts were verified, and the mean number of tokens that a verification
+    generates.
     """
     verified = stats["drafts"]
     each = 1 + stats["accepted_tokens"] / verified if verified else 1.0

@@ -12,8 +12,8 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 
-# By name, numbers of streams: of each family; "fixed", used before the first bucket; "all", the
-# sum.
+# Maps names to numbers of streams. Names of families: streams of a family's graphs; "fixed":
+# streams that are used before the first capture; "all": the sum.
 Held = dict[str, int]
 
 

@@ -1,4 +1,4 @@
-"""Counts of a simulation that the dispatcher does not have: steps over time, and by batch size."""
+"""Counts the steps of a simulation over time and by batch size, unlike the dispatcher's counts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ class TimeLine:
 
 @dataclass
 class Tally:
-    """Counts of all steps of a group: over time, and by (live tokens, query length).
+    """Counts all steps of a group, over time and for each pair of live tokens and query
+    length.
 
     The query length is 0 if the requests of a batch have different lengths.
     """
@@ -115,7 +116,7 @@ class Tally:
         return found
 
     def by_tokens(self) -> list[dict[str, Any]]:
-        """Return the counts by number of live tokens, ascending."""
+        """Return the counts for each number of live tokens, in ascending order."""
         found: dict[int, Shares] = {}
         for (num_tokens, _), shares in self.by_batch.items():
             found.setdefault(num_tokens, Shares()).merge(shares)
@@ -148,7 +149,7 @@ class WatchedDispatcher(GraphDispatcher):
 def replay_batches(
     by_batch: Mapping[tuple[int, int], Shares], dispatcher: GraphDispatcher
 ) -> Shares:
-    """Return the counts for the same batches, but with another set of graphs."""
+    """Dispatch the same batches with another set of graphs, and return the counts."""
     found = Shares()
     for (num_tokens, query_len), shares in by_batch.items():
         num_reqs = num_tokens // query_len if query_len else 1

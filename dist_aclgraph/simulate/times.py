@@ -28,7 +28,8 @@ class StepTimes:
     Attributes:
         base_s: seconds of each step, independent of its size.
         token_s: additional seconds per token, padding included.
-        eager: time of steps without a graph; None means the time of a graph of the same size.
+        eager: time of steps without a graph. None means that such steps take as long as a graph of
+            the same size.
         capture_s: seconds of one capture, during which no step runs.
         measured: measured times by mode and bucket, which replace ``base_s`` and ``token_s``. Times
             between two measured sizes are interpolated; above the largest measured size, times are
@@ -166,7 +167,9 @@ def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
 
 
 def _groups(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all groups, from the report of a deployment or of one group."""
+    """Yield the reports of all groups in ``report``, which is a deployment's report or
+    one group's.
+    """
     if isinstance(report, dict):
         yield report
         for group in report.get("groups", ()):

@@ -1,4 +1,6 @@
-"""All questions. Harmless questions are first; the last ones may stop the device or the machine."""
+"""All questions. Harmless questions are asked first; the last questions may stop the device or the
+machine.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _call(
     Args:
         padded: number of keys of the second request; None means ``length``.
         rows_behind: number of query rows behind the last request.
-        masked: whether each row has its own mask.
+        masked: whether the call has a mask with one row for each query row.
     """
     torch = bench.torch
     half = getattr(torch, dtype)
@@ -85,7 +85,8 @@ _LATENT: dict[str, Any] = {"kv_heads": 1, "dim": 512, "rope": True}
 _SINCE_9 = ByCann(REFUSED, ACCEPTED)
 _SINCE_8_5_1 = ByCann(REFUSED, ACCEPTED, cann_8_5_1=ACCEPTED)
 
-# Each case: its name; arguments of the call; the expected answer; a part of the error text.
+# Each case consists of its name, the arguments of the call, the expected answer, and a part of the
+# emulator's error text.
 _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("plain", {}, ACCEPTED, None),
     ("float16", {"dtype": "float16"}, _SINCE_9, "query must be bfloat16"),
@@ -102,9 +103,9 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("dim_96", {"dim": 96}, _SINCE_9, "head size 96 "),
     ("dim_256", {"dim": 256}, _SINCE_9, "head size 256 "),
     ("dim_272", {"dim": 272}, REFUSED, "head size 272 "),
-    # The layers add a query head of zeros after each query head, if a device refuses this call.
+    # If a device refuses this call, the layers add a query head of zeros after each query head.
     ("dim_256_own_keys", {"dim": 256, "kv_heads": 4}, REFUSED, "head size 256 "),
-    # Prompts of GLM-5: 192 + 64 elements of keys, 256 of values.
+    # This is the shape of GLM-5's prompts: keys have 192 + 64 elements, values 256.
     (
         "rope_192",
         {"dim": 192, "value_dim": 256, "kv_heads": 4, "rope": True},
@@ -119,11 +120,11 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("padded_row", {"padded": 0, "sparse": 3}, ACCEPTED, None),
     ("padded_row_sparse_0", {"padded": 0}, ACCEPTED, None),
     ("sparse_2", {"sparse": 2}, REFUSED, "sparse_mode must be 0, 3 or 4"),
-    # With their own masks, rows can be branches of a tree of drafts.
+    # With a mask for each row, the rows of a request can be branches of a tree of drafts.
     ("mask_sparse_0", {"masked": True}, REFUSED, "with TND sparse_mode 0 takes no"),
     ("no_keys", {"length": 0}, _SINCE_9, "must not be all zero"),
     ("shared_block", {"blocks": 1}, _SINCE_9, "blocks, the cache has"),
-    # A device that accepts the next two calls would need no lengths for the padding of a step.
+    # If a device accepts the next two calls, the runtime needs no query and KV lengths for padding.
     ("longer_table", {"table_rows": 3}, REFUSED, "needs an entry for each row"),
     ("rows_behind_last", {"rows_behind": 1}, REFUSED, "but T (rows of query)"),
     ("group_of_72", {"heads": 72, "kv_heads": 1}, REFUSED, "num_key_value_heads is 72"),

@@ -21,9 +21,9 @@ from dist_aclgraph.probe.question import (
 )
 from dist_aclgraph.probe.questions.graphs import captured
 
-COUNT = 300_000  # number of elements; they need more than one chunk of a buffer
+COUNT = 300_000  # number of elements, larger than one chunk of HCCL's buffer
 NUM_REPEATS = 20
-TOLERANCE = 3e-2  # largest difference for bfloat16
+TOLERANCE = 3e-2  # largest allowed difference for bfloat16
 
 
 def _dist(bench: Bench) -> Any:

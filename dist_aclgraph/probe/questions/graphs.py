@@ -148,9 +148,9 @@ class UpdatableGraph:
     """A graph whose attention tasks wait for external events, as in ``graphs/task_update.py``.
 
     Args:
-        longest: largest KV length of an update.
+        longest: the largest KV length to which an update can set a task.
         operator: name of the attention operator.
-        at_once: whether one call updates a task and records its event.
+        at_once: whether a single call both updates a task and records its event.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class UpdatableGraph:
         self.out = torch.zeros_like(self.query)
         lse = torch.zeros(1, dtype=torch.bfloat16, device="npu")
         arguments = self._arguments(1)
-        # The workspace is large enough for any lengths.
+        # The workspace is large enough for all lengths up to ``longest``.
         sizing = getattr(torch.ops.npu, f"_{operator}_get_max_workspace")
         self._written = {"workspace": sizing(**arguments), "out": [self.out, lse]}
         self._overload = getattr(torch.ops.npu, operator).out
@@ -199,7 +199,7 @@ class UpdatableGraph:
                 self._tasks.append((torch.npu.graph_task_group_end(stream), event))
 
     def update(self, length: int) -> None:
-        """Give all tasks a KV length, and record the events for which the tasks wait."""
+        """Set the KV length of all tasks, and record the events for which the tasks wait."""
         arguments = self._arguments(length)
         torch = self._bench.torch
         with torch.npu.stream(self.update_stream):
@@ -213,7 +213,9 @@ class UpdatableGraph:
                 event.record(self.update_stream)
 
     def close(self) -> None:
-        """Undo an update that no replay has used."""
+        """Undo an update that was made before any replay used it: wait for the events, and reset
+        them.
+        """
         main = self._bench.torch.npu.current_stream()
         for _, event in self._tasks:
             event.wait(self.update_stream)
@@ -231,7 +233,9 @@ class UpdatableGraph:
 
 
 def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
-    """Ask about version 2 of attention, which is updated in the same way as in the runtime."""
+    """Ask about version 2 of the attention operator. Its tasks are updated in the same way as in
+    the runtime.
+    """
     # The next import loads torch; only a child process may do this.
     from dist_aclgraph.device.npu import update_at_once
 
@@ -299,7 +303,7 @@ def _in_flight(bench: Bench) -> Answer:
 
 
 def _us_of_an_update(bench: Bench, *, operator: str = OPERATOR, at_once: bool = False) -> float:
-    """Return the host's time for the update of one task: begin, operator, end and record."""
+    """Return how long the host needs to update one task (begin, operator, end and record)."""
     graph = UpdatableGraph(bench, LAYERS, operator=operator, at_once=at_once)
     times = []
     for _ in range(20):

@@ -10,7 +10,7 @@ from dist_aclgraph.probe.question import EQUAL, Answer, Bench, Probe
 from dist_aclgraph.probe.questions.operators import BFLOAT16
 
 HIDDEN, OUT, ROWS = 7168, 256, 16
-# Numbers of inputs with a common scale: GROUP for bfloat16 rows, INT8_GROUP for int8 rows.
+# Numbers of inputs that share a scale: GROUP for bfloat16 rows, INT8_GROUP for int8 rows.
 GROUP, INT8_GROUP = 32, 256
 SIZES = [3, 0, 9, 4]  # number of rows of each expert
 

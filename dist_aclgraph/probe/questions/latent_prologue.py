@@ -15,7 +15,7 @@ from dist_aclgraph.probe.question import (
     Probe,
 )
 
-BFLOAT16 = 3e-2  # tolerance; it allows that values in int8 are rounded in the other direction
+BFLOAT16 = 3e-2  # tolerance; the device may round values to another int8 neighbour than the host
 LATENT, ROTATED, PLAIN, HEADS, EPSILON = 512, 64, 128, 4, 1e-6
 SLOTS = (5, -1, 18)  # slots of three tokens; nothing is written to slot -1
 
@@ -101,7 +101,9 @@ class _Call:
         return x * (mean + EPSILON).rsqrt() * self.gammas[index].float()
 
     def _rotated(self, x: Any) -> Any:
-        """Rotate pairs of neighbours, [tokens, heads, 64]; first members of pairs come first."""
+        """Rotate pairs of neighbouring elements of [tokens, heads, 64]. The result has the first
+        elements of all pairs, then the second elements.
+        """
         even, odd = x[..., ::2], x[..., 1::2]
         cos, sin = (t[:, None, : ROTATED // 2].float() for t in (self.cos, self.sin))
         return self.bench.torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)

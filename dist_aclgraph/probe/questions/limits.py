@@ -102,7 +102,9 @@ def _quantised_swiglu(bench: Bench, width: int = 128, dtype: str = "bfloat16") -
 
 
 def _product_of_128_latents(bench: Bench) -> str:
-    """Give the values of all 128 heads of DeepSeek-V3, without tensor parallelism."""
+    """Compute the values of all 128 heads of DeepSeek-V3 on one rank, without tensor
+    parallelism.
+    """
     torch = bench.torch
     torch.ops.npu.npu_transpose_batchmatmul(
         torch.zeros(2, 128, 512).half().npu(),
@@ -189,8 +191,8 @@ def _sparse_attention_of_12_heads(bench: Bench) -> str:
     return ACCEPTED
 
 
-# Each case: its name; the subject of the question; the call; the expected answer; a part of the
-# error text.
+# Each case consists of its name, the subject of the question, the call, the expected answer, and a
+# part of the emulator's error text.
 _CASES: tuple[tuple[str, str, Callable[[Bench], str], str | ByCann, str], ...] = (
     (
         "bias_of_experts",

@@ -27,7 +27,7 @@ LONG = [1, 127, 1024, 4096]  # KV lengths
 EPSILON = 1e-6
 ROUTED = 2.5  # factor by which DeepSeek-V3 multiplies routing weights
 NUM_DRAWS, NUM_ROUNDS, NUM_TOKENS = 1_000_000, 10, 16
-MAX_CHI_SQUARE = 44.3  # correct draws of 16 tokens exceed this once in 10,000 tests
+MAX_CHI_SQUARE = 44.3  # the statistic of correct draws exceeds this value once in 10,000 tests
 EXPERTS, CHOSEN, GROUPS, KEPT_GROUPS = 256, 8, 8, 4  # as in DeepSeek-V3
 
 
@@ -36,7 +36,7 @@ def _random(bench: Bench, *shape: int) -> Any:
 
 
 def _decode_of_one_head(bench: Bench) -> Answer:
-    """Qwen3-235B with tp 8: each rank has 8 of 64 query heads, and one of 4 KV heads."""
+    """Decode with one KV head and 8 query heads, as on each rank of Qwen3-235B with tp 8."""
     lengths = (LONG * MANY)[:MANY]
     query = _random(bench, MANY, 8, DIM)
     keys, values = (_random(bench, MANY * LONG[-1] // BLOCK, BLOCK, 1, DIM) for _ in range(2))
@@ -45,8 +45,8 @@ def _decode_of_one_head(bench: Bench) -> Answer:
 
 
 def _masked_decode(bench: Bench) -> Answer:
-    """A decode step with ``graph.updates: none``: all requests read the same number of keys, and a
-    mask hides the keys that a request does not have.
+    """Decode as with ``graph.updates: none``: the operator reads the same number of keys for all
+    requests, and a mask hides the keys that a request does not have.
     """
     torch, num_keys = bench.torch, LONG[-1]
     query = _random(bench, len(LONG), 8, DIM)
@@ -65,14 +65,16 @@ def _masked_decode(bench: Bench) -> Answer:
 
 
 def _angles(bench: Bench, count: int) -> tuple[Any, Any]:
-    """Return cos and sin, [count, 1, 1, 64] each, with two equal halves, as in rotary tables."""
+    """Return cos and sin. Both are [count, 1, 1, 64] with two equal halves, as in rotary tables."""
     half = bench.torch.randn(count, 1, 1, ROTATED // 2)
     both = bench.torch.cat([half, half], -1)
     return both.cos().bfloat16(), both.sin().bfloat16()
 
 
 def _rotated_pairs(bench: Bench, x: Any, cos: Any, sin: Any) -> Any:
-    """Rotate pairs of neighbours; return all first members, then all second members."""
+    """Rotate pairs of neighbouring elements. The result has the first elements of all pairs, then
+    the second elements.
+    """
     even, odd = x.float()[..., ::2], x.float()[..., 1::2]
     cos, sin = (t.float()[..., : ROTATED // 2] for t in (cos, sin))
     return bench.torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)
@@ -150,7 +152,9 @@ def _gating_by_groups(bench: Bench) -> Answer:
 
 
 def _int8_experts(bench: Bench) -> Answer:
-    """Multiply int8 rows by four experts, of which one has no rows. Hidden size of DeepSeek-V3."""
+    """Multiply int8 rows by four experts, one of them without rows. The hidden size is
+    DeepSeek-V3's.
+    """
     torch, sizes = bench.torch, [3, 0, 9, 4]
     x = torch.randint(-127, 128, (16, 7168), dtype=torch.int8)
     weight = torch.randint(-127, 128, (4, 7168, 256), dtype=torch.int8)

@@ -143,7 +143,8 @@ def _product_of_heads(bench: Bench) -> str:
     return ACCEPTED
 
 
-# Each case: its name; the subject of the question; the call; a part of the error text.
+# Each case consists of its name, the subject of the question, the call, and a part of the
+# emulator's error text.
 _EXCLUDED: tuple[tuple[str, str, Callable[[Bench], str], str], ...] = (
     (
         "gating_2049",

@@ -1,6 +1,5 @@
-"""Questions about calls that would replace several operators, a copy, or stored data of the
-runtime, or that vllm-ascend avoids. The documents of CANN exclude these calls, or contradict each
-other.
+"""Questions about calls with which the runtime could save operators, copies or memory, and about
+calls that vllm-ascend avoids. The documents of CANN exclude these calls, or contradict each other.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from dist_aclgraph.probe.question import ACCEPTED, REFUSED, Bench, Probe
 from dist_aclgraph.probe.questions.limits import NUM_GROUPS, multiply_experts
 
-HALF_OF_A_GROUP = 128  # number of inputs with a common scale in many published int4 weights
+HALF_OF_A_GROUP = 128  # number of inputs that share a scale in many published int4 weights
 
 
 def _ints(bench: Bench, *values: int) -> Any:
@@ -62,7 +61,9 @@ def _rotation(bench: Bench, dtype: str, sections: tuple[int, ...]) -> str:
 
 
 def _narrow_experts(bench: Bench) -> str:
-    """Multiply by weights with 48 columns, which fill one and a half blocks of FRACTAL_NZ."""
+    """Multiply by weights with 48 columns. A block of FRACTAL_NZ has 32 columns of int8, so the second
+    block is half empty.
+    """
     torch = bench.torch
     return multiply_experts(
         bench,
@@ -181,7 +182,8 @@ def _sparse_sums(bench: Bench) -> str:
     return ACCEPTED
 
 
-# Each case: its name; the subject of the question; the call; a part of the error text.
+# Each case consists of its name, the subject of the question, the call, and a part of the
+# emulator's error text.
 _CASES: tuple[tuple[str, str, Callable[[Bench], str], str | None], ...] = (
     (
         "delta_by_channel",

@@ -134,9 +134,9 @@ def _sparse_int8(bench: Bench) -> Answer:
 
 
 def _sparse_of_shards(bench: Bench) -> Answer:
-    """Compare attention and log-sum-exps without a block table: the whole cache is the keys of one
-    request, and the chosen keys are slots. With such calls, ranks merge the results of their
-    shards.
+    """Compare attention and log-sum-exps without a block table. All keys of the cache belong to one
+    request, and the chosen keys are given as slots. Ranks that merge the results of their shards
+    make such calls.
     """
     torch, heads, scale = bench.torch, 16, 0.05
     query, rotated = _random(bench, 2, heads, LATENT), _random(bench, 2, heads, ROTATED)
@@ -238,7 +238,8 @@ def _delta_of_decode(bench: Bench) -> Answer:
     """Verify two drafts of a request, and decode a token of another request."""
     torch = bench.torch
     inputs, states = _delta_inputs(bench, 4), _random(bench, 6, VALUE_HEADS, DIM, DIM)
-    slots, starts = [5, 2, 4, 1], ((range(3), 2), (range(3, 4), 1))  # tokens, first state's slot
+    # items of ``starts``: a request's tokens, slot of its first state
+    slots, starts = [5, 2, 4, 1], ((range(3), 2), (range(3, 4), 1))
     after, (rows, others) = states.npu(), _on_device(inputs)
     got = torch.ops.npu.npu_recurrent_gated_delta_rule(
         *rows,
@@ -247,7 +248,8 @@ def _delta_of_decode(bench: Bench) -> Answer:
         scale=DIM**-0.5,
         actual_seq_lengths=_ints(bench, 3, 1),
         ssm_state_indices=_ints(bench, *slots),
-        num_accepted_tokens=_ints(bench, 2, 1),  # the first request starts from its second slot
+        # the first request starts from the state in its second slot
+        num_accepted_tokens=_ints(bench, 2, 1),
     )
     want, wanted_states = [], states.float()
     for tokens, slot in starts:

@@ -1,7 +1,7 @@
 """Questions about inputs that are parts of wider rows.
 
-The documents of CANN exclude these inputs, so the runtime copies them first. A device that accepts
-a call computes with the right elements only if the result equals that of a copy.
+The documents of CANN exclude these inputs, so the runtime copies them first. If the device accepts
+a call, the result must equal the result for a copy of the input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEADS = 4
 
 
 def _as_a_copy(bench: Bench, run: Callable[[Any], Any], part: Any) -> Answer:
-    """Compare the result for a part of wider rows with the result for its copy."""
+    """Run with a part of wider rows and with a copy of this part; compare both results."""
     want = run(part.contiguous()).cpu()
     answer = bench.compare(run(part), want)
     return Answer(ACCEPTED) if answer.found == EQUAL else answer
@@ -27,7 +27,7 @@ def _wide(bench: Bench, *shape: int) -> Any:
 
 
 def _attention(bench: Bench) -> Answer:
-    """Take the queries from rows of queries, keys and values."""
+    """Call attention with queries that are parts of rows of queries, keys and values."""
     torch = bench.torch
     keys, values = (_wide(bench, 2, BLOCK, HEADS * DIM) for _ in "kv")
     table = torch.tensor([[0], [1]], dtype=torch.int32).npu()
@@ -51,7 +51,7 @@ def _attention(bench: Bench) -> Answer:
 
 
 def _rotated_queries(bench: Bench) -> Answer:
-    """Take the rotated part of the queries of latent attention from whole queries."""
+    """Call latent attention with rotated parts that are parts of whole queries."""
     torch = bench.torch
     query = _wide(bench, 2, HEADS, LATENT)
     latents, turned = (_wide(bench, 2, BLOCK, d) for d in (LATENT, ROTATED))
@@ -78,7 +78,7 @@ def _rotated_queries(bench: Bench) -> Answer:
 
 
 def _cache_rows(bench: Bench) -> Answer:
-    """Take the values that are written to the cache from rows of queries, keys and values."""
+    """Write values to the cache that are parts of rows of queries, keys and values."""
     torch = bench.torch
     keys = _wide(bench, 2, HEADS, DIM)
     slots = torch.tensor([3, 20], dtype=torch.int32).npu()
@@ -99,7 +99,7 @@ def _gemma_norm(bench: Bench) -> Answer:
 
 
 def _pairs(bench: Bench) -> Answer:
-    """Take the rotated part from whole queries [tokens, heads, 1, 128 + 64]."""
+    """Rotate the last 64 elements of whole queries [tokens, heads, 1, 128 + 64]."""
     angles = _wide(bench, 2, 1, 1, ROTATED)
     rotate = bench.ops.npu_interleave_rope
     part = _wide(bench, 2, HEADS, 1, DIM + ROTATED)[..., DIM:]
@@ -107,7 +107,9 @@ def _pairs(bench: Bench) -> Answer:
 
 
 def _sparse_cache(bench: Bench) -> Answer:
-    """Keep the latents and the rotated keys of a block beside each other in one tensor."""
+    """Call sparse attention with a cache that stores each block's latents and rotated keys in one
+    row.
+    """
     torch = bench.torch
     query, rotated = _wide(bench, 2, HEADS, LATENT), _wide(bench, 2, HEADS, ROTATED)
     blocks = _wide(bench, 2, BLOCK * (LATENT + ROTATED))
@@ -135,7 +137,8 @@ def _sparse_cache(bench: Bench) -> Answer:
     return _as_a_copy(bench, run, blocks[:, : BLOCK * LATENT].view(2, BLOCK, 1, LATENT))
 
 
-# Each case: its name; the subject of the question; the call; a part of the error text.
+# Each case consists of its name, the subject of the question, the call, and a part of the
+# emulator's error text.
 _CASES: tuple[tuple[str, str, Callable[[Bench], Answer], str | None], ...] = (
     (
         "queries",
