@@ -63,7 +63,8 @@ FORMATS: dict[str, ModuleType] = {
     "llama3_json": llama3_json,
 }
 AUTO, NONE = "auto", "none"
-PARTS = ("json", "regex", "choice")  # output formats that can be a part of a grammar
+# an output format of these kinds can be a part of a larger grammar
+PARTS = ("json", "regex", "choice")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class AnswerFormat:
 
     @property
     def around(self) -> tuple[str, str] | None:
-        """The markers around the text of an answer; None if the format has no such markers."""
+        """The markers before and after the text of an answer; None if the format has no such
+        markers.
+        """
         return None if self.name is None else getattr(FORMATS[self.name], "AROUND", None)
 
     @property
@@ -105,8 +108,8 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the output format of the whole answer, which consists of content in ``form``, or
-        of calls. Return None if any answer is allowed.
+        """Return the output format of the whole answer, which allows either content in ``form`` or
+        calls. Return None if any answer is allowed.
 
         Args:
             form: the output format of the content; None for any text.
@@ -137,7 +140,7 @@ class AnswerFormat:
         schemas = [schema for name, schema in tools.items() if name in strict]
         check_structure_length(len(json.dumps(schemas, ensure_ascii=False)))
         each = []
-        errors: dict[str, InvalidParameterError] = {}  # by the names of tools
+        errors: dict[str, InvalidParameterError] = {}  # errors by the tool's name
         for name, schema in tools.items():
             lark.part(TOOL_PART + name)
             kept = schema or None if name in strict else None

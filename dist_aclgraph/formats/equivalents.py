@@ -23,10 +23,12 @@ MOST = 2**63 - 1024
 
 
 def use_equivalents(schema: dict[str, Any]) -> None:
-    """Change a schema so that llguidance supports more of it; see also ``leave_out_no_effect``."""
+    """Replace keywords of a schema that llguidance does not support; see also
+    ``leave_out_no_effect``.
+    """
     for part in parts_of(schema):
         _replace_names(part, schema)
-        if part.get("not") in ({}, True):  # no value is allowed, as zod writes it
+        if part.get("not") in ({}, True):  # zod's form of a schema that allows no value
             part.clear()
             part["enum"] = []
         pattern = part.get("pattern")
@@ -89,14 +91,14 @@ def _replace_names(part: dict[str, Any], root: Mapping[str, Any]) -> None:
 
 
 def _listed(names: Mapping[str, Any]) -> list[str] | None:
-    """Return the only names that a schema of names lists; None if it lists no names."""
+    """Return the names that a schema of names allows, if it lists them; otherwise None."""
     found = [names["const"]] if "const" in names else names.get("enum")
     is_list = isinstance(found, list) and all(isinstance(name, str) for name in found)
     return found if is_list else None
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    """Return the pattern of the names that a schema of names allows; None if there is none."""
+    """Return the pattern that restricts a schema of names; None if it has no pattern."""
     keys = names.keys() - _NOTES
     if keys == {"pattern"} and isinstance(names["pattern"], str):
         found = without_look_ahead(names["pattern"])

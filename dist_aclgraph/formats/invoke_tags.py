@@ -23,8 +23,9 @@ class Tags:
 
     Attributes:
         calls: the tags before the first call and after the last call.
-        invoke: the tags before and after one call; the first tag without attributes.
-        parameter: the tags before and after one parameter; the first tag without attributes.
+        invoke: the tags before and after one call. The first tag is stored without its attributes.
+        parameter: the tags before and after one parameter. The first tag is stored without its
+            attributes.
     """
 
     calls: tuple[str, str]
@@ -114,7 +115,7 @@ def lark_call(
     """Return an expression for one call.
 
     Args:
-        says_type: whether each parameter has an attribute that marks strings.
+        says_type: whether an attribute of each parameter says whether its value is a string.
     """
 
     def around(is_text: bool) -> tuple[str, str]:

@@ -9,7 +9,8 @@ from enum import Enum
 from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner, with_pairs
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-KEYS = ("type", "id", "index", "tool_call_id", *ARGUMENT_KEYS)  # keys beside the name
+# keys that the object of a call may have, besides the name
+KEYS = ("type", "id", "index", "tool_call_id", *ARGUMENT_KEYS)
 
 
 class Outcome(Enum):
@@ -21,7 +22,7 @@ class Outcome(Enum):
 def copy_call(
     scanner: Scanner, known: Container[str] | None = None, name_key: str = "name"
 ) -> Scan[Outcome]:
-    """Read the object of a call; the arguments are passed on piece by piece.
+    """Read the JSON object of a call, and emit its arguments piece by piece.
 
     The call begins when its name is known and its arguments begin. If a key that calls do not have
     comes earlier, the object is no call. Later members of the object are left out. A missing
@@ -34,7 +35,7 @@ def copy_call(
     if not (yield from scanner.match("{")):
         return Outcome.NO_CALL
     name: str | None = None
-    held: str | None = None  # arguments that came before the name
+    held: str | None = None  # arguments that the model wrote before the name
     is_begun = False
     while not (yield from _at_end(scanner)):
         most = MAX_HELD_CHARS if is_begun else MAX_HEAD_CHARS
@@ -74,8 +75,8 @@ def copy_call(
 
 
 def copy_arguments(scanner: Scanner) -> Scan[bool]:
-    """Pass on the arguments; if there are none, pass on an empty object. The arguments may also be
-    a string that contains JSON text.
+    """Emit the arguments; if there are no arguments, emit an empty object. The arguments may also
+    be a string that contains JSON text.
 
     Returns:
         whether the arguments are complete.
@@ -93,7 +94,9 @@ def copy_arguments(scanner: Scanner) -> Scan[bool]:
 
 
 def _object_of(text: str) -> str:
-    """Return the arguments in a text of JSON, which may be a string; null is an empty object."""
+    """Return the arguments as JSON text. ``text`` is the JSON of an object, of a string with this
+    object, or null, which stands for an empty object.
+    """
     if text.startswith('"'):
         text = with_pairs(json.loads(text, strict=False))
     return "{}" if text.strip() in ("", "null") else text

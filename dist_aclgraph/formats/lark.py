@@ -40,9 +40,10 @@ _WHOLE = {
 _OF_PARAMETERS = {"properties", "required", "additionalProperties", "unevaluatedProperties"}
 _NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # matches names that tags cannot contain
 _INNER = r'[^<>"\s\x1c-\x1f]'
-# Name of a parameter that the schema does not list: any name that tags can contain.
+# An expression for the name of a parameter that the schema does not list: any name that tags can
+# contain.
 ANY_NAME = rf'/{_INNER}([^<>"\n]*{_INNER})?/'
-_PLAIN = r"[^'\\\x00-\x1f]"  # a character in single quotes, without an escape
+_PLAIN = r"[^'\\\x00-\x1f]"  # a character of a string in single quotes, unless it is escaped
 # Matches an escaped character, "/", or the end of a line.
 _ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)
 
@@ -57,7 +58,7 @@ class Lark:
     def __init__(self, token_ids: Mapping[str, int]) -> None:
         self._token_ids = token_ids
         self._rules: list[str] = []
-        self._terminals: dict[str, str] = {}  # names of the terminals, by pattern
+        self._terminals: dict[str, str] = {}  # maps each pattern to its terminal's name
         markers = sorted(token_ids, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, markers)) + ")") if markers else None
 
@@ -87,7 +88,9 @@ class Lark:
         return self._terminals[pattern]
 
     def part(self, name: str) -> None:
-        """Name the purpose of the following rules; errors in these rules contain this name."""
+        """Begin a part of the grammar: ``name`` is the part's name in errors about the following
+        rules.
+        """
         self._rules.append(f"// {name}")
 
     def json(self, schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
@@ -96,9 +99,9 @@ class Lark:
         Args:
             options: see ``StructuredOutputs.json_options``.
         """
-        found: dict[str, Any] = {} if schema else {"enum": []}  # the schemas true and false
+        found: dict[str, Any] = {} if schema else {"enum": []}  # if the schema is true or false
         if isinstance(schema, Mapping):
-            found = json.loads(json.dumps(schema))  # a copy, from which keywords are removed
+            found = json.loads(json.dumps(schema))  # a copy, because keywords are replaced
         use_equivalents(found)
         found["x-guidance"] = {**options, "coerce_one_of": is_any_of(found)}
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
@@ -113,13 +116,15 @@ class Lark:
         return self.json({**schema, **ANY_OBJECT} if schema and is_open else schema or ANY_OBJECT)
 
     def spellings(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
-        """Return expressions for the values that a part of the schema ``root`` allows: one for all
-        values as JSON, and one for each constant as Python writes it.
+        """Return expressions for the values that ``schema``, a part of ``root``, allows: one
+        expression for all values as JSON, and one for each constant as Python writes it.
         """
         return [self.json(taken_out(schema, root)), *map(_quoted, words_of(schema, root))]
 
     def single_quoted(self, schema: Any, root: Any) -> list[str]:
-        """Return expressions for the strings, in single quotes, that a part of ``root`` allows."""
+        """Return expressions for the strings that ``schema``, a part of ``root``, allows, in single
+        quotes.
+        """
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
@@ -169,7 +174,7 @@ class Lark:
         The text before a call contains none of ``begins``, so each call must match the grammar.
 
         Args:
-            each: expressions for one call of each tool.
+            each: for each tool, the expression for one call of this tool.
             calls: the expression for all calls.
             begins: the texts with which the reader begins a call.
         """
@@ -204,7 +209,9 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts that contain no marker token, so that other tokens can spell them."""
+        """Return the texts that contain no marker token, so that ordinary tokens can form these
+        texts.
+        """
         return [text for text in texts if not self._cut(text)[1]]
 
     def _parameter(
@@ -344,7 +351,7 @@ def choice_of(expressions: list[str]) -> str:
 
 
 def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of ``root`` as a separate schema, whose references keep their targets."""
+    """Return a part of ``root`` as a separate schema, whose references lead to the same targets."""
     moved = _moved(schema)
     return schema if moved == schema else {**moved, "$defs": {"root": _moved(root)}}
 
@@ -364,7 +371,7 @@ def _moved(part: Any) -> Any:
 
 
 def _escaped(pattern: str) -> str:
-    """Return a regular expression that can stand between slashes, on one line."""
+    """Return a regular expression in a form that Lark accepts between slashes, on one line."""
 
     def write(found: re.Match[str]) -> str:
         sign = found.group()

@@ -10,7 +10,7 @@ import re
 
 MAX_LENGTH = 64  # maximum number of characters that a negative look-ahead may compare
 ANY = r"[\s\S]"  # any character; a dot does not match line breaks
-# One character of a text, as a regular expression: an escape, a class, or the character itself.
+# A regular expression for one character: an escape, a class, or the character itself.
 _ATOM = re.compile(
     r"\\[dDsSwWtnrfv]|\\[^\sA-Za-z0-9]|\[(?:\\.|[^\]\\\[])+\]|[^\\\[\](){}|^$*+?.]", re.DOTALL
 )
@@ -47,7 +47,8 @@ def without_look_ahead(pattern: str) -> list[str] | None:
                 return None
             found.append(other)
     patterns = [f"^{rest}" if found else pattern, *found]
-    is_divided = bool(found) and len(_split(rest)) > 1  # then only one branch has the look-ahead
+    # then the look-ahead belongs only to the first branch
+    is_divided = bool(found) and len(_split(rest)) > 1
     return None if is_divided or any(map(_LOOK.search, patterns)) else patterns
 
 
@@ -84,7 +85,7 @@ def _other_than(text: str) -> str | None:
 
 
 def _complement(atom: str) -> str:
-    """Return an expression for each character that ``atom`` does not match."""
+    """Return an expression that matches exactly the characters that ``atom`` does not match."""
     if _SWAPPED.fullmatch(atom):
         return atom.swapcase()
     if atom.startswith("[^"):
@@ -93,8 +94,8 @@ def _complement(atom: str) -> str:
 
 
 def _atoms(text: str) -> tuple[list[str], str]:
-    """Return the characters at the beginning of a regular expression, and the rest. A character
-    that a quantifier repeats is the last one.
+    """Split a regular expression after its first atoms, which match one character each. Return
+    these atoms and the rest. The atoms end with the first atom that has a quantifier.
     """
     found, at = [], 0
     while match := _ATOM.match(text, at):

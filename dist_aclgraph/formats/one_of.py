@@ -14,7 +14,8 @@ from typing import Any
 from dist_aclgraph.formats.typed_values import resolve, types_of
 
 MAX_BRANCHES = 256
-# Keywords whose value has a schema for each name; and keywords whose value is data, not a schema.
+# Two sets of keywords: in the first set, the value has a schema for each name; in the second set,
+# the value is data and not a schema.
 NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 DATA = {"const", "enum", "default", "examples"}
 
@@ -48,7 +49,7 @@ class _Branch:
         types: names of the types that the branch allows; empty if the branch does not restrict
             types.
         values: the only values that the branch allows; None if the branch does not list values.
-        tags: the only values of required properties, by name.
+        tags: for each required property that lists its values, by name: these values.
     """
 
     def __init__(self, schema: Any, root: Any) -> None:

@@ -17,7 +17,8 @@ _TOOL_NAME = re.compile(r"[\w.:/-]+")
 _NAME = re.compile(r"[^\W\d][\w.-]*")
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,99}/"  # name of a parameter that the schema does not list
 _AFTER_PARAMETER = re.compile(r",\s*(?:[^\W\d][\w.-]*\s*=?|\))?")
-_PREFIXES = {"r", "b", "u", "f"}  # letters that Python writes before a string
+# in Python, a string can begin with one of these letters before its quote
+_PREFIXES = {"r", "b", "u", "f"}
 _NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 
@@ -75,8 +76,8 @@ def _read_name(scanner: Scanner, pattern: re.Pattern[str], end: str) -> Scan[str
 def _read_literal(scanner: Scanner) -> Scan[str]:
     """Return the text of a Python literal, or of a string without quotes; empty if it is too long.
 
-    The text ends before a closing parenthesis that is not a part of it, before a comma that another
-    parameter follows, or at the end of the answer. A quote behind a letter is an apostrophe.
+    The literal ends before a closing parenthesis that it has not opened, before a comma that
+    another parameter follows, or at the end of the answer. A quote after a letter is an apostrophe.
     """
     text, depth, quote = "", 0, ""
     while len(text) < MAX_HELD_CHARS:
@@ -131,7 +132,7 @@ def _as_json(text: str, types: set[str]) -> str:
     except ValueError:
         value = stripped
         if stripped[:1] in ("'", '"') and stripped[:1] == stripped[1:][-1:]:
-            value = stripped[1:-1]  # a string whose quotes are not escaped
+            value = stripped[1:-1]  # a string that contains quotes without escapes
         found = json.dumps(value, ensure_ascii=False)
     if has_type(value, types):
         return found
@@ -164,7 +165,9 @@ def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> st
 
 
 def _in_order(lark: Lark, required: Sequence[str], others: Sequence[str]) -> str:
-    """Return an expression for all of ``required``, then any of ``others``, with ", " between."""
+    """Return an expression for all parameters of ``required``, then any subset of ``others`` in
+    order. Parameters are separated by ", ".
+    """
     first = [*required[:1], *(f'", " {part}' for part in required[1:])]
     if first:
         return " ".join([*first, *(f'(", " {part})?' for part in others)])

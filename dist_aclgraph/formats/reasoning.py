@@ -44,9 +44,9 @@ class CallsInThought:
     """The calls that also end the reasoning, because models often do not write its end marker.
 
     Attributes:
-        begins: the markers of calls; only markers that are tokens end the reasoning.
-        names: names of tools; the call of another tool is a part of the reasoning.
-        read: reads content and calls.
+        begins: the markers that begin calls. Only a marker that is a token can end the reasoning.
+        names: names of the request's tools. A call of any other tool is a part of the reasoning.
+        read: reads the content and calls of an answer.
     """
 
     begins: Sequence[str]

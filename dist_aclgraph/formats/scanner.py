@@ -50,7 +50,7 @@ class Scanner:
     Attributes:
         in_thought: whether the text that was read last is reasoning.
         num_calls: number of calls that have begun.
-        left_out: texts that are not passed on as content.
+        left_out: texts that are removed from content.
     """
 
     def __init__(self, token_ids: Mapping[str, int], *, holds_space: bool) -> None:
@@ -63,7 +63,7 @@ class Scanner:
         self._holds_space = holds_space
         self._text = ""
         self._at = 0
-        self._kept: int | None = None  # index at which the text for ``give_back`` begins
+        self._kept: int | None = None  # index of the first kept character; None if no text is kept
         self.is_closed = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space of content that is held back
@@ -133,13 +133,13 @@ class Scanner:
     def copy_until(
         self, markers: Sequence[str], emit: Emit, *, in_call: bool = False
     ) -> Scan[str | None]:
-        """Read the text before the next of the markers, and then this marker.
+        """Read the text up to the first of ``markers`` in it, and this marker.
 
         Args:
-            emit: gets the text before the marker, in pieces. If the end of the text may begin a
-                marker, this end is passed on only when further text shows that it does not.
+            emit: is called with the text before the marker, in pieces. If the end of a piece may be
+                the beginning of a marker, this end is held back until more text has arrived.
             in_call: whether the text is a part of a call. If the answer ends with an incomplete
-                marker, this marker is left out in a call, and kept in other text.
+                marker, a call omits the incomplete marker, and other text includes it.
 
         Returns:
             the marker; None at the end of the answer.

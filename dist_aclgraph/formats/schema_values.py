@@ -13,8 +13,8 @@ from dist_aclgraph.formats.one_of import exclude_each_other
 from dist_aclgraph.formats.regex_dialect import in_dialect
 from dist_aclgraph.formats.typed_values import WORDS, target_of, types_of
 
-# Keywords of a schema that restrict a string. The grammar of a string without quotes supports one
-# of these groups at a time.
+# Keywords that restrict a string. A grammar for strings without quotes supports keywords of one
+# group, not of several groups.
 _GROUPS = ({"enum", "const"}, {"pattern"}, {"minLength", "maxLength"})
 _OF_STRINGS = set().union(
     *_GROUPS,
@@ -60,7 +60,7 @@ def _undivided(schema: Any, root: Any, *, of_strings: bool = False) -> list[Any]
     matches one of these schemas matches ``schema``.
 
     Args:
-        of_strings: whether all values are strings.
+        of_strings: whether the caller needs only values that are strings.
     """
     found, left, followed = [], [schema], set()
     while left:

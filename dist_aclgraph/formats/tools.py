@@ -6,8 +6,9 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-TOOL_PART = "the tool "  # beginning of a grammar part's name; the tool's name follows
-Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas, by the tool's name
+TOOL_PART = "the tool "  # the grammar part of a tool is named by this text and the tool's name
+# maps a tool's name to the JSON schema of its parameters
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def without_marks(text: str) -> str:

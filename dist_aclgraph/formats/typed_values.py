@@ -14,11 +14,11 @@ from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pa
 MAX_LITERAL_CHARS = 1 << 13  # Python's parser takes 50 ms for a hostile text of this length
 MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
-# The constants as Python writes them. Some templates write them instead of JSON.
+# Constants in Python's spelling, which some templates write instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}
 # Models sometimes write all arguments as one object with one of these names.
 _ALL = ("arguments", "input", "parameters")
-# Names of types that are not JSON schema's, but occur in schemas of tools.
+# Schemas of tools also contain these names of types, which JSON Schema does not define.
 OTHER_NAMES = {
     **{"int": "integer", "float": "number", "double": "number", "bool": "boolean"},
     **{"str": "string", "dict": "object", "list": "array"},
@@ -48,7 +48,7 @@ class Arguments:
         has ended. Strings are passed on piece by piece, other values when they are complete.
 
         Args:
-            trims: whether the value omits one newline at each end of the text.
+            trims: whether one newline at the beginning and one at the end of the text are removed.
             is_text: whether the model says that the value is a string. The schema decides if this
                 is None, or if the schema allows no string.
         """
@@ -87,8 +87,8 @@ class Arguments:
         return end
 
     def _object_of(self, text: str) -> str | None:
-        """Return a JSON object without its last brace, if its names are known; empty if it has no
-        names, and None if the text is no such object.
+        """Return a JSON object without its last brace; "" for an object without members. Return
+        None if the text is not an object, or if a name in it is not a parameter's name.
         """
         try:
             found = json.loads(text)

@@ -1,4 +1,4 @@
-"""Text of an answer between two markers, which are not content."""
+"""Reads and describes answers whose text is between two markers. The markers are not content."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class AddedTokens:
     Attributes:
         by_name: special tokens by the names that chat templates use, such as ``bos_token``.
         described: tokens with their flags, in the order of their ids.
-        special: tokens that are special, even if the tokenizer.json has no such flag.
+        special: tokens that are special, even if the tokenizer.json does not flag them as special.
     """
 
     by_name: dict[str, str]

@@ -54,8 +54,8 @@ class ChatOptions:
         add_generation_prompt: whether the prompt ends with the beginning of the assistant's
             message.
         continue_final_message: whether the output continues the text of the last message.
-        template: the name of one of the checkpoint's templates. None means "tool_use" if the
-            request has tools and a template of this name exists, otherwise "default".
+        template: the name of one of the checkpoint's templates. None selects the template
+            "tool_use" if it exists and the request has tools; otherwise the template "default".
         variables: further variables of the template, such as ``enable_thinking``.
     """
 
@@ -213,7 +213,8 @@ def read_chat_template(
     """Return the chat template of a checkpoint; None without a template.
 
     Args:
-        path: a file whose template replaces those of the checkpoint; None means no such file.
+        path: a file whose template replaces the checkpoint's templates; None if no file is
+            configured.
         described: the content of the checkpoint's tokenizer_config.json.
         special_tokens: the checkpoint's special tokens by name.
 
@@ -225,7 +226,8 @@ def read_chat_template(
         sources = {"default": read_text(path)}
     else:
         own, other = described.get("chat_template"), directory / "chat_template.json"
-        if own is None and other.exists():  # models with images store the template in this file
+        # models that read images store their template in this file
+        if own is None and other.exists():
             own = read_json_object(other).get("chat_template")
         sources = _sources(directory, own)
     if not sources:

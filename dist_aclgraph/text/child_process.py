@@ -22,7 +22,7 @@ class ChildProcess:
     """One process; it serves one message at a time.
 
     Args:
-        module: the module whose file the process runs.
+        module: the module whose file the process runs as a program.
         imports: modules outside the standard library that the program imports.
         first: the first message; it is sent together with the first request, and gets no reply.
         wait_s: how long ``ask`` waits.

@@ -9,7 +9,8 @@ from functools import partial
 
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-CONTEXT_TOKENS = 4  # a UTF-8 character has up to four bytes, and each byte may be a token
+# up to four tokens form one character, because a UTF-8 character can have four bytes
+CONTEXT_TOKENS = 4
 MAX_WINDOW = 10
 REPLACEMENT = "\ufffd"
 _BLANKS = re.compile(r"\s+")
@@ -44,7 +45,8 @@ class Detokenizer:
         # The bytes at the end of the prompt may be the beginning of a character of the output. If
         # they are not, their replacement character belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
-        # Number of characters of the window's text that were returned or belong to the prompt.
+        # This number of first characters of the window's text was already returned, or belongs to
+        # the prompt.
         self._num_shown = len(before) - self._is_open
         self._held: list[int] = []  # tokens whose texts are not certain yet
         self._new = ""  # returned text that is not yet divided among tokens
@@ -81,8 +83,8 @@ class Detokenizer:
         return new
 
     def take_token_texts(self) -> list[str]:
-        """Return the texts that have become certain since the last call, one for each token, in
-        order. A token's text is returned once, when it is certain.
+        """Return the texts of the next tokens, in order. The last of these texts became certain
+        since the last call. Each token's text is returned once.
         """
         texts, self._token_texts = self._token_texts, []
         return texts
@@ -112,8 +114,8 @@ class Detokenizer:
         return len(self._tokenizer.certain_text(self._decode(self._window)))
 
     def _divide(self) -> None:
-        """Divide new text among its tokens. A character of several tokens belongs to the token of
-        its last byte.
+        """Divide new text among its tokens. If several tokens form one character, the last of these
+        tokens gets the character.
         """
         ids, self._held = self._held, []
         text, self._new = self._new, ""
@@ -136,7 +138,7 @@ class Detokenizer:
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> list[str]:
     """Return the text of each token of a prompt.
 
-    Together, the texts are the text ``given`` from which the tokens were made. If the tokenizer has
+    The joined texts equal ``given``, the text from which the tokens were made. If the tokenizer has
     changed this text, or if ``given`` is None, special tokens have no text.
     """
     detokenizer = Detokenizer(tokenizer)
@@ -153,7 +155,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> 
         own = tokenizer.own_text(token_id) if is_special else text
         blanks = _blanks_before(own, given, at)
         if is_special and not given.startswith(own, at + len(blanks)):
-            own = blanks = ""  # the tokenizer has added this token, e.g. a begin token
+            own = blanks = ""  # the tokenizer has added this token, for example a begin token
         at += len(blanks) + len(own)
         if shown:
             shown[-1] += blanks

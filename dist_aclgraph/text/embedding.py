@@ -20,8 +20,9 @@ def embeddings_of(
     """Return the embeddings of hidden states, [n, dimensions].
 
     Args:
-        states: float32 [hidden] each.
-        dimensions: number of first elements that are kept; None keeps all.
+        states: the hidden states; each is float32 [hidden].
+        dimensions: number of first elements of a state that its embedding has; None means all
+            elements.
         normalizes: whether embeddings are divided by their lengths, after the cut.
     """
     found = np.frombuffer(b"".join(states), "<f4").reshape(len(states), -1)[:, :dimensions]

@@ -33,11 +33,11 @@ from dist_aclgraph.formats.tools import TOOL_PART
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
 
-# If the first two masks of a grammar take more CPU time than this, workers compute its masks on a
-# separate thread. In a fork, the first mask of every grammar takes several milliseconds, because
-# the fork copies the vocabulary.
+# A grammar counts as slow if its first two masks take more CPU time than this; workers then compute
+# its masks on a separate thread. In a fork, the first mask of every grammar takes several
+# milliseconds, because the fork copies the vocabulary.
 SLOW_S = 0.05
-# A schema counts as slow, too, if its grammar has at least this number of characters.
+# A schema also counts as slow if its grammar has at least this number of characters.
 SLOW_CHARS = 1 << 15
 
 
@@ -80,7 +80,8 @@ def compile_source(
     tokenizer: llguidance.LLTokenizer,
     limits: llguidance.LLParserLimits,
 ) -> dict[str, str]:
-    """Return the ``grammar`` of a source, or the first ``error`` that is in the source.
+    """Return a dictionary with the source's ``grammar``, or with the first ``error`` in
+    the source.
 
     With the error of a tool, ``tools`` are the names of all tools whose schemas cannot be used.
 
@@ -126,7 +127,7 @@ def _unusable_tools(
     """Return the names of all tools whose schemas cannot be used.
 
     Args:
-        matcher: has the error of the first of these tools.
+        matcher: llguidance's matcher, which has stopped at the error of the first of these tools.
     """
     found: dict[str, None] = {}
     lines = source["text"].split("\n")
@@ -144,8 +145,8 @@ def _unusable_tools(
 
 
 def _private_bytes() -> int:
-    """Return the memory of this process without pages of files, which a fork maps when it needs
-    them.
+    """Return the bytes of this process's private memory. Pages of files are not counted, because a
+    fork maps them only when it needs them.
     """
     with open("/proc/self/statm", "rb") as file:
         _, resident, shared, *_ = map(int, file.read().split())
@@ -153,7 +154,7 @@ def _private_bytes() -> int:
 
 
 def _part_of(source: dict[str, Any], message: str) -> str:
-    """Return the part of a tool grammar in which an error is; empty if the part is not known."""
+    """Return the name of the grammar's part that contains an error; empty if this is unknown."""
     if source["kind"] != "lark":
         return ""
     before = source["text"].split("\n")[: _line_of(message)]
@@ -162,7 +163,9 @@ def _part_of(source: dict[str, Any], message: str) -> str:
 
 
 def _line_of(message: str) -> int:
-    """Return the line of an error, from 1; 0 if it is not known."""
+    """Return the number of the line that contains an error; lines are counted from 1. Return 0 if
+    the line is unknown.
+    """
     found = LINE.match(message)
     return 0 if found is None else int(found.group(1))
 

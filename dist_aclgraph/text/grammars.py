@@ -9,8 +9,7 @@ import llguidance
 from dist_aclgraph.config import Config
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-# The limits count work and not time, so that ranks with equal histories reach a limit at the same
-# token.
+# The limits count work instead of time, so that all ranks reach a limit at the same token.
 PARSER_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,

@@ -18,9 +18,10 @@ from jinja2 import nodes
 CONTENT = "content"
 _OF_PARTS = frozenset({"text", "type"})  # keys of a part
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-# For roles of other APIs, the role that replaces them if the template does not know them.
+# If a template does not know a role of another API (key), this role replaces it (value).
 OLDER_ROLES = {"developer": "system", "function": "tool"}
-NO_ROLES = frozenset({"content", "role"})  # keys of messages
+# these strings are keys of a message, so they name no role
+NO_ROLES = frozenset({"content", "role"})
 # Filters whose result is still a list of parts.
 _OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})
 # Tests by which a template distinguishes a text from a list of parts.
@@ -35,8 +36,8 @@ class MessageForm:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
         roles: the roles for which the template has a rule.
-        words: all words in the texts of the template's code, among which are names of roles that
-            the template finds in other ways, for example by a filter.
+        words: all words in the string constants of the template's code. Some of them are names of
+            roles that the template compares in other ways, for example by a filter.
         writes_roles: whether the template writes the name of a role, so that any name is possible.
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
@@ -119,7 +120,7 @@ def _names_of_roles(template: nodes.Template) -> set[str]:
 
 
 def _compared_roles(template: nodes.Template, names: set[str]) -> Iterator[str]:
-    """Yield the texts with which a template compares roles."""
+    """Yield the texts that a template compares with a message's role."""
     for compare in template.find_all(nodes.Compare):
         sides = [compare.expr, *(operand.expr for operand in compare.ops)]
         if any(_has_role(side, names) for side in sides):
@@ -129,7 +130,9 @@ def _compared_roles(template: nodes.Template, names: set[str]) -> Iterator[str]:
 
 
 def _writes_roles(template: nodes.Template, names: set[str]) -> bool:
-    """Return whether a template writes a role itself, so that any role has a meaning."""
+    """Return whether a template writes a message's role into the prompt. Such a template accepts
+    any role.
+    """
     return any(
         _has_role(node, names)
         for output in template.find_all(nodes.Output)
@@ -138,7 +141,9 @@ def _writes_roles(template: nodes.Template, names: set[str]) -> bool:
 
 
 def _has_role(node: nodes.Node, names: set[str]) -> bool:
-    """Return whether the value of an expression contains a role; that of a comparison does not."""
+    """Return whether the value of an expression contains a role. The value of a comparison does
+    not.
+    """
     is_error = isinstance(node, nodes.Call) and _own_name(node.node) == {"raise_exception"}
     if is_error or isinstance(node, nodes.Compare | nodes.Test):
         return False

@@ -24,7 +24,8 @@ class TextPiece(msgspec.Struct, frozen=True):
 
     Attributes:
         text: new text; no later token changes it.
-        token_ids: the output's new tokens, stop token included; no tokens after a stop string.
+        token_ids: the output's new tokens, including a stop token. Tokens after a stop string are
+            omitted.
         logprobs: one report for each token whose text became certain since the last piece; empty if
             log-probabilities were not requested.
         token_texts: the text of each token that ``logprobs`` reports. The token texts of all pieces
@@ -149,7 +150,7 @@ class OutputText:
         return self._matcher.matched is not None or self._has_all_calls
 
     def _read_certain(self) -> list[str]:
-        """Let the reader read tokens whose text is certain; return their texts."""
+        """Pass the tokens whose text is certain to the reader; return their texts."""
         assert self._reader is not None
         texts = self._detokenizer.take_token_texts()
         for text in texts:
@@ -157,7 +158,9 @@ class OutputText:
         return texts
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Keep events up to the end of the output. A stop string does not span a call."""
+        """Store events up to the end of the output. A stop string never matches text from both
+        sides of a call.
+        """
         for event in events:
             if self._is_ended:
                 return
@@ -183,8 +186,8 @@ class OutputText:
             self._events.append(Content(text))
 
     def _feed(self, text: str, num_tokens: int) -> str:
-        """Return the text that is certain. No stop string matches within the first ``min_tokens``
-        tokens.
+        """Return the text that no later token changes. Within the first ``min_tokens`` tokens, no
+        stop string matches.
         """
         self._num_tokens += num_tokens
         return self._matcher.feed(text, may_match=self._num_tokens > self._min_tokens)

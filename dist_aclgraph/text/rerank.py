@@ -60,8 +60,8 @@ class RerankPrompts:
 
         Args:
             instruction: the task for which the document must be relevant; None means a web search.
-            max_tokens: largest number of tokens of the text between the prompt's fixed parts. If
-                ``most`` is set, the text may have any number of tokens.
+            max_tokens: maximum number of tokens of the text between the prompt's fixed parts.
+                Without effect if ``most`` is set.
             most: maximum number of tokens of the prompt; if the prompt would have more, the end of
                 the document is cut off. None sets no limit.
 

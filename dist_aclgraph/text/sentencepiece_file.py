@@ -25,7 +25,7 @@ from tokenizers import (
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
 
-SPACE = "\u2581"  # what SentencePiece writes in place of a space
+SPACE = "\u2581"  # SentencePiece writes this character instead of a space
 REMEDY = "add tokenizer.json, or remove the file to serve prompts of token ids only"
 proto: Any = sentencepiece_model_pb2  # type checkers do not see the classes of this module
 UNIGRAM, BPE = proto.TrainerSpec.UNIGRAM, proto.TrainerSpec.BPE
@@ -52,13 +52,14 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
         raise ModelError(f"{path} is not a model of SentencePiece ({e}); {REMEDY}") from None
     if not model.pieces:
         raise ModelError(f"{path} is not a model of SentencePiece (it has no pieces); {REMEDY}")
-    # they would be divided into other pieces
+    # The tokenizers library would not divide unused pieces into other pieces, as SentencePiece
+    # does.
     if any(piece.type == Piece.UNUSED for piece in model.pieces):
         raise UnsupportedModelError(f"{path} has unused pieces, which are not supported: {REMEDY}")
     tokenizer = Tokenizer(_read_model(path, model))
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)
-    if described.get("legacy", True):  # text after an added token also has the prefix
+    if described.get("legacy", True):  # then the text after an added token also gets the prefix
         steps += [normalizers.Prepend(SPACE)] * has_prefix
         steps.append(normalizers.Replace(" ", SPACE))
     else:
@@ -120,8 +121,8 @@ def _normalizers(spec: Any) -> list[normalizers.Normalizer]:
 
 
 def _symbols(pieces: Iterable[Any]) -> Iterator[AddedToken]:
-    """Yield the pieces that are no part of the model: special tokens, and texts that are always
-    one token.
+    """Yield the pieces that never result from merges: special tokens, and texts that are always one
+    token.
     """
     for piece in pieces:
         if piece.type in (Piece.CONTROL, Piece.UNKNOWN):

@@ -12,7 +12,7 @@ class StopMatcher:
     ends first. If several matches end at the same position, the longest of these matches counts.
 
     Args:
-        includes_stop: whether the stop string is part of the text that it ends.
+        includes_stop: whether the returned text includes the stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
@@ -26,7 +26,7 @@ class StopMatcher:
         """Add a piece; return the text that certainly belongs to the output.
 
         Args:
-            may_match: whether a stop string that ends in this piece ends the text.
+            may_match: if false, stop strings that end in this piece are ignored.
         """
         if self.matched is not None:
             return ""
@@ -59,7 +59,7 @@ class StopMatcher:
         return start, stop
 
     def _partial(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` with which a stop string begins."""
+        """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - size :]
             if any(stop.startswith(tail) for stop in self._stops):

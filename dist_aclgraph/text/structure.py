@@ -28,10 +28,12 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 NAMES_OF_KINDS = {"json": "the JSON schema", "regex": "the regex", "lark": "the form of the answer"}
 MAX_PROCESSES = 2
 MAX_KEPT_CHARS = 1 << 24  # maximum number of characters of all kept sources and grammars
-# time limit of a reply; it includes the time in which the process prepares its vocabulary
+# time limit for a reply, including the time in which a new process prepares its vocabulary
 WAIT_S = 30.0
-_Key: TypeAlias = tuple[str, str, str, str]  # salt, kind, text, options
-# Every rank keeps compiled grammars.
+# salt of the cache, and kind, text and options of the source
+_Key: TypeAlias = tuple[str, str, str, str]
+# The limits of one compilation. ``compiled_bytes`` limits the compiled grammar, which every rank
+# stores.
 BOUNDS = {"cpu_s": 1, "memory_bytes": 1 << 30, "compiled_bytes": 1 << 26}
 
 
@@ -177,12 +179,12 @@ def with_structure(
     salt: str = "",
     param: str = "structured_outputs",
 ) -> SamplingParams:
-    """Return parameters whose ``structure`` contains the requirements of ``structured_outputs`` and
-    ``thinking_tokens``.
+    """Return parameters whose ``structure`` has the output format (``structured_outputs``) and the
+    limit of reasoning (``thinking_tokens``).
 
     Args:
         thinking: the tokens around the reasoning; None without reasoning.
-        param: the request's field of the source or of the limit; used in error messages.
+        param: the request's field with the output format or the limit; used in error messages.
 
     Raises:
         InvalidParameterError: the source of a grammar is wrong, or no token of the model ends the

@@ -32,10 +32,10 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 LENGTH_BYTES = 4
-OUT_OF_MEMORY = 3  # exit code at the limit of memory
+OUT_OF_MEMORY = 3  # exit code after a render has reached the limit of memory
 MAX_ERROR_CHARS = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# transformers uses the first form.
+# The forms are tried in this order. transformers uses the first form.
 FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {},
     {"as_text": True},
@@ -44,8 +44,9 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"has_short_ids": True},
     {"has_short_ids": True, "has_content": True},
 )
-LENGTH_OF_SHORT_ID = 9  # templates of Mistral refuse calls whose ids have another length
-END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template can strip the space
+LENGTH_OF_SHORT_ID = 9  # Mistral's templates require ids of calls with this length
+# if the space is missing, the template strips messages
+END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -218,7 +219,7 @@ def _until_mark(text: str, last: str) -> str:
     if place < 0 or last.strip() not in text:
         raise jinja2.TemplateError("it leaves out the end of the last message")
     is_stripped = not text.startswith(END_OF_MESSAGE, place)
-    # A template may write the last message twice.
+    # If a template writes the last message several times, each copy has the mark.
     text = text[:place].replace(END_OF_MESSAGE, "").replace(END_OF_MESSAGE.strip(), "")
     return text.rstrip() if is_stripped else text
 

@@ -37,7 +37,8 @@ PATTERN = "|".join(
 
 
 def read_tiktoken(path: Path, added: Mapping[int, AddedToken]) -> Tokenizer:
-    """Return the tokenizer of a file whose lines hold a token's bytes in base64 and its rank.
+    """Return the tokenizer of a file in which each line has a token's bytes in base64
+    and its rank.
 
     A token's rank is its id. Of all pairs of neighbours that form a token, the pair whose token has
     the lowest rank is merged first.

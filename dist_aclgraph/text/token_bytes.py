@@ -43,14 +43,14 @@ class TokenBytes:
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None:  # a row of the model for which the tokenizer has no token
+        if token is None:  # the model has a row for this id, but the tokenizer has no token
             return b""
         if token_id in self.byte_ids:
             return bytes.fromhex(token[3:5])
         if self._byte_of_char is not None:
             try:
                 return bytes(self._byte_of_char[char] for char in token)
-            except KeyError:  # an added token
+            except KeyError:  # only added tokens have characters outside the byte-level alphabet
                 return bytes(token.encode())
         before = self._decode(self._before)
         return self._decode([*self._before, token_id])[len(before) :].encode()

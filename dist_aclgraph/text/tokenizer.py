@@ -35,9 +35,10 @@ from dist_aclgraph.token_ids import check_token_ids
 
 # The files that can contain a tokenizer; the first one that exists is used.
 FILES = JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
-MIN_LONGEST_TOKEN = 64  # counted in characters, not tokens, because normalisers may shorten texts
-# The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
-# of this many characters.
+# the longest token is assumed to have at least 64 characters, because normalisers may shorten texts
+MIN_LONGEST_TOKEN = 64
+# A long text is encoded in parts of this length. The library holds Python's lock while it returns
+# or frees an encoding, which takes about 5 ms for such a part.
 PART_CHARS = 1 << 16
 # Matches the end of a text that ``_without_spaces`` may change after more text was added.
 _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
@@ -52,7 +53,7 @@ class Tokenizer:
         eos_ids: ids that end an output: the tokenizer's own stop token, and the ids of
             generation_config.json and of config.json.
         special_ids: ids of tokens that are not shown to users, such as the stop token.
-        nameless_ids: rows of the model for which the tokenizer has no token.
+        nameless_ids: ids for which the model has a row, but the tokenizer has no token.
         unspoken_ids: ``special_ids`` and ``nameless_ids`` together.
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: all token ids are in [0, vocab_size).
@@ -71,7 +72,7 @@ class Tokenizer:
         """Read a checkpoint directory; see ``read_model_config``.
 
         Args:
-            chat_template: a file whose template replaces those of the checkpoint.
+            chat_template: a file whose template replaces the checkpoint's templates.
 
         Raises:
             ConfigError: there is no such directory.
@@ -95,7 +96,7 @@ class Tokenizer:
         longest = max(map(len, vocabulary), default=0)
         self._longest_token = max(MIN_LONGEST_TOKEN, longest)
         self.vocab_size = config.integer("vocab_size", self._tokenizer.get_vocab_size())
-        # Many tokenizers have added tokens for which the model has no row.
+        # The tokenizer may also have added tokens for which the model has no row.
         self._knows_more = max(vocabulary.values(), default=0) >= self.vocab_size
         self.context_len = read_context_lengths(config).usual
         own_end = self._tokenizer.token_to_id(added.by_name.get("eos_token", ""))
@@ -118,8 +119,8 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the ids of a text. Other threads can run meanwhile, unlike with the library's
-        ``Tokenizer.encode``.
+        """Return the ids of a text. Other threads can run during this call, unlike during the
+        library's ``Tokenizer.encode``.
 
         Args:
             max_tokens: largest number of tokens that the text may have; the default is the number
@@ -167,7 +168,8 @@ class Tokenizer:
     def _check_parts(self, text: str, max_tokens: int) -> None:
         """Encode a long text part by part; refuse the text once the parts have too many tokens.
 
-        A cut between parts can split a token into as many tokens as the token has characters.
+        If a cut lies within a token, the token becomes at most as many tokens as it has characters.
+        So this number is subtracted for each part.
         """
         count = 0
         for start in range(0, len(text), PART_CHARS):

@@ -41,7 +41,7 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
     outside = (calls, end_calls, call)
     marker = yield from scanner.copy_until(outside, scanner.content)
     while marker is not None:
-        if marker != call:  # one of the two markers around all calls
+        if marker != call:  # the marker before all calls or after all calls
             yield from scanner.skip_space()
             marker = yield from scanner.copy_until(outside, scanner.content)
             continue

@@ -25,7 +25,7 @@ CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
 BEGINS = ()  # the channel of a message says whether the message is a call
 _RECIPIENT = re.compile(r"to=(?P<function>functions\.)?(?P<name>[^\s<]+)")
-NOBODY = ("assistant", "user", "all")  # recipients that are no tools
+NOBODY = ("assistant", "user", "all")  # names of recipients that are not tools
 
 
 def fits(template: str) -> bool:
@@ -47,7 +47,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             is_tool = found is not None and "to=" in found[0]
             if found is not None and marker is None and not (yield from scanner.peek()):
                 is_cut = "{" not in rest if is_tool else any(m.startswith(rest) for m in scanned)
-                if is_cut:  # the answer ends within a head
+                if is_cut:  # the answer ends within a message's head
                     return
             if found is None or (is_tool and rest[:1] not in ("{", "")):
                 if text.strip():  # white space between two messages is left out
@@ -55,7 +55,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 if marker is None:
                     yield from scanner.copy_until(ends, scanner.content)
                 continue
-            head = found[0]  # models can forget the marker behind the head
+            head = found[0]  # models can omit the marker after the head
             scanner.unread(rest + (marker or ""))
         else:
             scanner.let_go()
@@ -76,7 +76,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 scanner.end_call()
         elif recipient or channel.startswith("analysis"):
             yield from scanner.begin_reasoning()
-            if has_thought:  # a line break divides two messages
+            if has_thought:  # separates two messages of reasoning
                 scanner.reasoning("\n")
             has_thought = True
             if (yield from scanner.copy_until(ends, scanner.reasoning)) is not None:
@@ -111,7 +111,9 @@ def lark_text(lark: Lark) -> str:
 
 
 def lark_thought(lark: Lark) -> str:
-    """Return an expression for the reasoning before the last message, which may be absent."""
+    """Return an expression for the messages of reasoning before the last message. There may be
+    none.
+    """
     head, end = lark.text(f"{CHANNEL}analysis{MESSAGE}"), lark.text(f"{END}{START}assistant")
     return f"({head} {ANY_TEXT} {end})?"
 

@@ -31,7 +31,8 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        if repeated := (yield from scanner.match(*begins)):  # no call follows the first marker
+        # the first marker is followed by another marker, not by a call
+        if repeated := (yield from scanner.match(*begins)):
             scanner.content(marker + scanner.give_back(repeated))
             marker = repeated
             continue

@@ -30,7 +30,8 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        if (yield from scanner.match(begin)):  # no call follows the first marker
+        # the first marker is followed by another marker, not by a call
+        if (yield from scanner.match(begin)):
             scanner.content(begin + scanner.give_back(begin))
             continue
         is_call = yield from copy_call(scanner, tools)

@@ -45,8 +45,8 @@ def copy_tagged_calls(
     """Read content in which each call is between two markers.
 
     Args:
-        trims: whether a value omits the line break after its first tag, and the line break before
-            its last tag.
+        trims: whether the line breaks after a value's first tag and before its last tag are no part
+            of the value.
     """
     begin, end = markers
     begins = [begin, FUNCTION]
@@ -92,7 +92,7 @@ def _copy_call(
             break
         key, closing = yield from scanner.read_until([">", "\n"])
         if closing is None:
-            return  # the end of the answer
+            return  # the answer has ended
         end = yield from arguments.copy_value(key.strip(), ENDS, trims=trims)
         if end is None:
             return

@@ -61,8 +61,8 @@ def _rotation(bench: Bench, dtype: str, sections: tuple[int, ...]) -> str:
 
 
 def _narrow_experts(bench: Bench) -> str:
-    """Multiply by weights with 48 columns. A block of FRACTAL_NZ has 32 columns of int8, so the second
-    block is half empty.
+    """Multiply by weights with 48 columns. A block of FRACTAL_NZ has 32 columns of int8, so the
+    second block is half empty.
     """
     torch = bench.torch
     return multiply_experts(
