@@ -281,7 +281,7 @@ class Scanner:
                 elif sign in "}]":
                     depth -= 1
                     ended = True if depth == 0 else None
-                else:  # a marker token
+                else:  # a marker token ends the value
                     at -= 1
                     ended = False
             self._at = at

@@ -139,7 +139,8 @@ async def _router_error(request: Request, error: Exception) -> Response:
 def _unknown_path(method: str, path: str) -> str:
     """Return the message for a path that the API does not have.
 
-    Many clients add ``/v1`` to an address that already has it, or need an address that has it.
+    Two mistakes are frequent: a client adds ``/v1`` to an address that already ends with ``/v1``,
+    or the client's address lacks ``/v1``.
     """
     if "/v1/responses/" in path:
         return f"{method} {shorten(path)}: no response is stored"

@@ -38,8 +38,9 @@ from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # a path in the working directory or in the package
-MAX_ONGOING_REQUESTS = 4096  # so high that the limit of the scheduler's queue applies first
-OUTLOOK_S = 20.0  # longer than the deployment's own limit for this call
+# larger than the limit of the scheduler's queue, which is reached first
+MAX_ONGOING_REQUESTS = 4096
+OUTLOOK_S = 20.0  # must be longer than the deployment's own time limit for this call
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
@@ -125,7 +126,8 @@ class Ingress:
         def ask() -> Outlook:
             try:
                 found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
-            except DistAclGraphError:  # the groups have responded; no retry is needed
+            # the groups have answered with an error, so a retry is not needed
+            except DistAclGraphError:
                 raise
             except (RayError, RayServeException, TimeoutError):
                 return Outlook(progress="Ray Serve starts the groups again")
@@ -159,7 +161,7 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return how many seconds an application may take to end its ingresses, then its groups."""
+    """Return within how many seconds an application must end its ingresses and then its groups."""
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 
 
@@ -210,7 +212,7 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         "health_check_timeout_s": 30.0,
         "max_constructor_retry_count": 1,
     }
-    ingress: Any = Ingress  # the decorator has made the class a Serve deployment
+    ingress: Any = Ingress  # the decorator has turned the class into a Serve deployment
     groups: Any = GroupsReplica
     # The groups end after the ingresses, because ingresses finish the requests that they admitted.
     owner = groups.options(

@@ -26,14 +26,14 @@ class Blocks:
         blocks: the blocks that are complete.
 
     Args:
-        name: identifies the answer; ids of calls and signatures are made from it.
+        name: the answer's name, from which the ids of calls and the signatures are made.
     """
 
     def __init__(self, name: str) -> None:
         self.blocks: list[Json] = []
         self._name = name
         self._open: Json | None = None  # the block that the model writes now
-        self._pieces: list[str] = []  # text of the open block
+        self._pieces: list[str] = []  # pieces of the open block's text
 
     @property
     def has_calls(self) -> bool:

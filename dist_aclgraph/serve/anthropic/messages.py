@@ -77,7 +77,8 @@ class _MessageReply(Shape):
         self._blocks = Blocks(chance.name)
         self._is_begun = False
         self._finish_reason: str | None = None
-        self._stop: int | str | None = None  # the stop sequence that has ended the answer
+        # the stop string or stop token that has ended the answer
+        self._stop: int | str | None = None
 
     def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         events: list[Json] = []

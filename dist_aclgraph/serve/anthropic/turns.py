@@ -20,7 +20,7 @@ from dist_aclgraph.serve.openai.text_parts import (
 )
 from dist_aclgraph.serve.openai.tools import MAX_CALLS, call_for_template
 
-TEXT_BLOCKS = ("document", "search_result")  # blocks of users that consist of text
+TEXT_BLOCKS = ("document", "search_result")  # types of a user's blocks that consist of text
 # Claude Code sends a block with this text before its system prompt. The block differs in each
 # request, so the requests' prompts would have no common prefix.
 BILLING = "x-anthropic-billing-header:"
@@ -150,7 +150,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
         texts = [text for i, part in enumerate(parts) for text in _texts_of(part, f"{place}.{i}")]
     elif data not in _NOTHING:
         texts = [decode(data, str, place)]
-    if block.is_error:  # chat templates have no field for errors
+    if block.is_error:  # the text says so, because chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

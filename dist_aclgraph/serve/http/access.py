@@ -39,7 +39,8 @@ class Access:
 
     Attributes:
         keys: the API keys; None if requests need no key.
-        hosts: names with a dot that the Host header may contain; None allows all names.
+        hosts: names with a dot that the Host header may contain, in addition to the names that are
+            always allowed. None allows all names.
         origins: origins of the other sites whose pages may use the API.
     """
 

@@ -60,7 +60,8 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The valid keys: the keys that a file contains now, and fixed keys. For one thread.
+    """The valid keys: fixed keys, and the keys that a file contains now. Only one thread may use
+    this object.
 
     If the changed file cannot be used, the previous keys stay valid, and one error is logged. A
     pickled copy in another process reads the file itself.
@@ -84,8 +85,8 @@ class ApiKeys:
         self._keys = fixed
         self._seen: Any = None
         self._problem = ""
-        # Minus infinity, so that a copy on another machine, whose clock differs, checks the file at
-        # once.
+        # With minus infinity, a copy on another machine checks the file at once, although its
+        # monotonic clock differs.
         self._next_look_s = -math.inf
         if path is not None:
             self._read(path)
@@ -101,7 +102,7 @@ class ApiKeys:
         return found[0] if found else None
 
     def _look(self, path: Path) -> None:
-        """Read the file if it has changed; log only once why a file cannot be used."""
+        """Read the file if it has changed. If the file cannot be used, log the reason once."""
         try:
             if self._read(path):
                 log.info("serve.api_keys_file %s was read again: %d keys", path, len(self._keys))

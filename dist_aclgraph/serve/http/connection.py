@@ -39,8 +39,8 @@ class ServerState:
     """State that all connections of a server share.
 
     Attributes:
-        crowded: the response on each connection beyond ``serve.max_connections``.
-        malformed: the response to bytes that are not HTTP.
+        crowded: the response on a connection that exceeds ``serve.max_connections``.
+        malformed: the response if a client sends bytes that are not HTTP.
         link: link to the holder of connections; None if no connection outlives this process.
         headers: headers of every response. The server updates the date.
         tasks: the tasks that open connections and answer requests.
@@ -112,7 +112,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        transport.set_write_buffer_limits(0)  # so that one unsent byte causes pause_writing
+        # with this limit, a single unsent byte causes pause_writing
+        transport.set_write_buffer_limits(0)
         own = transport.get_extra_info("socket")
         self._descriptor = own.fileno()
         self._own_address, self._client = _address(own.getsockname), _address(own.getpeername)

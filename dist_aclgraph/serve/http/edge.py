@@ -53,7 +53,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Edge:
-    """Checks access, limits and free slots, then admits the request. Responses are not changed.
+    """Checks a request's access, its limits and the free slots, then passes the request
+    to the API.
 
     Owns the request counts of the API keys.
 
@@ -80,7 +81,9 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. Without a key, a client learns only whether the service is full."""
+        """See ``GatedApp``. A refusal shows a client without a key only that the
+        service is full.
+        """
         slots = self._state.slots
         if self._access.origins:  # the CORS headers depend on the request's headers
             return None
@@ -152,8 +155,8 @@ class Edge:
         """Admit a request; return the callable that reads its body.
 
         Args:
-            held: owns the slots, counts and memory of the request; closed after the request has
-                ended.
+            held: an exit stack that is closed when the request has ended, and then frees the
+                request's slots, counts and memory.
 
         Raises:
             DistAclGraphError: the request is refused.

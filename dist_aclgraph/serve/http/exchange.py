@@ -44,7 +44,7 @@ class HttpExchange:
         self._connection = connection
         self._app = app
         self._body = bytearray()
-        self._has_news = asyncio.Event()  # wakes ``receive``
+        self._has_news = asyncio.Event()  # set when ``receive`` can return something
         self._is_disconnected = False
         self._head: bytes | None = None  # the response's head while it is not written yet
         self._has_begun = False  # whether the head has been written
@@ -133,7 +133,9 @@ class HttpExchange:
             self._connection.end_response()
 
     def write(self, body: bytes) -> bool:
-        """Write a part of the body at once; return whether it was written; see ``sse.py``."""
+        """Write a part of the body without waiting; return whether it was written. See
+        ``sse.py``.
+        """
         if not self._has_begun or not self._is_chunked or self.is_complete:
             return False
         if self._is_disconnected or not self._connection.takes_more:

@@ -40,7 +40,7 @@ class Front:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an API."""
+        """Whether requests are passed to an API."""
         return self._api is not None
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:

@@ -19,9 +19,9 @@ class _Usage:
 
     Attributes:
         running: number of requests in progress.
-        tokens: number of requests that may begin now. It is a token bucket, which holds at most the
-            requests of one minute.
-        counted_s: when ``tokens`` was computed.
+        tokens: number of requests that may begin now, computed as a token bucket. Its maximum is
+            the number of requests that may begin in one minute.
+        counted_s: the time at which ``tokens`` was computed.
     """
 
     running: int

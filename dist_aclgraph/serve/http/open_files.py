@@ -13,9 +13,9 @@ class ConnectionLimits(NamedTuple):
     """How many connections the limit of open files allows.
 
     Attributes:
-        max_open: connections that may be open at once.
-        max_kept: connections that may outlive this process (``resume/``). Such a connection needs a
-            second descriptor, for its journal.
+        max_open: number of connections that may be open at the same time.
+        max_kept: number of connections that may outlive this process (``resume/``). Each of them
+            needs a second descriptor, for its journal.
     """
 
     max_open: int

@@ -1,4 +1,4 @@
-"""Refusals are encoded in advance, so that a full service spends little time on each refusal."""
+"""Encodes refusals in advance, so that a full service needs little time for each refusal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 class Refusal:
-    """A response as bytes, without the headers that differ between requests."""
+    """The bytes of a response. The headers that differ between requests are added later."""
 
     def __init__(self, response: Response) -> None:
         self._head = status_line(response.status_code) + header_lines(response.raw_headers)

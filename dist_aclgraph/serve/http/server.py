@@ -35,7 +35,7 @@ BEAT_S = 1.0  # seconds between two heartbeats, and between two updates of the d
 LOOK_S = 0.05
 # Maximum number of new connections before the event loop serves the open connections again.
 ACCEPTED_A_TURN = 64
-ACCEPT_PAUSE_S = 1.0  # seconds to the next attempt after a connection could not be accepted
+ACCEPT_PAUSE_S = 1.0  # after a connection could not be accepted, seconds to the next attempt
 STOP_S = 5.0  # seconds to wait for unfinished replies when the server is stopped
 
 
@@ -44,7 +44,7 @@ class HttpServer:
 
     Args:
         listener: a socket from ``listen``; connections wait in it until ``start``.
-        beat: called every second from the event loop.
+        beat: a function that the event loop calls every second.
         link: link to the holder of connections; None if no connection outlives this process.
     """
 
@@ -60,7 +60,7 @@ class HttpServer:
         self._beat = beat
         # The connections of a Unix socket have no counters, so no process could continue them.
         self._link = None if listener.family == socket.AF_UNIX else link
-        self._next = ConnectionRecord(self._link)  # of the next connection
+        self._next = ConnectionRecord(self._link)  # prepared for the next connection
         # Connections with requests that a previous process accepted and did not answer.
         self._owed: list[HttpConnection] = []
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class HttpServer:
         """Continue the responses that a previous process has begun, and admit new requests.
 
         Args:
-            opens: opens the application; called on the event loop.
+            opens: a function that opens the application. The event loop calls it.
         """
 
         async def let_in() -> None:
@@ -101,7 +101,7 @@ class HttpServer:
         asyncio.run_coroutine_threadsafe(let_in(), self.loop).result()
 
     def stop(self) -> None:
-        """Close the port; give unfinished replies a few seconds. Idempotent."""
+        """Close the port, and wait a few seconds for unfinished replies. Idempotent."""
         if self._thread is not None and self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(2 * STOP_S)
@@ -241,7 +241,7 @@ async def _drain(state: ServerState) -> None:
         connection.transport.abort()
     for task in list(state.tasks):
         task.cancel()
-    await asyncio.sleep(0)  # let the connections end
+    await asyncio.sleep(0)  # so that the event loop runs the ends of the connections
 
 
 def listen_at(config: ServeConfig) -> socket.socket:

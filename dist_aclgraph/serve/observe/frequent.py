@@ -14,7 +14,7 @@ class FrequentHistogram(Collector):
     """Counts values by bucket. Only one thread may add values; any thread may collect them.
 
     Args:
-        labels: label names and values.
+        labels: the values of the histogram's labels, by name.
         bounds: upper ends of the buckets, ascending. One more bucket counts larger values.
     """
 

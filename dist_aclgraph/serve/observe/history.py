@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPAN_S = 600.0
-POINTS_OF_A_CELL = 4  # number of points (20 s) that one cell of the experts' heat map covers
+POINTS_OF_A_CELL = 4  # one cell of the experts' heat map shows this number of points (20 s)
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 REQUEST_RATES = {"requests_per_s": "request_success", "refused_per_s": "refused_requests"}
@@ -56,10 +56,11 @@ class MetricCounts:
 
 @dataclass(frozen=True)
 class Point:
-    """The changes between the previous point and ``time_s``.
+    """One point: the changes of the counters from the previous point's time to
+    ``time_s``.
 
     Attributes:
-        values: value of each series, by name; None if the value is unknown.
+        values: for each series' name, its value at this point; None if the value is unknown.
         experts: number of tokens that each rank's experts computed.
     """
 
@@ -178,8 +179,8 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return by how much each counter that both arguments contain has increased. A lower value
-    means a reset to 0.
+    """Return the increase of each counter that both arguments contain. A counter whose value is
+    lower than before was reset to 0 in the meantime.
     """
     return {
         key: value - old[key] if value >= old[key] else value

@@ -226,7 +226,7 @@ class Metrics:
             self.track(name, text, read)
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge whose value ``read`` returns at every scrape, on any thread."""
+        """Add a gauge. At every scrape, any thread calls ``read`` to get the gauge's value."""
         gauge = Gauge(f"{PREFIX}{name}", text, LABELS, registry=self._registry)
         gauge.labels(*self._values).set_function(read)
 

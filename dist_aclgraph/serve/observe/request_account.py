@@ -29,8 +29,8 @@ class RequestAccount:
         began_s: when the request arrived, by the monotonic clock.
         status: HTTP status of the answer; 0 before the answer begins.
         num_prompt_tokens, num_tokens: number of tokens of all prompts, and of all choices.
-        submitted_s: when an engine got the request, by the monotonic clock; None until then.
-        first_token_s: when the first token arrived, by the monotonic clock; None until then.
+        submitted_s: when the request was sent to an engine, by the monotonic clock; None before.
+        first_token_s: when the first token arrived, by the monotonic clock; None before.
         prefill_s: time from the end of the wait in the engine's queue to the first token; 0 if
             unknown.
         finish_reason: why the last choice ended.

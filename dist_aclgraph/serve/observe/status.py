@@ -29,7 +29,9 @@ MAX_AGE_S = 1.0
 
 
 def _hashes(tag: bytes) -> str:
-    """Return the CSP sources (hashes) of the page's own blocks with this tag."""
+    """Return the hashes of the page's own blocks with this tag, as sources for the header
+    Content-Security-Policy.
+    """
     blocks = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), PAGE, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(block).digest()).decode() for block in blocks]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -93,8 +95,9 @@ class StatusNumbers:
 def nested(found: Iterable[Metric]) -> dict[str, Any]:
     """Return gauges and counters by name. A metric with labels is nested by the labels' values.
 
-    The names have no prefix. The labels for model and replica are left out, because they are the
-    same everywhere. The value of each ``rank_info`` is an object with its labels.
+    The result's names have no prefix. The labels for model and replica are omitted, because all
+    metrics have the same values of these labels. The value of each ``rank_info`` is an object with
+    its labels.
     """
     metrics: dict[str, Any] = {}
     for metric in found:

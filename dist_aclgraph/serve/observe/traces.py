@@ -111,7 +111,8 @@ class Traces:
 
 
 def _phases(account: RequestAccount, end_s: float) -> Iterator[tuple[str, float, float]]:
-    """Yield name, begin and end of each phase of a request that reached an engine.
+    """Yield each phase of a request that was sent to an engine: the phase's name, begin
+    and end.
 
     The engine measures the prefill by its own clock. So ``queue`` includes the time of the messages
     to and from the engine. With several choices, the choice with the earliest token is reported.

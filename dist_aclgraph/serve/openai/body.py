@@ -38,8 +38,10 @@ log = logging.getLogger(__name__)
 # the decoding.
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
-ABSENT: Raw = msgspec.field(default_factory=Raw)  # default of a field that is read as JSON
-IGNORED = "dist_aclgraph.ignored"  # key of the ignored fields' paths in the ASGI scope
+# default of a field whose JSON text is decoded later
+ABSENT: Raw = msgspec.field(default_factory=Raw)
+# the ASGI scope has the paths of the ignored fields under this key
+IGNORED = "dist_aclgraph.ignored"
 # Maximum number of ignored fields of one request, because their names are written into the log.
 MAX_IGNORED = 16
 # If a body has more strings or more objects, its ignored fields are not collected.
@@ -99,14 +101,16 @@ class BodyBudget:
             )
 
     def take(self, num_bytes: int) -> bool:
-        """Count more bytes of a journal; if the limit forbids this, return False instead."""
+        """Count more bytes of a journal, and return True. If the limit would be exceeded, count
+        nothing, and return False.
+        """
         has_room = self.num_bytes + num_bytes <= self.max_bytes // 2
         if has_room:
             self.num_bytes += num_bytes
         return has_room
 
     def give_back(self, num_bytes: int) -> None:
-        """Subtract bytes that are freed."""
+        """Subtract bytes that were freed from the count."""
         self.num_bytes -= num_bytes
 
 
@@ -260,8 +264,8 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Ite
 
 
 def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Yield ``[index]`` and fields of each object in a list; for a single object, "" and its
-    fields.
+    """For each object in a list, yield its index as ``[index]``, and its fields. For a single
+    object, yield "" and its fields.
 
     Yields nothing for other values. Wrong values are found later, when the field is decoded.
     """

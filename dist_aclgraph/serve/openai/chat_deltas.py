@@ -19,13 +19,13 @@ from dist_aclgraph.formats.events import (
 def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
     """Return what the events add to a message, as the ``delta`` of a chunk.
 
-    Only the delta in which a call begins contains the call's id, type and name. A field without a
-    value is left out, because clients join the values of all deltas.
+    A call's id, type and name are only in the delta in which the call begins. Fields without a
+    value are omitted, because clients join the values of all deltas.
 
     Args:
         name: the name of the answer, from which ids of calls are made.
     """
-    if len(events) == 1:  # most tokens have one event
+    if len(events) == 1:  # the usual case, handled faster
         (event,) = events
         if isinstance(event, Content):
             return {"content": event.text}
@@ -61,7 +61,7 @@ def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
 
 
 class WholeCalls:
-    """Holds the events of each call back until the call is complete, or the answer ends."""
+    """Holds back the events of each call until the call is complete, or the answer ends."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Event]] = {}  # by the position of the call

@@ -67,7 +67,8 @@ class ChatMessage(Body):
     annotations: Annotated[Raw, schemas.ANNOTATIONS] = ABSENT
     tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
     tool_call_id: str | None = None
-    prefix: bool | None = None  # of DeepSeek and Mistral: the answer continues the last message
+    # field of DeepSeek's and Mistral's APIs: the answer continues the last message
+    prefix: bool | None = None
 
     def for_template(self, param: str) -> dict[str, Any]:
         """Return the fields for chat templates: a role, a content, and optional fields.
@@ -100,7 +101,7 @@ class ChatMessage(Body):
     def _content(self, param: str) -> tuple[str | list[dict[str, str]] | None, str | None]:
         """Return a text or text parts, and the reasoning that is among the parts.
 
-        The former is None if an assistant's message has no content. A refusal is text, too; the
+        The content is None if an assistant's message has no content. A refusal counts as text. The
         result of a tool may be absent.
         """
         data = bytes(self.content)

@@ -1,4 +1,4 @@
-"""Limits the number of completions that run or wait in the service at the same time."""
+"""Limits the number of completions that run or wait at the same time in one ingress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CompletionSlots:
     """Counts a completion from the moment at which the first byte of its request arrives. For one
     event loop only.
 
-    A second limit is the queue of each engine, for requests that have arrived at an engine.
+    Requests that have arrived at an engine also count against the limit of the engine's queue.
 
     Args:
         of_a_group: number of completions that may run or wait in one group.
@@ -49,7 +49,7 @@ class CompletionSlots:
         return self._taken >= self.total
 
     def acquire(self, count: int, *, is_owed: bool = False) -> None:
-        """Take slots.
+        """Reserve slots for completions.
 
         Args:
             is_owed: whether a previous process has accepted the request. If so, the request gets

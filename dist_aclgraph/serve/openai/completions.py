@@ -159,7 +159,7 @@ class _CompletionReply(Reply):
         self._body = body
         self._given = given
         self._prompts = prompts
-        # Number of characters of the token texts so far, by choice.
+        # For each choice, the number of characters in its token texts so far.
         self._lengths: dict[int, int] = {}
 
     def echo(self, index: int) -> str:
@@ -178,7 +178,8 @@ class _CompletionReply(Reply):
         is_first = piece.index not in self._lengths
         offset = self._lengths.get(piece.index, 0)
         choice = self._choice(piece, offset, is_first=is_first)
-        # A part of the text may be sent earlier or later than the tokens of this part.
+        # The offset counts the texts of the sent tokens, not the sent text, because a part of the
+        # text may be sent before or after its tokens.
         tokens = choice["logprobs"]["tokens"] if choice["logprobs"] else ()
         self._lengths[piece.index] = offset + sum(map(len, tokens))
         return self.chunk(usage, choice)

@@ -51,7 +51,7 @@ def decode_prompts(
     if array[1] == b'"':
         check_num_strings(data, most, param)
         return list(decode(data, list[str], param))
-    # No valid value begins with this character. The decoding raises an error that says so.
+    # No valid value begins with this character, so decoding raises the error.
     if array[1] not in (b"", b"["):
         return [decode(data, list[int], param)]
     num_prompts = data.count(b"[") - 1 if array[1] else 1

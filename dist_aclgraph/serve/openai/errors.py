@@ -142,7 +142,9 @@ HEADERS_OF: dict[type[DistAclGraphError], Mapping[str, str]] = {
 
 @contextmanager
 def prompt_in(param: str) -> Iterator[None]:
-    """Name the field that contains the prompt in an error about the prompt's length."""
+    """Within this context, an error about the prompt's length names the field that contains the
+    prompt.
+    """
     try:
         yield
     except RequestTooLongError as e:
@@ -189,7 +191,7 @@ def error_response(error: BaseException, path: str = "") -> Response:
     """
     status = status_of(error)
     body = error_body(error)
-    if ANTHROPIC_PATH in path:  # not only at its beginning: there can be a route prefix
+    if ANTHROPIC_PATH in path:  # anywhere, because the path may begin with a route prefix
         body = anthropic_error_body(status, public_message(error))
         if isinstance(error, ThreadError):
             body["error"]["details"] = {"error_code": error.code}
@@ -206,7 +208,7 @@ def plain_error(
     status: int, message: str, headers: Mapping[str, str] | None = None, path: str = ""
 ) -> Response:
     """Return an error of the HTTP layer, e.g. for an unknown path or method."""
-    if ANTHROPIC_PATH in path:  # not only at its beginning: there can be a route prefix
+    if ANTHROPIC_PATH in path:  # anywhere, because the path may begin with a route prefix
         return json_response(anthropic_error_body(status, message), status, headers)
     kind = TYPE_OF.get(status, "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -44,7 +44,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
         has_end_token: whether the last entry of ``logprobs`` is for a stop token, which has no
             text.
         events: for a chat, the text as events.
-        embedding: hidden state of the prompt, float32 [hidden], if requested.
+        embedding: the prompt's hidden state, float32 [hidden]; empty if not requested.
         stop_reason: in the last piece, the requested stop string or stop token that ended the text.
     """
 
@@ -67,8 +67,8 @@ class Sink(Protocol):
     def add_piece(self, piece: ChoicePiece) -> None:
         """Accept the next piece of a choice. The last piece has a finish reason.
 
-        Each delta gives one piece. A piece without text shows clients that the generation
-        continues.
+        There is one piece for each delta, even if it has no text, so that clients see that the
+        generation continues.
         """
         ...
 
@@ -90,7 +90,7 @@ class _Choice:
     num_cached_tokens: int = 0
     is_done: bool = False
     has_prompt_logprobs: bool = False
-    # int32 tokens that a previous process has received.
+    # Tokens (int32) that a previous process has received from an engine.
     tokens_before: bytearray = field(default_factory=bytearray)
 
 
@@ -210,7 +210,8 @@ class Generation:
         if limit_s is None:
             return
         passed_s = 0.0
-        if self.journal.is_resumed:  # only the wall clock is common to both processes
+        # the previous process has a different monotonic clock, but the same wall clock
+        if self.journal.is_resumed:
             passed_s = time.time() - self.journal.chance.created_s
 
         def overrun() -> None:
@@ -285,7 +286,8 @@ class Generation:
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:
-            # A stop string has ended the choice. The engine does not know this, and would continue.
+            # A stop string has ended the choice. The engine does not find stop strings, and would
+            # continue.
             if reason is None:
                 self.state.client.abort(choice.request_id)
             choice.is_done = True

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Called with the delta and the time on the monotonic clock.
+# A function that is called with a delta, and with the time on the monotonic clock.
 Take = Callable[[RequestDelta, float], None]
 
 

@@ -39,7 +39,7 @@ def read_role(raw: Raw, *, is_whole: bool) -> TransferRole:
     generates the answer; "" if the request has no such parameters.
 
     Args:
-        is_whole: whether the request wants one answer that is not streamed.
+        is_whole: whether the request asks for a single answer, without streaming.
 
     Raises:
         InvalidParameterError: the parameters are wrong, or the request wants more than one answer.

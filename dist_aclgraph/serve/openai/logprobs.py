@@ -18,7 +18,7 @@ def chat_logprobs(
     """Return ``choices[].logprobs`` of a chat completion: the chosen and the most probable tokens.
 
     Args:
-        texts: the text that each chosen token adds.
+        texts: for each chosen token, the text that the token adds.
     """
     content = []
     for row, text in zip(rows, texts, strict=True):
@@ -45,8 +45,8 @@ def completion_logprobs(
 
     Args:
         rows: one row for each token; None for the first token of a prompt.
-        texts: the text that each token adds.
-        offset: position at which the text begins.
+        texts: for each token, the text that the token adds.
+        offset: the value of ``text_offset`` for the first token.
     """
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []

@@ -36,10 +36,10 @@ CLIENT_GONE = 499  # a status for logs only: the client has disconnected
 
 
 class Shape(ABC):
-    """An endpoint's rule that converts pieces of text to one reply.
+    """Converts pieces of text to the reply of one endpoint.
 
     Attributes:
-        shows_usage_so_far: whether ``frames`` needs the usage so far.
+        shows_usage_so_far: whether ``frames`` gets the token counts so far as ``usage``.
     """
 
     shows_usage_so_far: bool = False
@@ -49,7 +49,7 @@ class Shape(ABC):
         """Return the frames of a piece.
 
         Args:
-            usage: the usage so far; None if the shape does not show it.
+            usage: the token counts so far; None if ``shows_usage_so_far`` is false.
         """
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Reply(Shape):
         """Return the frame of a chunk with one choice.
 
         Args:
-            usage: the usage so far; None if the client has not asked for it.
+            usage: the token counts so far; None if the client has not requested them.
         """
         end = self._chunk_end
         if usage is not None:
@@ -150,7 +150,7 @@ async def reply(
 
 
 async def gather(request: Request, generation: Generation) -> list[ChoicePiece]:
-    """Run a generation, and return one whole piece per choice.
+    """Run a generation, and return the whole text of each choice as one piece.
 
     Raises:
         ClientGoneError: the client has disconnected.

@@ -8,7 +8,7 @@ from typing import Any
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import SamplingParams
 
-# The names of the limit of reasoning tokens in several APIs.
+# In several APIs, the fields with these names limit the tokens of the reasoning.
 BUDGETS = ("thinking_tokens", "thinking_token_budget", "thinking_budget")
 
 

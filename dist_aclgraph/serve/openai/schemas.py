@@ -73,7 +73,7 @@ HOSTED_TOOL = {
     "properties": {"type": {"type": "string", "pattern": f"^({'|'.join(HOSTED)})"}},
     "description": "left out, because a provider runs it",
 }
-# The value of a field that is treated as absent.
+# With this value, a field counts as absent.
 EMPTY = {"type": "object", "maxProperties": 0}
 
 

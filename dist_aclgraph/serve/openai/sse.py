@@ -50,7 +50,8 @@ def log_failure(error: Exception) -> None:
 
 
 class Outlet:
-    """The frames of one response, in order. Only for the event loop's thread.
+    """Sends the frames of one response in order. Only the event loop's thread may use
+    this object.
 
     Each call of ``put`` makes one part of the body, which is written at once or sent later. So the
     client's bytes do not depend on timing, and another process can continue the response
@@ -59,7 +60,7 @@ class Outlet:
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
-        self._write: Write | None = None  # None while frames wait
+        self._write: Write | None = None  # None while earlier frames wait to be sent
         self._is_over = False
         self._wakes: asyncio.Future[None] | None = None
 

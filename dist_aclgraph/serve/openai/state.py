@@ -42,7 +42,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number of a prompt's log-probabilities in one response
 MAX_QUEUE_S = 10.0  # maximum number of seconds that a grammar waits for its compilation
-WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that generate text
+WRITING: tuple[Task, ...] = ("generate", "rerank")  # models for these tasks generate text
 
 
 class ApiState:
@@ -135,7 +135,7 @@ class ApiState:
         """Raise if a request for ``model`` cannot be accepted now.
 
         Args:
-            tasks: the tasks of models that answer requests of this kind.
+            tasks: the request is refused unless the model has one of these tasks.
         """
         if model is not None and model not in self.config.names:
             raise UnknownModelError(

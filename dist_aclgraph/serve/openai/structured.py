@@ -28,9 +28,11 @@ FIELDS = (
     "ebnf",
 )
 _NOTHING = (b"", b"null", b"{}", b"[]")
-# Keywords of a schema that show that a client wrote the schema itself in place of ``schema``.
+# If the object has one of these keywords, the client wrote the schema itself in place of an object
+# with the field ``schema``.
 KEYWORDS = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "items"}
-_TEXT_FIELDS = {"regex": "pattern", "grammar": "grammar"}  # for each type, the field with the text
+# for each type, the field that contains the pattern or the grammar
+_TEXT_FIELDS = {"regex": "pattern", "grammar": "grammar"}
 
 
 class _JsonSchema(Body, kw_only=True):
@@ -115,7 +117,7 @@ def read_structured(
         if text:
             with _errors_name(name):
                 forms[name] = _form_of_text(text, is_regex=name.endswith("regex"))
-    # A client may send one form under the names of several servers.
+    # A client may send the same format in the fields of several servers.
     first, *others = sorted(forms) or [""]
     for other in others:
         if forms[other] != forms[first]:
@@ -127,7 +129,7 @@ def read_structured(
 
 @contextlib.contextmanager
 def _errors_name(name: str) -> Iterator[None]:
-    """Let errors of ``StructuredOutputs`` name the client's field."""
+    """Within this context, errors of ``StructuredOutputs`` name the client's field."""
     try:
         yield
     except InvalidParameterError as e:

@@ -53,12 +53,13 @@ class HasTemplateFields(Protocol):
 
 @dataclass(frozen=True)
 class AskedReasoning:
-    """What a chat asks of the reasoning.
+    """How a chat request changes the reasoning.
 
     Attributes:
         is_on: whether the request turns the reasoning on or off; None if it does neither.
         budget: the limit of tokens in ``thinking`` or ``reasoning``; None without a limit.
-        effort_param, budget_param: the fields with these values, for error messages.
+        effort_param, budget_param: names of the fields that contain the effort and the limit, for
+            error messages.
     """
 
     is_on: bool | None = None
@@ -75,7 +76,7 @@ class AskedReasoning:
 
 
 def asked_reasoning(body: HasTemplateFields) -> AskedReasoning:
-    """Return what the fields of a body ask of the reasoning.
+    """Read from a body's fields how the request changes the reasoning.
 
     ``enable_thinking`` and ``reasoning_effort`` have priority over ``thinking``, which has priority
     over ``reasoning``.
@@ -114,7 +115,7 @@ def make_chat_options(
     """Return the options with which messages become a prompt.
 
     Args:
-        continues: whether the last message asks for its own continuation.
+        continues: whether the last message has a field that requests its continuation.
     """
     begins, continues = body.add_generation_prompt, bool(body.continue_final_message) or continues
     return ChatOptions(

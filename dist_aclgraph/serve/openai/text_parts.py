@@ -27,7 +27,7 @@ def read_texts(raw: Raw, param: str, offered: Collection[str]) -> list[str]:
     """Return the texts of a string or of an array of parts.
 
     Args:
-        offered: types of parts that are text.
+        offered: the types of parts that count as text.
 
     Raises:
         InvalidParameterError: a part is not text, or there are too many parts.

@@ -114,8 +114,8 @@ class ToolUse:
     """The tools that an answer may or must call.
 
     Attributes:
-        definitions: the tools for the chat template; each has a type.
-        schemas: JSON schemas of the parameters, by name.
+        definitions: the tools in the form that chat templates need; each tool has a type.
+        schemas: for each tool's name, the JSON schema of its parameters.
         strict: names of tools whose arguments must match their schemas.
         named: whether the request names exactly one tool, which must be called.
         is_parallel: whether the answer may have several calls.

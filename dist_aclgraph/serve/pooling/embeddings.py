@@ -63,7 +63,8 @@ def _reply(
 ) -> Response:
     states = [piece.embedding for piece in pieces]
     found = embeddings_of(states, dimensions=body.dimensions, normalizes=state.task.normalizes)
-    is_base64 = body.encoding_format == "base64"  # the encoder writes bytes as base64
+    # bytes, because the JSON encoder writes bytes as base64
+    is_base64 = body.encoding_format == "base64"
     values = [row.astype("<f4").tobytes() for row in found] if is_base64 else found.tolist()
     return json_response(
         {

@@ -17,8 +17,8 @@ from dist_aclgraph.serve.openai.reply import gather
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Chance, Journal
 
-# Maximum number of prompts of one request that run or wait on engines at the same time. Other
-# requests need slots, too.
+# Maximum number of prompts of one request that run or wait on engines at the same time, so that
+# slots remain for other requests.
 PORTION = 64
 
 

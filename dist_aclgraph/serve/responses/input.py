@@ -21,7 +21,7 @@ REASONING_TYPES = ("reasoning_text", "summary_text", "text")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant")
-ENCODED = "text:"  # the beginning of our values of ``encrypted_content``
+ENCODED = "text:"  # our values of ``encrypted_content`` begin with this text
 _NOTHING = (b"", b"null", b"[]")
 # The keys are the names by which the model knows the functions. The values are the namespace and
 # the name of the function.
@@ -96,7 +96,9 @@ def read_input(raw: Raw, instructions: str | None) -> list[dict[str, Any]]:
 
 @dataclass
 class _Conversation:
-    """Combines the reasoning, text and calls of a turn in one message of the assistant."""
+    """Builds messages. The reasoning, text and calls of a turn become one message of
+    the assistant.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     _reasoning: str = ""

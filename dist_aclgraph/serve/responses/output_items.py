@@ -28,8 +28,9 @@ class OutputItems:
         items: the items that are complete.
 
     Args:
-        name: the name of the answer, from which ids are made.
-        namespaces: namespaces and names of functions, by the model's names of the functions.
+        name: the name of the answer, from which the items' ids are made.
+        namespaces: maps the name by which the model calls a function to the function's namespace
+            and name.
         encodes_reasoning: whether items of reasoning have their text in ``encrypted_content``, too.
     """
 

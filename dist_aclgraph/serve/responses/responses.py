@@ -27,7 +27,8 @@ from dist_aclgraph.serve.responses.types import ResponsesRequest
 from dist_aclgraph.serve.resume.journal import Chance
 
 Json = dict[str, Any]
-# A comment, which clients ignore. Sent while the generation continues without visible output.
+# A comment of the stream, which clients ignore. It is sent while the generation continues without
+# visible output.
 NOTHING_YET = b": \n\n"
 
 
@@ -82,7 +83,7 @@ class _ResponseReply(Shape):
         self._wants_logprobs = body.wants_logprobs
         self._common = _common(state, body, asked, chance)
         self._items = items
-        self._logprobs: list[Json] = []  # log-probabilities of tokens whose text is not shown yet
+        self._logprobs: list[Json] = []  # log-probabilities of tokens whose text is held back
         self._num_frames = 0
         self._status = "in_progress"
 

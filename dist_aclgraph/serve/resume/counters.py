@@ -19,9 +19,9 @@ class Counters(NamedTuple):
     """The kernel's counts of a connection. Only the difference of two counts has a meaning.
 
     Attributes:
-        num_read: bytes that were read from the connection. The kernel can count the end of the
-            connection (FIN) as one byte.
-        num_sent: bytes that this process has passed to the kernel for sending.
+        num_read: number of bytes that were read from the connection. The kernel can count the end
+            of the connection (FIN) as one byte.
+        num_sent: number of bytes that were passed to the kernel for sending.
         is_open: whether both sides of the connection are open.
     """
 
@@ -31,7 +31,7 @@ class Counters(NamedTuple):
 
 
 def read_counters(connection: int) -> Counters:
-    """Return the counters of a descriptor, all at one moment.
+    """Return the counters of a connection. All counters are from the same moment.
 
     Raises:
         OSError: the descriptor is not a TCP connection.
@@ -57,7 +57,7 @@ def read_counters(connection: int) -> Counters:
 
 
 def hang_up(connection: int) -> None:
-    """End a connection for its client, even if another process holds a descriptor."""
+    """End a connection, even if another process has a descriptor of the connection."""
     own = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, connection)
     try:
         own.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,5 @@
-"""Two processes hold each connection and its journal, so that both outlive the ingress.
+"""Two processes have descriptors of each connection and its journal, so that connection and journal
+outlive the ingress.
 
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. The serving process
 (``HolderLink``) sends the supervisor two descriptors for each connection: one of the connection,
@@ -60,8 +61,8 @@ class HolderLink:
     """The side of the link in the process that answers requests; for one thread.
 
     Attributes:
-        left: connections that the previous process has left, by number.
-        max_held: maximum number of connections that may be held at once.
+        left: the open connections of the previous process, by number.
+        max_held: maximum number of connections that the supervisor may hold at the same time.
     """
 
     link: socket.socket | None = None
@@ -75,7 +76,7 @@ class HolderLink:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more connection may be held."""
+        """Whether the supervisor may hold one more connection."""
         return self.link is not None and self._num_held < self.max_held
 
     def begin(self, connection: int, journal: int) -> int | None:

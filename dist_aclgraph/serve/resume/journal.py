@@ -24,7 +24,7 @@ RESUMED = "dist_aclgraph.resumed"  # extension of a request that another process
 
 
 class Chance(msgspec.Struct, frozen=True):
-    """The random parts of an answer, which are drawn once."""
+    """The random values of an answer, which are drawn when the request is accepted."""
 
     name: str  # name of the reply, without its prefix
     created_s: int
@@ -49,7 +49,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     """The first record of a request: the request has been accepted.
 
     Attributes:
-        num_sent: bytes that were sent over the connection before this response.
+        num_sent: number of bytes that were sent over the connection before this response.
     """
 
     num_sent: int
@@ -105,8 +105,8 @@ class Journal:
     Args:
         entries: records that a previous process has written.
         is_resumed: whether a previous process has accepted the request.
-        memory: where entries are written; if None, nothing is stored.
-        on_end: called once, after the last write.
+        memory: the memory to which entries are written. If None, nothing is stored.
+        on_end: a function that is called once, after the last write.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Journal:
         self._memory = memory
         self._on_end = on_end
         self._budget: JournalBudget | None = None
-        self._num_bytes = 0  # number of bytes that the budget counts for this journal
+        self._num_bytes = 0  # this number of bytes is counted in the budget
 
     def count_in(self, budget: JournalBudget) -> None:
         """Count the journal's memory in a budget until the journal ends.

@@ -30,7 +30,7 @@ REQUEST_BYTES = RECORD_BYTES = 8 << 20
 REQUEST_AT = mmap.PAGESIZE
 RECORDS_AT = REQUEST_AT + REQUEST_BYTES
 SIZE = RECORDS_AT + RECORD_BYTES
-STAYING_BYTES = 16 << 10  # memory beyond this size is freed when a journal is cleared
+STAYING_BYTES = 16 << 10  # when a journal is cleared, only this much memory stays allocated
 _LENGTH = struct.Struct("=I")
 _WORD = struct.Struct("=Q")
 _VOID, _NEW = 0, 3
@@ -51,7 +51,7 @@ class JournalMemory:
         num_read: bytes read from the connection until the journal was cleared.
         num_sent: bytes sent over the connection until the journal was cleared.
         is_void: whether bytes that were read or sent are missing in the journal.
-        is_new: whether ``begin`` must be called, because the counts are not known yet.
+        is_new: whether ``begin`` was not called yet, so that the counts are unknown.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -187,7 +187,7 @@ class JournalMemory:
         self._records_end = self._words[at + _RECORDS_END]
 
     def _give_back(self) -> None:
-        """Give memory back to the system; later reads return zeros."""
+        """Return memory to the system. If it is read later, it contains zeros."""
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE, REQUEST_AT, SIZE - REQUEST_AT)
 

@@ -27,7 +27,7 @@ _scratch = memoryview(bytearray(READ_BYTES))
 
 
 class ResumedRequest(NamedTuple):
-    """A previous process's work for a request.
+    """The state of a request that a previous process has begun to answer.
 
     Attributes:
         journal: journal of the answer; None if the request was not accepted.
@@ -50,8 +50,8 @@ class ConnectionRecord:
 
     Attributes:
         is_spent: whether a request in the journal has been answered.
-        num_omitted: bytes of the answer that this process must not send, because a previous process
-            has sent them.
+        num_omitted: number of the answer's next bytes that this process must not send, because a
+            previous process has sent them.
     """
 
     def __init__(self, link: HolderLink | None) -> None:
@@ -61,7 +61,7 @@ class ConnectionRecord:
         self._descriptor = -1
         self._number = 0  # the number that the holder gave to the connection
         self._memory: JournalMemory | None = None
-        # memory for the journal, and its descriptor, until the connection is held
+        # the journal's memory and its descriptor, until the supervisor holds the connection
         self._prepared: tuple[JournalMemory, int] | None = None
         self._num_read = self._num_sent = 0
         self._journal: Journal | None = None  # journal of the request that is being answered
@@ -184,7 +184,9 @@ class ConnectionRecord:
         return self._memory.request(begin, begin + num_bytes)
 
     def all_read(self) -> bytes:
-        """Return all bytes of the request, read by this process and the previous one."""
+        """Return all bytes of the request, including the bytes that the previous
+        process has read.
+        """
         return b"" if self._memory is None else self._memory.request(0, self._num_request)
 
     def take_unsent(self, data: bytes) -> bytes:
@@ -248,7 +250,7 @@ class ConnectionRecord:
         self, chance: Chance, entries: tuple[Entry, ...] = (), *, is_resumed: bool = False
     ) -> Journal:
         def end() -> None:
-            if self._journal is journal:  # the journal's answer is not complete
+            if self._journal is journal:  # the journal was ended before the answer was complete
                 self._journal = None
                 self.void()
 
