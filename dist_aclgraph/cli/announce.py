@@ -81,7 +81,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     body = json.dumps({"model": config.name, **fields})
     others = [_url(config, index) for index in range(1, config.serve.replicas)]
     console.print(f"Ready at {', '.join(f'{each}/v1' for each in (url, *others))} -- try:")
-    # Not printed by rich, because rich would wrap this line, which users copy.
+    # Users copy this line, so it is not printed by rich, which would wrap it.
     print(
         f"curl -s {_curl_options(config)}{url}{path} "
         f"-H 'Content-Type: application/json' -d '{body}'"
@@ -92,7 +92,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
 def _is_in_float16(config: Config) -> bool:
     try:
         return read_model_config(config.model, config.model_overrides).dtype == "float16"
-    except DistAclGraphError:  # a wrong value is no reason to end a deployment that serves
+    except DistAclGraphError:  # a wrong value must not end a deployment that serves already
         return False
 
 
@@ -113,7 +113,8 @@ def _curl_options(config: Config) -> str:
     if api_key() is not None:
         options += f'-H "Authorization: Bearer ${API_KEY_VARIABLE}" '
     elif config.serve.api_keys_file is not None:
-        # Awk prints the first word of the line, the key. A name and limits can follow it.
+        # Awk prints the key, which is the first word of the line. The key's name and limits can
+        # follow.
         found = f"awk '/^[^# ]/ {{print $1; exit}}' {shlex.quote(config.serve.api_keys_file)}"
         options += f'-H "Authorization: Bearer $({found})" '
     return options

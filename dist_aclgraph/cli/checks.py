@@ -30,7 +30,8 @@ def check_deployment(config: Config) -> Config:
         check_weight_files(config.model)
     read_task(config)
     if config.device.kind == "auto":
-        Planner.from_config(config)  # the memory of the cluster's devices is unknown here
+        # checks only the shapes, because the memory of the cluster's devices is unknown here
+        Planner.from_config(config)
     else:
         plan_report(config)
     return config

@@ -1,4 +1,4 @@
-"""Ends a command with a sentence on stderr and an exit code."""
+"""Prints the sentence with which a command ends, and chooses the exit code."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ COLUMNS = ("rank", "host", "process", "epoch", "step", "graph", "requests", "tok
 
 
 def read_groups(folder: Path) -> dict[int, list[Recording]]:
-    """Return the recordings by number of the group, and then by rank.
+    """Return the recordings of each group, by the group's number. A group's recordings are in rank
+    order.
 
     Args:
         folder: a folder of logs, or the folder of recorded steps in it.
@@ -46,7 +47,8 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
 
 
 def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
-    """Return the recordings of the last deployment that had a group of this number, by rank.
+    """Return the recordings of the last deployment that had a group with this number, in rank
+    order.
 
     Several deployments may have used the folder, and each of them counts its groups from 0. The
     ranks of a later deployment begin to record after the last record of an earlier deployment.

@@ -37,8 +37,8 @@ def serve_http(
 
     Args:
         life: read end of a pipe without data. The pipe is closed when the service is over.
-        beat: called every second or two, from the event loop. Its argument is whether the API is
-            open; until then, the process only listens.
+        beat: a function that the event loop calls every second or two. Its argument is whether the
+            API is open; before, the process only listens.
         link: link to the process that keeps connections open, also those of the previous ingress;
             None if no connection outlives this process.
         replica: index of this ingress among the ingresses of the service.
@@ -63,7 +63,9 @@ def serve_http(
 
 
 def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
-    """Return where clients reach the engines; None if the service ends before the engines serve."""
+    """Wait until engines serve, and return where clients reach them; None if the service ends
+    before.
+    """
     while not _is_over(life, POLL_S):
         admission = owner.admission(is_open=False)
         if admission is not None and admission.end:

@@ -52,7 +52,8 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
-MAX_WORDS = 4  # if an option renames more values, the page shows only the option's note
+# if we name more of an option's values differently, the page shows only the option's note
+MAX_WORDS = 4
 
 
 def _options() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,6 @@
-"""Stores the report of the last start, because ``doctor`` shows facts that only a start finds."""
+"""Stores the report of the last start for ``doctor``, which shows facts that only a start can find
+out.
+"""
 
 from __future__ import annotations
 

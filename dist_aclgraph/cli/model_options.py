@@ -98,8 +98,8 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
 
 
 def _option_of(dashed: str) -> tuple[str, bool]:
-    """Return the name of the option that an argument begins with, and whether the argument turns
-    the option on; the name is empty if the table does not have the option.
+    """Return the name of the option that an argument sets, and whether the argument turns it on.
+    The name is empty if no such option is in the table.
     """
     name = dashed.lstrip("-").replace("-", "_")
     is_long = dashed.startswith("--")
@@ -112,7 +112,7 @@ def _option_of(dashed: str) -> tuple[str, bool]:
 
 
 def _set_part(mapping: dict[str, Any], names: Sequence[str], value: str) -> None:
-    """Set a part of nested mappings to a value, which is JSON or a text."""
+    """Set an item of nested mappings. The value is JSON or a text."""
     *outer, last = names
     for name in outer:
         mapping = mapping.setdefault(name, {})
@@ -147,7 +147,7 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
     """Add vLLM's options to a command, which gets the options' values as its argument ``options``.
 
     Args:
-        serves: whether to add also the options of an HTTP service.
+        serves: whether the options of an HTTP service are added, too.
     """
     names = [name for name in (*OPTIONS, *SAME) if serves or name not in OF_SERVICE]
 
@@ -203,7 +203,7 @@ def load_local_model(
     """Load a configuration; if its model is not on this machine, load the model from its hub.
 
     Args:
-        weights: whether the command reads weights.
+        weights: whether the command reads weights, so that they must be on this machine.
     """
     from dist_aclgraph.hub import with_local_model
 
@@ -211,7 +211,8 @@ def load_local_model(
 
 
 def show_and_save(config: Config, source: str, is_changed: bool, save: Path | None) -> None:
-    """Print the configuration, unless a file has it unchanged; write it to ``save``, if given.
+    """Print the configuration, unless it is the unchanged content of a file. Write it to the file
+    ``save``, if given.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -230,7 +231,9 @@ def show_and_save(config: Config, source: str, is_changed: bool, save: Path | No
 
 
 def _parameter(name: str, option: Option | None) -> inspect.Parameter:
-    """Return a command's parameter for an option; an option of ``SAME`` is hidden."""
+    """Return a command's parameter for an option. If ``option`` is None, ``name`` is in ``SAME``,
+    and the parameter is hidden.
+    """
     is_hidden = option is None
     option = option or Option(SAME[name], str)
     dashed = _dashed(name)

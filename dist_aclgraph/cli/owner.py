@@ -109,7 +109,7 @@ def own_deployment(
 
 
 def _say(console: Console, text: str) -> None:
-    """Print a line of an orderly end. The terminal may be closed already."""
+    """Print a line about the end of the service, even if the terminal may be closed already."""
     with suppress(OSError):
         console.print(text)
 
@@ -135,7 +135,7 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # interrupts a running call to Ray
+                raise KeyboardInterrupt  # because only this interrupts a running call to Ray
 
             signals.on_first = stop
             if signals.received:
@@ -215,7 +215,7 @@ class _IngressAnswers:
     """The answers to the ingress. The main thread sets the answers; threads of the link read them.
 
     Args:
-        restarts: budget for restarts of owners; None without a supervisor.
+        restarts: the supervisor's budget for restarts of owners; None without a supervisor.
 
     Attributes:
         running: the deployment; None before the deployment serves, and while it is being stopped.

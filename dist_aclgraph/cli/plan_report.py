@@ -28,7 +28,7 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
-# Lengths of requests, in tokens. For each length, the report has the number of requests that fit.
+# For each of these lengths of requests, in tokens, the report says how many requests fit.
 REQUEST_TOKENS = (1024, 4096, 16384, 65536)
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
@@ -221,8 +221,8 @@ def _num_nodes(layout: ParallelLayout, tp: int, node_npus: int) -> int:
 
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
-    """Return how tokens are sent to experts on other ranks, by batch size; empty if no tokens are
-    sent.
+    """For each range of batch sizes, return how tokens are sent to experts on other ranks; empty if
+    no tokens are sent.
     """
     operators = rule.mc2.operators if rule.mc2 is not None else None
     return [
@@ -239,7 +239,9 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
-    """Return the use of the smallest NPU's memory. The sum of parts and free bytes is the total."""
+    """Return how the memory of the NPU with the least memory is used. The parts and the free bytes
+    add up to all bytes.
+    """
     memory, spec = deployment.memory, deployment.planner.cache_spec
     graphs = deployment.graph_bytes(pool)
     parts = [
@@ -352,7 +354,8 @@ def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
 def _chosen_entry(
     family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
 ) -> dict[str, Any]:
-    """Return the chosen buckets, and the padding of the traffic with three sets of buckets.
+    """Return a family's chosen buckets. Also return how much padding the traffic needs with three
+    sets of buckets.
 
     The sets are: the chosen buckets, all sizes, and evenly spaced sizes.
     """
@@ -393,7 +396,7 @@ class _Costs:
             "num_buckets": plan.num_graphs,
             "prices": {e.term: e.predicted for e in ledger.entries if e.unit == "streams"},
             "planned_streams": streams,
-            # None means that no bytes were predicted.
+            # None if no bytes were predicted.
             "pool_bytes": pool_bytes(plan, offer, model) or None,
             "left_streams": offer.usable - streams,
         }

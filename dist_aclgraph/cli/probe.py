@@ -46,7 +46,7 @@ def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
 
 
 def _continued(new: Report, path: Path) -> Report:
-    """Return the report that is stored at ``path``, to which the questions of a level are added."""
+    """Return the report that is stored at ``path``, with the level of the new report."""
     report = read_report(path)
     before, now = (
         {"dist-aclgraph": r.version, "device.kind": r.kind, **r.machine} for r in (report, new)

@@ -92,7 +92,7 @@ class StartProgress:
 
 
 def _counted(report: Report) -> str:
-    """Return the progress within a state, in the unit of the state, such as graphs."""
+    """Return the progress within a state as a text such as ``3/9``, or in GiB."""
     if not report.total:
         return ""
     if report.detail == BYTES:

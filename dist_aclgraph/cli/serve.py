@@ -35,7 +35,8 @@ from dist_aclgraph.serve.http.open_files import allow_connections
 from dist_aclgraph.serve.resume.holder import HolderLink
 
 log = logging.getLogger(__name__)
-SILENT_S = 30.0  # must be longer than the owner's time limit for its controller's answer
+# after this silence, an owner is killed; longer than the owner waits for its controller's answer
+SILENT_S = 30.0
 END_S = 180.0  # seconds that the deployment may take to stop after draining
 
 
@@ -48,12 +49,13 @@ def serve(config: Config, start: Start | None = None) -> None:
 
 
 def serve_in_processes(config: Config, start: Start | None = None) -> None:
-    """Serve until a signal, with an owner and its ingresses. A process that dies is replaced.
+    """Serve until a signal, with an owner process and ingress processes. A process that dies is
+    replaced.
 
     Call this before the process has a second thread.
 
     Args:
-        start: starts a deployment; None starts a deployment on Ray.
+        start: a function that starts a deployment; None starts a deployment on Ray.
 
     Raises:
         ConfigError, DeviceError, ModelError: see ``open_service``.
@@ -127,7 +129,7 @@ def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
-    """Serve until a signal, with owner and ingress in this process.
+    """Serve until a signal. This process is both the owner and the ingress.
 
     The death of this process ends the service.
 

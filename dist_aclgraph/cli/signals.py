@@ -19,7 +19,8 @@ class Signals:
 
     Attributes:
         received: number of the first signal; 0 until a signal arrives.
-        on_first: called by the handler of the first signal, in the main thread; may raise an error.
+        on_first: a function that the handler of the first signal calls in the main thread. It may
+            raise an error.
     """
 
     def __init__(self) -> None:

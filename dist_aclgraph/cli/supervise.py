@@ -36,7 +36,7 @@ OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
 CRASHED = 70  # exit code after an unforeseen error; EX_SOFTWARE of sysexits.h
 AGAIN = 75  # exit code of an owner that must be replaced; EX_TEMPFAIL of sysexits.h
-OF_SIGNALS = 128  # exit code 128 + N: signal N has ended the process
+OF_SIGNALS = 128  # the exit code 128 + N means that signal N has ended the process
 END_S = 30.0  # after the end of the service, an ingress must end within this time
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
 START_END_S = 10.0  # after a signal, an owner that never served must end within this time
@@ -52,7 +52,7 @@ class _Ingress:
     """One ingress: its process, and the objects that its next process will use, too.
 
     Attributes:
-        pid: 0 while no process runs.
+        pid: process id of the ingress; 0 while no process runs.
         due_s: time of the next start; inf means never.
     """
 
@@ -69,20 +69,22 @@ class Supervisor:
     """Owns the processes of a service.
 
     Args:
-        own: runs the owner, until a signal. The owner sends heartbeats while it starts and serves.
-        serve_http: for each ingress, a function that runs it. The arguments are: the read end of a
-            pipe, which is closed when the ingress must end; a function that the ingress's event
-            loop calls every second; and a link, with which the next ingress continues the
+        own: a function that runs the owner until a signal. The owner sends heartbeats while it
+            starts and serves.
+        serve_http: for each ingress, a function that runs the ingress. The arguments are: the read
+            end of a pipe, which is closed when the ingress must end; a function that the ingress's
+            event loop calls every second; and a link, by which the next ingress can continue the
             connections.
         restarts: budget for restarts of the owner, and of an ingress that has not served. An
             ingress that has served is always replaced, unless the budget allows no restart at all.
             The budget's pauses apply only to the owner.
         silent_s: a process that sends no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
-        end_started: kills those processes of a dead owner that are no descendants of the
-            supervisor.
-        on_fork: called first in each new process.
-        make_backoff: returns the pauses between starts of one ingress that ends soon.
+        end_started: a function that kills the processes that a dead owner has started, if they are
+            not descendants of the supervisor.
+        on_fork: a function that each new process calls first.
+        make_backoff: a function that returns the pauses before restarts of an ingress that ends
+            soon after its start.
     """
 
     def __init__(
@@ -109,14 +111,14 @@ class Supervisor:
         ]
         # Owners also hold the write end, so the pipe closes after supervisor and owner have ended.
         self._life, self._life_end = os.pipe()
-        self._pid = self._owner = 0  # process ids
+        self._pid = self._owner = 0  # process ids of the supervisor and of the owner
         self._owner_due_s = 0.0  # time of the next start; inf means never
         # Children that this process had before it became the supervisor, for example if a shell
         # replaced itself by this program (exec).
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
         self._is_stopping = False
-        self._end_by_s = math.inf  # deadline of an owner that has received a signal
+        self._end_by_s = math.inf  # time by which an owner that has received a signal must end
         self._failure = 0  # exit code of an ingress that has failed without a signal
 
     def run(self) -> int:
@@ -275,8 +277,8 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str, *, is_counted: bool = True) -> bool:
-        """Take one restart from the budget, and print a message; return whether a restart was
-        allowed.
+        """Count one restart in the budget, and print a message. Return whether the budget allows
+        this restart.
 
         Args:
             is_counted: if false, the restart is allowed whenever the budget allows any restart.
@@ -293,7 +295,7 @@ class Supervisor:
         return False
 
     def _end_ingresses(self) -> None:
-        """Wait some time for the ends of the ingresses, which know that the service is over; then
+        """Wait ``END_S`` for the end of the ingresses, which know that the service is over. Then
         kill the ingresses that still run.
         """
         until_s = time.monotonic() + END_S
@@ -412,7 +414,7 @@ def _name_of(number: int) -> str:
 
 
 def _code_of(error: BaseException) -> int:
-    """Print an error that ends a process, and return the process's exit code."""
+    """Print the error that ends this process, and return the process's exit code."""
     if not isinstance(error, SystemExit):
         event(logger, "process_failed", logging.ERROR, cause=f"{type(error).__name__}: {error}")
     match error:

@@ -26,7 +26,7 @@ from dist_aclgraph.topology import WorldRank
 
 # Number of steps between two captures, so that no token waits for more than one capture.
 STEPS_BETWEEN = 16
-MAX_FAILURES = 100  # maximum length of ``failures``; every retry of a failed shape adds a message
+MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds one
 PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
 
 
@@ -35,8 +35,9 @@ class ChannelRanks:
     """The ranks of a serving group; commands reach them over the group's step channel.
 
     Attributes:
-        epoch: returns the group's current epoch.
-        pool_bytes: bytes that all graphs of a rank use together; the maximum over the ranks.
+        epoch: a function that returns the group's current epoch.
+        pool_bytes: number of bytes that all graphs of a rank use together. The maximum of all
+            ranks.
     """
 
     channel: StepSender
@@ -100,7 +101,7 @@ class GraphChanges:
         """Return whether the next step should wait for a change.
 
         Args:
-            is_idle: whether there is no request, so that no client waits.
+            is_idle: whether the group has no request, so that no client waits for the change.
             is_quiet: whether no request is about to start.
         """
         lazy = self.dispatcher.lazy
@@ -157,7 +158,7 @@ class GraphChanges:
             lazy.leave(victim)
 
     def _capture(self, graph: BatchDescriptor) -> CaptureFailure | None:
-        if graph in self.dispatcher.graphs:  # ``graph`` was lazy until now
+        if graph in self.dispatcher.graphs:  # ``graph`` already exists as a lazy graph
             return None
         self._last_step = self.dispatcher.step
         outcome = self.transaction.capture(graph)

@@ -110,7 +110,9 @@ class GraphTransaction:
         graph: BatchDescriptor | None = None,
         plan: GraphPlan | None = None,
     ) -> list[GraphAnswer]:
-        """Let every rank do an action that needs no resources; a failure raises WorkerError."""
+        """Let every rank do an action that needs no resources. If a rank fails, raise
+        WorkerError.
+        """
         answers = self.ranks.carry_out(action, self.vote_s, graph, plan)
         for rank, answer in zip(self.ranks.ranks, answers, strict=True):
             if answer.failure is not None:

@@ -31,7 +31,7 @@ class CaptureRecord:
     """The result of capturing a plan.
 
     Attributes:
-        costs: cost of each graph; the maximum over the ranks.
+        costs: each graph's highest cost on any rank.
         rollbacks: messages about captures that were undone.
     """
 
@@ -40,7 +40,8 @@ class CaptureRecord:
     rollbacks: list[str] = field(default_factory=list)
 
 
-# Arguments: the record so far, and the graph that is captured next (None at the end).
+# A function that is called before each capture and at the end. Its arguments are the record so far,
+# and the graph that is captured next (None at the end).
 OnCapture = Callable[[CaptureRecord, BatchDescriptor | None], None]
 
 
@@ -50,7 +51,7 @@ def capture_plan(
     """Capture all graphs of ``plan``; if a capture fails, the plan shrinks.
 
     Args:
-        ledgers: the ledger of each rank, in which the cost of each graph is entered.
+        ledgers: the ledgers of all ranks. Each captured graph's cost is written to them.
 
     Raises:
         CaptureError: no graph can be captured; the message names rank, graph and remedy.
@@ -75,7 +76,8 @@ def capture_plan(
 def agree(
     records: Sequence[CaptureRecord], capture_again: Callable[[int, GraphPlan], CaptureRecord]
 ) -> None:
-    """Give all groups the same plan; a group releases graphs that another group does not have.
+    """Make all groups use the same plan. A group releases the graphs that another group does not
+    have.
 
     If a group cannot capture the common plan, the plans of all groups are compared again. The
     comparisons end, because the plan shrinks each time.
@@ -118,8 +120,8 @@ def probe_graphs(
 def cost_of(graph: BatchDescriptor, costs: list[CaptureCost]) -> CaptureCost:
     """Return the highest cost of a graph on any rank; warn if the graph has AI CPU operators.
 
-    It is enough to look at one rank's operators, because all ranks have recorded the same
-    operators, on chips of one kind.
+    Only one rank's operators are checked, because all ranks have recorded the same operators, and
+    have the same kind of chip.
     """
     most = CaptureCost(
         streams=max(cost.streams for cost in costs),

@@ -20,11 +20,11 @@ class KnownEngine:
         name: name of the engine's group.
         is_draining: whether the engine accepts no new requests.
         added_s: when the client learned of the engine, on a monotonic clock.
-        is_proven: whether the engine has run a step on the present link.
+        is_proven: whether the engine has run a step since this link was opened.
         prefill_from: a prefill group computes a prompt for another group if the prompt has at least
             this number of uncached tokens; 0 for the other groups.
         is_listed: whether the deployment's last group list contains the engine.
-        names: for each request number on this engine, the request's id.
+        names: maps the number of each request on this engine to the request's id.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Capacity:
     Attributes:
         serving: number of groups that accept requests.
         draining: number of groups that only finish their running requests.
-        lost: the reason why a group is dead, by the group's name.
-        prefill: number of prefill groups that serve; None if the client knows no prefill group, not
-            even a lost one.
+        lost: maps the name of each dead group to the reason of its death.
+        prefill: number of prefill groups that serve. None if the client knows no prefill groups at
+            all; lost groups count as known.
     """
 
     serving: int

@@ -71,7 +71,8 @@ class OpenQueries:
         """Return the answers that arrive before the timeout; the keys are the names of the groups.
 
         Args:
-            problem: the error text if no engine was asked, or if all asked engines were removed.
+            problem: the error's text if no engine was queried, or if all queried engines were
+                removed.
 
         Raises:
             EngineDeadError: no engine has answered.

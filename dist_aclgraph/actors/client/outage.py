@@ -27,7 +27,7 @@ class Outlook:
     """The controller's answer about its deployment.
 
     Attributes:
-        failure: why no group will accept requests again; "" if a group can accept requests again.
+        failure: why no group will ever accept requests again; "" as long as a group might.
         progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
         token: connection token of the deployment; "" if the token is unchanged.
         node_id: the id of the client's node in this deployment's Ray; "" if the id is unchanged.
@@ -48,7 +48,8 @@ class Recovery:
     """How a client waits for a group.
 
     Attributes:
-        ask: returns an outlook; can take long. If it raises an error, all waiting requests fail.
+        ask: a function that returns an outlook, possibly after a long time. If it raises an error,
+            all waiting requests fail.
         wait_s: how long a request waits for a group.
     """
 
@@ -68,7 +69,7 @@ class Outage:
     The client's lock guards this object. All times are from one monotonic clock.
 
     Args:
-        recovery: None if requests do not wait for a group.
+        recovery: how requests wait for a group; None if they do not wait.
     """
 
     def __init__(self, recovery: Recovery | None) -> None:
@@ -129,8 +130,8 @@ class Outage:
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests, sorted by number of output tokens (descending), then by
-        age.
+        """Remove and return all requests. Requests with more output tokens come first; among
+        requests with equally many output tokens, older requests come first.
         """
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
@@ -153,7 +154,7 @@ class Outage:
 
 
 class OutlookPoller:
-    """Requests the controller's outlook on a private thread, while the client needs the outlook."""
+    """Owns a thread that requests the controller's outlook as long as the client needs outlooks."""
 
     def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask
@@ -171,7 +172,7 @@ class OutlookPoller:
             self._wanted.clear()
 
     def take_answer(self) -> Outlook | None:
-        """Return the controller's last response if no earlier call returned it, else None."""
+        """Return the controller's last outlook; None if an earlier call has returned it."""
         answer, self._answer = self._answer, None
         return answer
 

@@ -32,7 +32,8 @@ STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
 
-Over = tuple[OpenRequest, DistAclGraphError]  # a request that ends, and the reason
+# a request that must end, and the error for its client
+Over = tuple[OpenRequest, DistAclGraphError]
 
 
 class RequestTable:
@@ -66,7 +67,8 @@ class RequestTable:
         # The keys are request ids. The values are the engine, and the request's number there.
         self._owner: dict[str, tuple[KnownEngine, int]] = {}
         self._trials = Trials()
-        self._handed_over: list[OpenRequest] = []  # requests that continue on another engine
+        # requests whose prompt was computed, and which must continue on another engine
+        self._handed_over: list[OpenRequest] = []
 
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in place for place in (self._owner, self.outage, self._trials))
@@ -103,7 +105,7 @@ class RequestTable:
         self.router.remove(engine.url)
 
     def taking(self) -> list[str]:
-        """Return the URLs of the engines that accept requests.
+        """Return the URLs of the engines to which requests can be sent.
 
         An engine that has not answered yet is used only if no engine has answered.
         """
@@ -158,7 +160,8 @@ class RequestTable:
                 self.forget(delta.request_id)
                 request.source = engine.name
                 self._handed_over.append(request)
-                if delta.token_ids:  # empty if an earlier delta had the token
+                # a last delta has no tokens if an earlier delta had the last token
+                if delta.token_ids:
                     told.append((request.on_delta, replace_fields(delta, finish_reason=None)))
                 continue
             if self._trials.is_turn and not request.is_suspect:
@@ -218,7 +221,7 @@ class RequestTable:
         """Let waiting requests run if an engine accepts requests; return the requests that end.
 
         Args:
-            outlook: the controller's answer since the last call; None without an answer.
+            outlook: the controller's new outlook; None if it has sent none since the last call.
         """
         over: list[Over] = []
         is_served = bool(self.taking())
@@ -277,7 +280,9 @@ class RequestTable:
     def _resume(
         self, request: OpenRequest, engine: KnownEngine, now_s: float, *, is_proof: bool
     ) -> bool:
-        """Continue a request of a lost engine; return whether that is possible."""
+        """Continue a request of a lost engine on another engine, or let it wait; return False if
+        neither is possible.
+        """
         if request.is_probe:
             return False
         request.is_resumed = True

@@ -38,13 +38,15 @@ class OpenRequest:
             (``has_run``).
         num_deltas: how many times the request's present engine has sent tokens of this request.
         first_death_s: time of the first death that ``num_deaths`` counts.
-        is_cause: whether the request counts as the cause of the deaths; then it is not resumed.
+        is_cause: whether the client considers the request the cause of the deaths, and does not
+            resume it.
         is_resumed: whether the request has lost an engine, or the link to an engine.
         hands_over: whether the present engine only computes the prompt and the first token.
         source: name of the group that has computed the prompt for another group; "" if the prompt
             was not handed over.
-        role: what a router has chosen; see ``TransferRole``. If the engine of a "prefill" request
-            is lost after the last token, another engine generates one superfluous token.
+        role: the role that an external router has chosen; see ``TransferRole``. If the engine of a
+            "prefill" request is lost after the last token, another engine generates one superfluous
+            token.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
 
@@ -112,7 +114,7 @@ class OpenRequest:
         """Record that this request's engine died.
 
         Args:
-            now_s: the time, on a monotonic clock.
+            now_s: the present time on a monotonic clock.
             is_proof: whether this death proves that a suspect is the cause. It is a proof if the
                 engine had started after ``first_death_s``, had run another request before, and ran
                 no other suspect.
@@ -136,7 +138,7 @@ class OpenRequest:
 
     @classmethod
     def probe(cls, request_id: str) -> OpenRequest:
-        """Return a request for one token, which tests an engine; the token is not used."""
+        """Return a request that tests an engine: it generates one token, which is not used."""
         sampling = row_sampling(
             SamplingParams(max_tokens=1), seed=0, num_prompt_tokens=1, end_ids=()
         )

@@ -24,7 +24,7 @@ class Trials:
     """Owns the requests that wait for their turn. The client's lock guards this object."""
 
     def __init__(self) -> None:
-        # A request, and the time when its wait ends.
+        # Each item is a request, and the time at which its wait ends.
         self._waiting: dict[str, tuple[OpenRequest, float]] = {}
         self._running: set[str] = set()
 
@@ -64,7 +64,8 @@ class Trials:
         engines, one request in each turn; then all requests that lost no engine.
 
         Args:
-            has_engine: returns whether an engine exists on which the given request may run.
+            has_engine: a function that returns whether there is an engine on which a given request
+                may run.
         """
         if self._running:
             return []
@@ -87,7 +88,8 @@ class Trials:
         """Remove and return the requests that wait for their turn.
 
         Args:
-            now_s: if not None, only requests whose wait has ended are returned.
+            now_s: the present time: only requests whose wait has ended by then are returned. None
+                returns all requests.
         """
         taken = [r for r, until_s in self._waiting.values() if now_s is None or until_s <= now_s]
         for request in taken:

@@ -12,7 +12,9 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 def choose_starter(config: Config) -> ProcessStarter:
-    """Return a fork server if processes for emulated NPUs outnumber cores; else Ray's starter."""
+    """Return a fork server if there are more processes for emulated NPUs than cores; else Ray's
+    starter.
+    """
     layout = ParallelLayout.from_config(config.parallel)
     num_processes = layout.world_size + len(layout.lockstep_groups)
     num_cores = len(os.sched_getaffinity(0))

@@ -77,13 +77,13 @@ class ConnectedRay:
     The death of a daemon is noticed at once. A daemon that hangs is noticed after ``silent_s``.
 
     Args:
-        silent_s: time limit in seconds; if Ray's control store is silent for longer, it counts as
-            dead. ``math.inf`` if a silent control store never counts as dead.
+        silent_s: time in seconds after which a silent control store of Ray counts as dead; with
+            ``math.inf``, it never counts as dead.
         daemons: names of Ray's daemons on this machine, by process id.
         clock: monotonic, in seconds.
 
     Attributes:
-        death: a sentence that says what is wrong with Ray; "" if nothing is wrong.
+        death: a sentence that says why Ray counts as dead; "" while Ray works.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ConnectedRay:
         self.death = ""
         self._daemons = daemons
         self._stopped = threading.Event()
-        # After a check without an answer, the next check follows about a second later.
+        # If Ray does not answer a check, the next check begins about a second later.
         self._silence = Silence(silent_s, clock, every_s=ASK_S + RETRY_S)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
 
@@ -252,7 +252,7 @@ def joined(
     If the silence lasts too long, the raylet exits.
 
     Args:
-        raylet: the id of the raylet's process; None if it cannot be watched.
+        raylet: process id of this node's raylet; None if this process cannot watch the raylet.
         nodes_wait_s: seconds that the cluster's nodes wait for the control store.
     """
     if raylet is not None:
@@ -335,7 +335,7 @@ def join_ray(local_address: str | None) -> None:
         # token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
-        # ``_init`` sets the same log level, but only after Ray's first messages
+        # set now, because ``_init`` sets this log level only after Ray's first messages
         logging.getLogger("ray").setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:

@@ -28,7 +28,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports that a probe has tried. The probe listens on the tried ports that were free."""
+    """The ports at which a probe has tried to listen. It listens at those that were free."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]
@@ -66,7 +66,9 @@ class NodeProbe:
         return OpenPorts(listening, tuple(in_use))
 
     def unreachable(self, targets: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
-        """Return the targets (address, port) to which this node cannot connect, with reasons."""
+        """Try to connect to each target (address, port); return the targets that failed, with
+        reasons.
+        """
         with ThreadPoolExecutor(THREADS) as threads:
             reasons = threads.map(_connect, targets)
         return {target: why for target, why in zip(targets, reasons, strict=True) if why}

@@ -60,8 +60,8 @@ class BundleRequest:
     """The resources that one lockstep group requests from Ray.
 
     Attributes:
-        rank: resources of each rank.
-        num_bundles, ranks_of_bundle: number of bundles; number of ranks in each bundle.
+        rank: the resources that each rank needs.
+        num_bundles, ranks_of_bundle: number of bundles, and number of ranks in each bundle.
         labels: the labels that a node must have.
     """
 
@@ -168,7 +168,7 @@ def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
     Every node has whole bundles, so a tensor parallel group stays on one node.
 
     Args:
-        landed: the node and the NPUs that Ray assigned to each worker.
+        landed: for each worker, the node and the NPUs that Ray has assigned to it.
     """
     return sorted(range(len(landed)), key=lambda i: (*landed[i], i))
 
@@ -200,7 +200,7 @@ def cluster_nodes() -> list[Node]:
 
 
 def free_nodes() -> list[Node]:
-    """Return the living nodes with their unused NPUs, by Ray's current count."""
+    """Return the living nodes. Each node's ``npus`` is Ray's current count of unused NPUs."""
     available = available_resources_per_node()
     return [
         replace(node, npus=int(available.get(node.node_id, {}).get("NPU", 0)))
@@ -231,7 +231,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
 
 
 def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
-    """Return a text: the number of NPUs that each node has, and the number that a group needs."""
+    """Return a text that says how many NPUs each node has, and how many a group needs."""
     nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
         f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
@@ -291,7 +291,7 @@ def leading_node(group: PlacementGroup) -> str:
 
 
 def release(group: PlacementGroup) -> None:
-    """Free the bundles; actors in the bundles die."""
+    """Free the bundles. Ray kills the actors in the bundles."""
     remove_placement_group(group)
 
 

@@ -29,7 +29,8 @@ from dist_aclgraph.errors import (
 )
 
 MAX_CHARS = 500
-# Lines to omit: stack frames of C++ and Ray, lines with the actor's id, lines around a traceback.
+# These lines of Ray's messages are omitted: stack frames of C++ and Ray, lines with the actor's id,
+# and lines around a traceback.
 NOISE = re.compile(
     r"^(frame #|\[ERROR\]|ray::|Traceback|File \"|class_name:|actor_id:|pid:|name:|namespace:|ip:"
     r"|Worker exit|The actor (died|is dead)|\x1b)"
@@ -37,7 +38,7 @@ NOISE = re.compile(
 
 
 def ours(error: BaseException, doing: str) -> DistAclGraphError:
-    """Return the error that the user should see.
+    """Convert an error of Ray to the error that the user should see.
 
     Args:
         doing: the action that failed, e.g. "starting Ray".

@@ -68,7 +68,8 @@ class Controller:
 
     Args:
         name: name of the deployment; the names of its placement groups begin with this name.
-        starter: starts the deployment's workers; if None, this process calls ``choose_starter``.
+        starter: starts the deployment's workers. If None, this process chooses a starter
+            (``choose_starter``).
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Controller:
             ref = next(answers) if group.engine is not None else None
             try:
                 reports.append(dict(ray.get(ref)) if ref in ready else group_report(group))
-            except RayError:  # the counters of a dead engine are lost
+            except RayError:  # a dead engine has no counters
                 reports.append(group_report(group))
         return reports
 

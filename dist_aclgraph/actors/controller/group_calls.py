@@ -22,7 +22,7 @@ from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.topology import GroupRank
 
-ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
+ANSWER_S = 10.0  # after an engine's own time limit, seconds to wait for its response
 
 
 def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:

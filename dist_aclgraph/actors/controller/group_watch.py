@@ -30,7 +30,7 @@ class _Heartbeat:
     """Regularly asks one actor for a heartbeat; the actor's control thread responds.
 
     Args:
-        ask: sends the heartbeat question with the given number.
+        ask: a function that sends the actor the heartbeat question with this number.
     """
 
     def __init__(self, ask: Callable[[int], Any], link_s: float) -> None:
@@ -156,7 +156,7 @@ class GroupWatch:
     def _see_end(self, ended: Any) -> None:
         with self._lock:
             if ended not in self._owner:
-                return  # the group was removed in the meantime
+                return  # the group was removed while this thread waited
             group, rank = self._owner[ended]
         if rank is None:
             try:

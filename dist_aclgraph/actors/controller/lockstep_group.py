@@ -38,7 +38,7 @@ class LockstepGroup:
     # The devices of all ranks that have joined.
     devices: list[JoinedDevice] = field(default_factory=list)
     weight_bytes: int = 0
-    # The fused operators of rank 0, see ``Fusions.report``.
+    # The fused operators of rank 0, as ``Fusions.report`` returns them.
     fusions: dict[str, str] = field(default_factory=dict)
     num_blocks: int = 0
     offers: list[StreamOffer] = field(default_factory=list)
@@ -59,7 +59,7 @@ class LockstepGroup:
     lost_because: str = ""  # why the group is lost; "" while it is not lost
     lost_s: float = 0.0  # time when the loss was noticed
     lost_ranks: set[GroupRank] = field(default_factory=set)
-    _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
+    _entering: threading.Lock = field(default_factory=threading.Lock)  # protects the state
 
     @property
     def is_lost(self) -> bool:
@@ -79,7 +79,7 @@ class LockstepGroup:
 
     @property
     def served_s(self) -> float:
-        """For how many seconds the lost group had served."""
+        """Number of seconds for which the lost group had served."""
         return self.lost_s - self.opened_s
 
     @property
@@ -89,7 +89,7 @@ class LockstepGroup:
 
     @property
     def entry(self) -> GroupEntry:
-        """The facts about the group that clients get."""
+        """The facts about the group that are sent to clients."""
         return GroupEntry(
             str(self.number),
             self.address,
@@ -102,7 +102,7 @@ class LockstepGroup:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts about the group for the log."""
+        """The facts about the group that are written to the log."""
         return {
             "group": self.number,
             "ranks": ",".join(map(str, self.workers.ranks)),
@@ -130,7 +130,7 @@ class LockstepGroup:
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
 
     def way_back(self) -> Way:
-        """Return how the lost group can be recovered, according to the facts that are known now."""
+        """Return how the lost group can be recovered, by the facts that are known now."""
         if self.state is GroupState.ABANDONED:
             return "REBUILD"
         recovery = self.planner.config.recovery

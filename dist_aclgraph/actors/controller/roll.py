@@ -1,4 +1,4 @@
-"""Which keys a roll may change, and the error text of a roll that ended early."""
+"""Checks which keys a roll changes, and makes the error text of a roll that ended early."""
 
 from __future__ import annotations
 

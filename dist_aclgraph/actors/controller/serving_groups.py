@@ -56,11 +56,11 @@ class ServingGroups:
 
     Args:
         deployment: name of the deployment; the names of placement groups begin with it.
-        term: the values that this controller takes over from previous controllers.
+        term: the values that this controller has received from previous controllers.
         planner: planner of the first groups.
         spares: reserved NPUs, for groups that lose their NPUs.
         starter: starts the processes of groups.
-        start_limit: how long these processes may take to start.
+        start_limit: the time limit for the start of these processes.
         on_phase, on_graph: called with the progress of a change; see ``Startup``.
 
     Attributes:

@@ -48,12 +48,13 @@ from dist_aclgraph.topology import GroupRank, Ranks
 # The first epoch of a group. The epoch grows by 1 each time that the group resumes after a fault.
 EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # few blocks are enough, because trial steps have only padding rows
+TRIAL_BLOCKS = 2  # trial steps need few blocks, because all their rows are padding
 
 T = TypeVar("T")
 Job = TypeVar("Job")
 OnPhase = Callable[[State], object]
-OnGraph = Callable[[int, int, str], None]  # arguments: captured graphs, all graphs, next graph
+# arguments: number of captured graphs, number of all graphs, next graph
+OnGraph = Callable[[int, int, str], None]
 
 
 class Startup:
@@ -339,7 +340,7 @@ class Startup:
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)
-        if group.record is not None:  # the group has captured another plan before
+        if group.record is not None:  # the group has already captured another plan
             transaction.release(group.record.plan.capture_order)
 
         def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
@@ -378,7 +379,9 @@ def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
-    """Return a text: the next graph, the fewest free streams of any rank, and the used bytes."""
+    """Return a text with the next graph, the smallest number of free streams of a rank, and the
+    used bytes.
+    """
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
     return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config
 
-# A controller makes fewer groups and versions than these limits, so two terms never use the same
-# number.
+# Each term begins to number groups and versions at a multiple of these values. A controller makes
+# fewer groups and versions, so two terms never use the same number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 

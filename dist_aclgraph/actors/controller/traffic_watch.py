@@ -18,12 +18,12 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# After this time, the received answers are used even if a group has not answered.
+# A watch waits this long for the answers of all groups. Then it uses the answers that have arrived.
 ANSWER_S = 10.0
 
 
 def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
-    """Return, for each graph, the step time of the slowest group."""
+    """Return each graph's step time in the group that is slowest for this graph."""
     found: dict[BatchDescriptor, float] = {}
     for group in seen:
         for graph, seconds in group.step_seconds.items():
@@ -99,7 +99,9 @@ class TrafficWatch:
 
 
 class TrafficWatches:
-    """Owns one watch for each scope: all groups of one configuration, or each group alone."""
+    """Owns one watch for each scope. A scope is either all groups of one configuration, or a single
+    group.
+    """
 
     def __init__(self) -> None:
         self._watches: list[tuple[Planner, TrafficWatch]] = []

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 COUNT_S = 1.0  # seconds between two counts of running and waiting requests
-GROWTH_PAUSE_S = 30.0  # seconds to wait after the first failed attempt to add a group
+# after the first failed attempt to add a group, seconds until the next attempt
+GROWTH_PAUSE_S = 30.0
 SWEEP_S = 10.0
 
 
@@ -52,11 +53,11 @@ class Upkeep:
     """Does the regular work. Owns the thread, the running change, and the restart budget.
 
     Args:
-        on_service: called by every ``look``; the argument says whether a group serves.
+        on_service: a function that every ``look`` calls. Its argument says whether a group serves.
         clock: monotonic, in seconds.
-        begin: starts a change, and does not wait for its end.
-        count_requests: returns how many requests run and how many wait; if None, the engines are
-            asked.
+        begin: a function that starts a change, and does not wait for the change's end.
+        count_requests: a function that returns how many requests run and how many wait. If None,
+            the engines are queried.
 
     Attributes:
         trouble: why the last attempt to replace a missing group failed; "" if no group is missing.
@@ -274,8 +275,8 @@ class Demands:
         self._said: dict[int, tuple[int, int]] = {}
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
-        """Return how many requests ran and waited, by the last answer of each engine (running,
-        waiting). Then send a new question to each engine that has answered the previous question.
+        """Return the numbers of running and of waiting requests, summed over the engines' last
+        answers. Then send a new question to each engine that has answered the previous question.
         """
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}
@@ -293,5 +294,5 @@ class Demands:
             try:
                 self._said[group.number] = ray.get(ref)
             except RayError:
-                return  # the group watch will notice the death, too
+                return  # the engine is dead, which the group watch will notice
         self._asked[group.number] = group.engine.demand.remote()

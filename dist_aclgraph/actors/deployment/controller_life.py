@@ -33,7 +33,7 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
 POLL_S = 0.1
 LOOK_S = 1.0
-JOIN_S = 5.0  # seconds; longer than the keeper waits for an answer
+JOIN_S = 5.0  # seconds to wait for the keeper's thread; longer than the keeper waits for an answer
 NAME_S = 30.0  # seconds that Ray might need to free the name of a dead controller
 LEASES = 2  # a controller must answer within 2 times the lease time of engines
 
@@ -73,7 +73,8 @@ def end_by_force(controller: Any, name: str) -> None:
 
 
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
-    """Yield the controller's progress until ``work`` is done; None while the progress is unknown.
+    """Yield the controller's progress again and again until ``work`` is done. Yield None while the
+    progress is unknown.
 
     A late answer is no failure, because a controller's process can start slowly on a busy machine.
     ``work`` has its own time limits. If the controller dies, ``work`` ends with an error.
@@ -94,9 +95,10 @@ class ControllerKeeper:
     Args:
         controller: the first controller, which serves.
         name: name of the deployment, and of all its controllers.
-        has_ray: returns whether Ray still runs, so that a controller can be started.
+        has_ray: a function that returns whether Ray still runs. Without Ray, no controller can be
+            started.
         starter: starts controllers and their workers; see ``make_controller``.
-        make: starts a controller's process; see ``make_controller``.
+        make: a function that starts a controller's process; see ``make_controller``.
 
     Attributes:
         controller: the current controller; it might be dead already.
@@ -128,7 +130,8 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        self._making = threading.Lock()  # so that no controller is made after ``stop``
+        # held while a controller is made, so that none is made after ``stop``
+        self._making = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
         self._thread.start()

@@ -31,8 +31,9 @@ class CompletionOutput:
     Attributes:
         index: index among the ``n`` outputs for the prompt.
         text: the text before the stop token or the stop string.
-        token_ids: generated ids, with the stop token.
-        cumulative_logprob: sum over the generated tokens; None if ``logprobs`` is None.
+        token_ids: ids of the generated tokens, including the stop token.
+        cumulative_logprob: sum of the generated tokens' log-probabilities; None if ``logprobs`` is
+            None.
         logprobs: for each generated token, the log-probabilities of this token and of the most
             probable tokens; None if not requested.
         finish_reason: "stop" or "length".
@@ -74,7 +75,8 @@ class RequestOutput:
             entry is like an entry of ``CompletionOutput.logprobs``. None if not requested.
         outputs: the ``SamplingParams.n`` outputs.
         num_cached_tokens: number of prompt tokens that were in the prefix cache.
-        state: hidden state after the prompt's last token, float32 [hidden]; empty if not requested.
+        state: the hidden state at the prompt's last token, float32 [hidden]; empty if it was not
+            requested.
         metrics, lora_request, encoder_prompt, encoder_prompt_token_ids: fields of vLLM that are
             always None.
     """

@@ -103,7 +103,9 @@ class OwnerLink:
         self._thread.join()
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until no ingress is connected; return False after that time."""
+        """Wait until no ingress is connected; return False if this takes longer than
+        ``seconds``.
+        """
         until_s = time.monotonic() + seconds
         while self._num_linked and time.monotonic() < until_s:
             time.sleep(LOOK_S)
@@ -149,18 +151,24 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The ingress's side of the link, for one thread. Connects again after the owner's death."""
+    """The ingress's side of the link, for one thread. After the owner's death, the client connects
+    to the next owner.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Tell the owner whether this ingress admits requests; return its answer, if any."""
+        """Tell the owner whether this ingress admits requests. Return the owner's answer; None if
+        the owner does not answer.
+        """
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
-        """Return the owner's answer; None if it does not answer or no engine is reachable."""
+        """Return where clients reach the deployment; None if the owner does not answer, or if no
+        engine can be reached.
+        """
         return self._ask(Question("reach"), Reach | None, SEARCH_S)  # type: ignore[arg-type]
 
     def outlook(self) -> Outlook:

@@ -12,7 +12,7 @@ from dist_aclgraph.errors import InvalidParameterError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 FORMS = "a prompt must be text or a list of token ids"
-# Arguments of vLLM that must be None, and why.
+# The keys are arguments of vLLM that must be None. The values say why.
 ABSENT = {
     "lora_request": "LoRA is not offered: merge the weights into the checkpoint",
     "mm_processor_kwargs": "prompts are texts",

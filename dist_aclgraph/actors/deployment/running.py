@@ -53,8 +53,9 @@ def running_deployment(
     """Join the Ray cluster of a deployment within this context; see ``join_ray``.
 
     Args:
-        name: name of the controller; needed if several deployments run.
-        local_ray: address of a Ray that a service started; needed if several such Rays run.
+        name: name of the controller; required if several deployments run.
+        local_ray: address of a Ray that a service has started; required if several services have
+            started a Ray.
 
     Raises:
         PlacementError: there is no cluster or no such deployment; or there are several clusters or

@@ -37,8 +37,10 @@ class CopyLink:
         self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
         self._waits_for: set[int] = set()  # workers that have not answered the last message
         self._touched_s = time.monotonic()
-        self._num_ended = [0] * len(scheduler.copies.ranks)  # last known ``num_ended`` of each rank
-        self._progress_s = [self._touched_s] * len(scheduler.copies.ranks)  # when it last changed
+        # the last known ``num_ended`` of each rank
+        self._num_ended = [0] * len(scheduler.copies.ranks)
+        # when each rank's ``num_ended`` last changed
+        self._progress_s = [self._touched_s] * len(scheduler.copies.ranks)
 
     @property
     def is_busy(self) -> bool:

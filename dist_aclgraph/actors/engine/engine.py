@@ -73,8 +73,9 @@ class EngineSettings:
     exchange: ExchangeRule
     counts_shared_blocks: bool
     has_state: bool  # whether the model has recurrent state
-    files: GroupFiles | None  # None if no copies are kept
-    servers: tuple[NodeServer, ...]  # of the files on other nodes, see ``GroupFiles.servers``
+    files: GroupFiles | None  # None if no copies of KV are kept
+    # the servers of files on other nodes, see ``GroupFiles.servers``
+    servers: tuple[NodeServer, ...]
     token: str
     report: dict[str, Any]
 
@@ -85,7 +86,8 @@ class EngineSockets:
 
     Attributes:
         clients: the address for clients.
-        blocks: the address from which other groups fetch KV blocks; None if they fetch none.
+        blocks: the address from which other groups fetch KV blocks; None if no group fetches
+            blocks.
     """
 
     clients: Address

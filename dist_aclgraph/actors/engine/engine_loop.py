@@ -54,13 +54,13 @@ STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
 COPYING_S = 0.002  # seconds between two checks while copy jobs run, but no step
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
-# A mean is reported after MEAN_FROM steps. A running mean covers about MEAN_OF steps.
+# A mean is reported after MEAN_FROM steps. It covers about the last MEAN_OF steps.
 MEAN_FROM, MEAN_OF = 16, 200
 
 
 @dataclass
 class _Mean:
-    """A running mean in which the weight of old values falls slowly."""
+    """A running mean in which older values have less weight."""
 
     value: float = 0.0
     count: int = 0
@@ -99,12 +99,12 @@ class EngineLoop:
         step_timeout_s: time limit of a step; a step that takes longer ends the epoch.
         turn_timeout_s: time limit of the host's work between two waits; if the work takes longer,
             the loop counts as stuck. Waits have their own time limits.
-        is_held: returns whether this engine holds the group's lease. Without the lease, the engine
-            sends nothing to workers or clients.
+        is_held: a function: whether this engine holds the group's lease. Without the lease, the
+            engine sends nothing to workers or clients.
         kv_events: publishes the changes of the prefix caches; None if they are not published. The
             loop closes it when the group ends.
         fetches: fetches blocks from groups on other nodes; None if nothing is fetched.
-        late_decisions: tells how long a decision may wait for further requests; None means that
+        late_decisions: computes how long a decision may wait for further requests; None means that
             steps are decided at once.
     """
 

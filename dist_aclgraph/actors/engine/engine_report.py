@@ -25,9 +25,10 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    resumptions: Mapping[DeviceFault, int]  # the keys are the faults that had stopped a device
-    num_read: Mapping[str, int]  # number of KV blocks that were read from each tier
-    fetched: Mapping[str, int]  # what workers on other nodes have fetched; see ``FetchCounts``
+    # numbers of resumptions, by the fault that had stopped a device
+    resumptions: Mapping[DeviceFault, int]
+    num_read: Mapping[str, int]  # for each tier, the number of KV blocks that were read from it
+    fetched: Mapping[str, int]  # counts of the workers on other nodes; see ``FetchCounts``
 
 
 def group_metrics(
@@ -92,7 +93,8 @@ def group_metrics(
 
 
 def host_metrics(ranks_report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the memory and open files of the group's processes on this host, and of the host.
+    """Return the memory and open files of the group's processes on this host, and the host's
+    memory.
 
     Processes on other hosts are left out. The call takes about 10 us for each process.
     """
@@ -114,7 +116,7 @@ def host_metrics(ranks_report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counts with world ranks as keys; the given keys are ranks in the group."""
+    """Replace the keys of ``counts``, which are ranks in the group, by world ranks."""
     world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
     return {
         str(world_ranks[place] if world_ranks else place): count
@@ -136,7 +138,9 @@ def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """Return each rank's number of streams: offered, predicted or measured, as ``which`` says."""
+    """Return each rank's number of streams. ``which`` selects the offered, predicted or measured
+    number.
+    """
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
 

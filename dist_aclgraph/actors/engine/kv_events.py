@@ -17,8 +17,8 @@ class KVEvents:
     blocks of an earlier group at the same port.
 
     Args:
-        caches: the events of the group's block pools, one for each data-parallel rank. The pools
-            are empty.
+        caches: the events of the group's block pools, one object for each data-parallel rank. The
+            pools must be empty.
 
     Raises:
         PlacementError: there are too few free ports.
@@ -30,7 +30,9 @@ class KVEvents:
         self.publish()
 
     def publish(self) -> None:
-        """Send at most one message for each cache, with its changes since the last call."""
+        """For each cache that has changed since the last call, send one message with
+        these changes.
+        """
         for index, cache in enumerate(self._caches):
             publisher = self._publishers[index]
             if payload := cache.take(time.time(), publisher.index):

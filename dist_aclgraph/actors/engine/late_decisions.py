@@ -18,7 +18,8 @@ MAX_DELAY_S = 0.05
 # A shorter measured time replaces the known time at once. A longer measured time increases the
 # known time by this fraction of the difference, so that the fastest steps determine the delay.
 GROWTH = 0.03
-SIZES_PER_DOUBLING = 8  # eager steps of about the same size are one kind of steps
+# eager steps of about the same size count as one kind
+SIZES_PER_DOUBLING = 8
 
 Kind = BatchDescriptor | tuple[int, int]
 
@@ -48,7 +49,8 @@ class LateDecisions:
         known_s = self._spare_s.get(kind)
         spare_s = delayed_s + waited_s
         if waited_s < LEAST_SPARE_S / 2:
-            spare_s = delayed_s / 2  # the decision was too late by an unknown time
+            # nothing was spare: the decision was too late by an unknown time
+            spare_s = delayed_s / 2
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH
         self._spare_s[kind] = spare_s

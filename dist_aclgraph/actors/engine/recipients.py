@@ -25,9 +25,9 @@ class Recipients:
     def __init__(self) -> None:
         self._key_of: dict[str, int] = {}
         self._links: list[ClientLink] = []
-        # By key: index in ``_links``; NOBODY if no request has the key.
+        # For each key, an index in ``_links``; NOBODY if no request has the key.
         self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)
-        # By key: the number that the client gave to the request.
+        # For each key, the number that the client gave to the request.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
         # Keys of requests that have ended, but that pending outputs can still contain.
@@ -49,7 +49,7 @@ class Recipients:
 
     def find(self, request_id: str) -> tuple[ClientLink, int] | None:
         """Return the link of the client that waits for a request, and the number that the client
-        gave to the request; None if nobody waits for it.
+        gave to the request; None if no client waits.
         """
         key = self._key_of.get(request_id)
         return None if key is None else (self._links[self._link_of[key]], int(self._number_of[key]))

@@ -23,8 +23,9 @@ from dist_aclgraph.planning.way_back import SOUND_STEPS, Failure, way_back
 from dist_aclgraph.steps.step import Resume
 from dist_aclgraph.topology import GroupRank, WorldRank
 
-# Stops the devices of all ranks. Arguments: a time limit in seconds; a function that is called
-# several times a second during the wait. Returns reasons for the ranks whose devices did not stop.
+# A function that stops the devices of all ranks. Its arguments are a time limit in seconds, and a
+# function that it calls several times a second while it waits. It returns a reason for each rank
+# whose device did not stop.
 StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
 
 MOMENT_S = 1.0  # a pause of more than this many seconds is reported
@@ -88,8 +89,9 @@ class Resumption:
         """Resume the group in its next epoch. Workers begin this epoch without rows.
 
         Args:
-            error: the report of the first rank that failed.
-            check: called during waits; can raise an error to end the wait.
+            error: the error that the first failed rank has reported.
+            check: a function that is called again and again during a wait, and can raise an error
+                to end the wait.
 
         Raises:
             WorkerLostError: the group cannot be resumed.

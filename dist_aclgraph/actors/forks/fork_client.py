@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 STREAMS = (0, 1, 2)
-WAIT_S = 120.0  # seconds; longer than a server needs to load its libraries on a busy machine
+WAIT_S = 120.0  # time limit in seconds, longer than a server loads its libraries on a busy machine
 
 
 def hand_over(path: str, arguments: list[str]) -> bool:

@@ -41,7 +41,7 @@ from dist_aclgraph.environment import (
 from dist_aclgraph.version import build
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-# Limits of a client's request: time in seconds, size in bytes.
+# The time limit in seconds and the size limit in bytes of a client's request.
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native library reads two environment variables only once, when the server loads the library.

@@ -90,7 +90,7 @@ class SharedHeartbeat:
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no heartbeat is expected
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        # Two bytes: the heartbeat, and whether the process has served.
+        # The first byte is the heartbeat. The second byte is 1 if the process has served.
         self._shared = mmap.mmap(-1, 2)
         self._seen = self.REST
         self._silence = Silence(limit_s, clock)
@@ -181,7 +181,9 @@ class Lease:
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
-        """Record that a question was asked; renew the lease if this question may renew it."""
+        """Record that a question has arrived, and renew the lease unless the question may be an old
+        one.
+        """
         with self._lock:
             now_s = self._see()
             self._number = number
@@ -210,7 +212,8 @@ class Lease:
         """Return the time; also notice whether this process was stopped since the last call."""
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
-            # The next question may have been sent during the stop.
+            # The next question may have been sent during the stop, so only the question after it
+            # counts.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s
@@ -245,7 +248,7 @@ def watch_processes(
     """Watch processes on a thread; if one of them ends, call ``on_death`` once with its name.
 
     Args:
-        names: names by process id.
+        names: maps process ids to names of processes.
         stop: an event that ends the watch.
     """
     fd_to_name: dict[int, str] = {}

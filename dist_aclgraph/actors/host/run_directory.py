@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "dist-aclgraph-"
-UNFINISHED = f".{PREFIX}"  # prefix of the name while a directory is created or removed
+UNFINISHED = f".{PREFIX}"  # while a directory is created or removed, its name has this prefix
 LOCK = "owner.lock"
 
 

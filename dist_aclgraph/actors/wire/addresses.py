@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-# Seconds between two attempts while all ports are in use: first pause, longest pause.
+# While all ports are in use, the pause between two attempts grows from the first to the second
+# number of seconds.
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 
@@ -63,7 +64,7 @@ class Address:
 
     Attributes:
         node_id: Ray's id of the engine's node.
-        file: endpoint for peers on that node.
+        file: endpoint for peers on the engine's node.
         tcp: endpoint for peers on other nodes; None if the engine expects no such peers.
     """
 
@@ -182,7 +183,7 @@ class Listener:
         return Address(place.node_id, Endpoint(file), Endpoint(url, self._keys))
 
     def close(self) -> None:
-        """Stop checking keys. Must be called before the context is terminated."""
+        """Stop checking keys. Call this before the context is terminated."""
         if self._authenticator is not None:
             self._authenticator.stop()
 
@@ -222,7 +223,7 @@ def bind_to_one(
     """Call ``bind`` with one port after another until a port is free; port 0 means any port.
 
     Args:
-        keys: the configuration keys that give the ports, for the error message.
+        keys: the configuration's keys from which the ports come, for the error message.
         remedy: what the user must change if this machine does not have the address, for the error
             message.
 

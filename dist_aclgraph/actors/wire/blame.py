@@ -23,8 +23,8 @@ class Verdict:
 
     Attributes:
         rank: the rank to blame; NO_RANK if several ranks might be to blame.
-        silent: the ranks that did not answer, e.g. ``rank 4, 5``.
-        where: what each silent rank waits for.
+        silent: a text that names the ranks that did not answer, e.g. ``rank 4, 5``.
+        where: a text that says what each silent rank waits for.
         doing: the operation of the silent ranks; "" if no rank reports its operation.
     """
 

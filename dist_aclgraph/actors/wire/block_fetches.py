@@ -40,8 +40,8 @@ NUM_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
-# The node from which a fetch reads each file, by the kind of the file and the index of its place;
-# see ``Route``.
+# Maps a file's kind and the index of its place to the node from which a fetch reads the file; see
+# ``Route``.
 Endpoints = Mapping[FileKind, Mapping[int, Endpoint | None]]
 
 
@@ -61,12 +61,13 @@ class _Fetch:
 
     Attributes:
         place: place of the source's first worker.
-        ways: the ways to read the files, see ``routes``; a later way is used for the blocks that
-            were not found on earlier ways.
+        ways: the routes by which the files can be read, see ``routes``. A later route is used for
+            the blocks that earlier routes did not find.
         names: the hashes of the blocks, in the order of the prompt.
         depth: number of blocks before the first of these blocks in the prompt.
-        is_wanted: returns whether the request still waits.
-        deadline_s: when the request stops waiting, for a thread or for the end of the fetch.
+        is_wanted: a function that returns whether the request still waits.
+        deadline_s: the time at which the request stops waiting for a free thread, or for the end of
+            the fetch.
     """
 
     place: CachePlace
@@ -109,7 +110,7 @@ class BlockFetches:
         self._group = group
         self._turn = turn
         self._clock = clock
-        self._version = 0  # version of the group list that named these sources
+        self._version = 0  # version of the group list from which the sources were read
         self._sources: dict[str, BlockSource] = {}
         self._others: set[str] = set()  # groups whose blocks this group cannot read
         self._paused: dict[str, float] = {}  # for each URL, the end of the pause after a failure
@@ -186,10 +187,11 @@ class BlockFetches:
         """Return a function that fetches blocks from a source; None if there is nothing to fetch.
 
         Args:
-            is_wanted: returns whether the request still waits; if not, the fetch ends.
+            is_wanted: a function that returns whether the request still waits. If it returns False,
+                the fetch ends.
         """
         nodes = [address.node_id for address in source.addresses]
-        # Groups of one node have the same files.
+        # Groups on the same node share their files, so nothing is fetched from them.
         here = nodes.index(self._node_id) if self._node_id in nodes else None
         found = routes(source.place, source.holders, self._places, here=here, turn=self._turn)
         ways = [way for way in (self._resolve(source, each) for each in found) if way is not None]
@@ -292,8 +294,8 @@ class BlockFetches:
         files: Mapping[FileKind, Sequence[KVTiers]],
         first: int,
     ) -> int:
-        """Fetch the blocks from index ``first`` on, in one way; return how many of these blocks,
-        without a gap, have all files.
+        """Fetch the blocks from index ``first`` on by one route. Return the number of leading
+        blocks, among these blocks, that have all files.
         """
         blocks, states = (
             {place: files[kind][place] for place in sorted(way[kind])}
@@ -355,7 +357,8 @@ class BlockFetches:
         find only blocks that have all files.
 
         Args:
-            places: the files of each place that this node needs, by the place's index.
+            places: for the index of each place that this node needs, this node's folder for the
+                place's files.
         """
         missing = (
             FileKey(position, place)

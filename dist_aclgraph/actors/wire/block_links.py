@@ -29,7 +29,7 @@ class SourceError(Exception):
     """A node of a source has sent no file in time, or has sent an invalid answer.
 
     Attributes:
-        url: where the node was connected.
+        url: the address of this node.
     """
 
     def __init__(self, url: str, cause: str) -> None:
@@ -41,8 +41,8 @@ class SourceLinks:
     """Owns a connection to each node of a source from which files are read.
 
     Args:
-        endpoints: the node of each place, by the kind of the files; None if this node has the
-            place's files, so that a missing file cannot be fetched.
+        endpoints: for each kind of files, the node of each place. None stands for this node itself,
+            from which nothing can be fetched.
         silence_s: a node that sends no file for this time counts as silent.
     """
 
@@ -117,14 +117,14 @@ class _Link:
         request = ReadFile(token, number, kind, place, name)
         try:
             self._socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
-        except zmq.Again:  # not a full queue, but a failed handshake
+        except zmq.Again:  # the queue cannot be full, so the handshake has failed
             raise SourceError(self._url, "the source refuses the connection") from None
         return number
 
     def receive(self, number: int, silence_s: float) -> memoryview:
         """Return the file that was requested with this number; empty if there is no file."""
         frame = memoryview(b"")
-        while self._last < number:  # earlier answers belong to files that are not wanted any longer
+        while self._last < number:  # drops the answers for files that are not needed any longer
             if not self._socket.poll(int(silence_s * 1000)):
                 raise SourceError(self._url, f"no file has arrived within {silence_s:g} s")
             # Read without a copy, because a copy of many bytes would hold Python's global lock.

@@ -52,7 +52,7 @@ class BlockSource(msgspec.Struct, frozen=True):
         addresses: the address of the server on each node of the group; see ``GroupFiles.nodes``.
         identity: result of ``cache_identity``; only groups with the same identity can use the
             files.
-        place: the first worker's part of the cache.
+        place: the part of the cache that the group's first worker keeps.
         holders: the nodes that have the files; see ``GroupFiles.holders``.
     """
 
@@ -186,11 +186,11 @@ class BlockServer:
 
     @property
     def was_asked(self) -> bool:
-        """Whether somebody has requested a file."""
+        """Whether any peer has requested a file."""
         return self._was_asked.is_set()
 
     def wait_until_quiet(self, timeout_s: float) -> None:
-        """Wait until nobody has requested a file for ``QUIET_S``."""
+        """Wait until no peer has requested a file for ``QUIET_S``."""
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             self._was_asked.clear()

@@ -75,7 +75,8 @@ class ClientLink:
     """One connection of one client. Only the I/O thread uses its attributes.
 
     Attributes:
-        unread: number and size in bytes of each message that the client has not confirmed.
+        unread: for each message that the client has not confirmed, its number and its size in
+            bytes.
         waiting_tokens: number of tokens of the client's requests that wait at this engine, as the
             client reported.
         groups_version: version of the group list that the client uses.

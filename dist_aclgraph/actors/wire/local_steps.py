@@ -26,7 +26,7 @@ READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # a worker with more unread bytes is disconnected
 MAX_WAITING_CONNECTIONS = 64
 FAREWELL_S = 0.2  # seconds to wait until a slow worker has read the last frame
-CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
+CREDENTIALS = struct.Struct("3i")  # the peer's process id, user id and group id
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FrameReader:
 
     @staticmethod
     def _end(data: bytes | bytearray) -> int:
-        """Return the number of bytes of the first frame; 0 while its length has not arrived."""
+        """Return the number of bytes of the first frame; 0 until the frame's length has arrived."""
         if len(data) < LENGTH.size:
             return 0
         (size,) = LENGTH.unpack_from(data)

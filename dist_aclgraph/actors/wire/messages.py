@@ -66,7 +66,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     request_id: str
     number: RequestNumber
-    prompt: bytes  # int32 [num_tokens]: the prompt, then the output that the request already has
+    # int32 [num_tokens]: the prompt, followed by the output that the request already has
+    prompt: bytes
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -84,7 +85,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """A question; the answer repeats the question's id."""
+    """A client's question to the engine. The answer repeats the question's id."""
 
     query_id: int
     what: QueryKind

@@ -64,7 +64,7 @@ class Deadline:
 
 
 def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
-    """Return None as the status of each rank, because these ranks cannot be asked."""
+    """Return None as the status of each rank. Used if ranks cannot be asked for their statuses."""
     return dict.fromkeys(ranks)
 
 
@@ -89,8 +89,10 @@ class StepSender:
             world_ranks: world ranks of the group's workers; the workers' answers contain group
                 ranks.
             place: where the sockets listen.
-            ask: returns the statuses of ranks that did not answer in time.
-            ranks_per_batch: number of workers of a data-parallel rank, which get the same messages.
+            ask: a function that returns the statuses of the given ranks, which did not answer in
+                time.
+            ranks_per_batch: number of workers of each data-parallel rank. These workers get the
+                same messages.
 
         Raises:
             PlacementError: no port is free.

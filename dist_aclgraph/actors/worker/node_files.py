@@ -33,7 +33,8 @@ from dist_aclgraph.steps.copies import CopyJob
 
 @dataclass(frozen=True)
 class NodeFilesSettings:
-    """What the controller tells a worker that is responsible for files on its node.
+    """Settings that the controller sends to a worker that is responsible for files on
+    its node.
 
     Attributes:
         node_id: Ray's id of the node.
@@ -75,7 +76,7 @@ class NodeFiles:
             ports = config.cluster.port_range
             at = Place(settings.node_id, self._directory.path, settings.host, ports)
             self._server = BlockServer(at, settings.token, tiers_of(config, place))
-        # After the server, because these threads would remain if no port were free.
+        # Made after the server, because these threads would remain if no port were free.
         self._look_ups = look_ups_of(tiers, states) if settings.finds else None
         self._fetches: BlockFetches | None = None
         if settings.finds and settings.fetches:
@@ -86,7 +87,7 @@ class NodeFiles:
 
     @property
     def server(self) -> NodeServer | None:
-        """Where other groups fetch the node's files; None if they fetch none."""
+        """Where other groups fetch the node's files; None if no group fetches files here."""
         return None if self._server is None else NodeServer(self._server.address, self._identity)
 
     @property

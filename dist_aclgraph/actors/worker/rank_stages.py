@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
-# Number of bytes of weights loaded so far, and of all weights.
+# A function with two arguments: the number of bytes of weights loaded so far, and of all weights.
 NoteProgress = Callable[[int, int], None]
 
 
@@ -162,7 +162,8 @@ def _host_threads(num_processes: int) -> Iterator[None]:
 
 
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
-    """Return whether collectives must give the same sum in every run and on every rank.
+    """Return whether collectives must compute the same sum in every run and on every
+    rank.
 
     Each rank decides by itself which experts its tokens use, and which drafts are accepted. Ranks
     with the same tokens must make the same decisions. If the sums of these ranks differed in the

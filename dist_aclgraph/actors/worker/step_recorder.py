@@ -56,15 +56,17 @@ NO_GROUP = -1
 _HEAD = struct.Struct("=8siiii64s")  # MAGIC, pid, rank, index in the group, group, host
 _GROUP_AT = struct.calcsize("=8siii")
 _STATE = struct.Struct("=IQ")  # state, time in ns since 1970
-# epoch, plan version, step; mode and tokens of the graph; requests and tokens of the rank; digest
-# of the plan; data-parallel rank; digest of its batch; time in ns since 1970
+# The fields of a step: epoch, plan version and step; mode and tokens of the graph; requests and
+# tokens of the rank; digest of the plan; data-parallel rank; digest of this rank's batch; time in
+# ns since 1970.
 _STEP = struct.Struct("=iiqiiiiIiIQ")
-# A stage's end, in microseconds after the step's beginning; 0 before the end.
+# When a stage has ended, in microseconds after the step's beginning; 0 until it has ended.
 _LAP = struct.Struct("=I")
 MAX_LAP_US = 0xFFFFFFFF
 STATE_AT, WORDS_AT, STEPS_AT, STEP_BYTES = 128, 256, 1024, 128
 _COUNT_AT, _COUNT = STATE_AT + 32, struct.Struct("=Q")  # number of steps begun
-# 1 if the device marks its collectives, step modulo NUM_STEPS, code of the collective's place
+# The fields: 1 if the device marks its collectives; the step modulo NUM_STEPS; the code of the
+# collective's place.
 _PLACE_AT, _PLACE = STATE_AT + 48, struct.Struct("=IIi")
 _LAPS_AT = _STEP.size
 _NO_LAPS = bytes(_LAP.size * len(STAGES))
@@ -287,7 +289,8 @@ class Recording:
         words: the error, or the command for graphs.
         at_ns: when the rank entered the state, in ns since 1970.
         steps: the last steps, oldest first.
-        place: the place of the rank's device; None without ``logging.record_collectives``.
+        place: the step and the collective that the rank's device has reached; None without
+            ``logging.record_collectives``.
     """
 
     host: str

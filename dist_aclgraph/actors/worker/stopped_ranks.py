@@ -74,7 +74,7 @@ def _stalled(recordings: Sequence[Recording]) -> Explanation:
 
 
 def _by_place(recordings: Sequence[Recording]) -> list[tuple[DevicePlace, list[Recording]]]:
-    """Return the ranks by the places of their devices, the first place first."""
+    """Group the ranks by the places of their devices; the earliest place comes first."""
     ranks: defaultdict[DevicePlace, list[Recording]] = defaultdict(list)
     for recording in recordings:
         if recording.place is not None:
@@ -101,7 +101,7 @@ def doing_of(recording: Recording) -> str:
 
 
 def status_of(recording: Recording) -> str:
-    """Return a text: what the rank did last."""
+    """Return a text that says what the rank did last."""
     if recording.state == FAILED:
         return f"failed: {recording.words}"
     words = _words_of(doing_of(recording), recording)

@@ -16,7 +16,7 @@ class StreamLedger:
     """Counts the device's free streams after each operation that can take streams.
 
     Attributes:
-        taken: number of streams, by the name of the operation that took the streams.
+        taken: maps the name of an operation to the number of streams that it has allocated.
     """
 
     def __init__(self, npu: Npu) -> None:

@@ -50,11 +50,11 @@ class WorkerGroup:
 
     Attributes:
         ranks: world rank of each worker.
-        request: the request for the group's bundles.
+        request: the resources that were requested for the group.
         bundles: the placement group; None after a new group has taken over the bundles and the
             surviving workers.
         infos: the node and the device of each worker.
-        slots: the bundle index of each worker.
+        slots: for each worker, the index of its bundle.
     """
 
     ranks: tuple[WorldRank, ...]
@@ -79,7 +79,8 @@ class WorkerGroup:
         because the other ranks might be waiting for the failed rank in a collective.
 
         Args:
-            arguments: returns the arguments for a worker's index; the default is no arguments.
+            arguments: a function that returns the arguments of the worker with this index. By
+                default, there are no arguments.
 
         Raises:
             WorkerLostError: a worker died; the call does not wait for the others. Or a worker
@@ -389,7 +390,8 @@ def stop_devices(
 
     Args:
         timeout_s: time limit of each worker. A worker that needs more time ends its own process.
-        check: called several times a second; can raise an error to end the wait.
+        check: a function that is called several times a second, and can raise an error to end the
+            wait.
     """
     refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}
     deadline_s = time.monotonic() + timeout_s

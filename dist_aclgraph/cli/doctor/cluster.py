@@ -28,7 +28,8 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: contains the ports to try, ``cluster.ports``; if None, any free port is tried.
+        config: a configuration whose ports (``cluster.ports``) are tried. If None, any free port is
+            tried.
         ray_address: see ``join_ray``.
 
     Raises:
@@ -74,8 +75,8 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 def rdma_targets(node: str, first_npus: Mapping[str, str]) -> list[str]:
     """Return the RDMA addresses that a node pings: the addresses of the next two nodes.
 
-    The last node is followed by the first node. So every node is pinged twice, and the number of
-    pings is twice the number of nodes.
+    The node after the last node is the first node. So every node is pinged twice, and the number of
+    pings grows only linearly with the number of nodes.
     """
     names = sorted(first_npus)
     if node not in first_npus:
@@ -99,8 +100,8 @@ def ports_to_try(config: Config | None) -> list[int]:
 
 
 def ports_to_reach(opened: OpenPorts) -> list[int]:
-    """Return the first, the middle and the last port of a node. These are enough, because a
-    firewall opens a whole range of ports.
+    """Return the first, the middle and the last port of a node. The other ports need no test,
+    because a firewall opens a whole range of ports.
     """
     ports = opened.listening
     return sorted({*ports[:1], *ports[len(ports) // 2 :][:1], *ports[-1:]})
@@ -234,7 +235,7 @@ def ping_findings(
     next two nodes through the NPUs' network.
 
     Args:
-        unanswered: node -> RDMA address of another node -> why it does not answer.
+        unanswered: node -> RDMA address of another node -> why this address does not answer.
         first_npus: node -> RDMA address of its first NPU.
     """
     if len(first_npus) < 2:
@@ -252,7 +253,7 @@ def ping_findings(
 def _nodes_by_value(
     values_of: Mapping[str, Mapping[str, str]],
 ) -> dict[str, dict[str, list[str]]]:
-    """Return, for each name and value, the nodes with this value."""
+    """Return for each name the values that nodes have, and the nodes with each value."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node, values in values_of.items():
         for name, value in values.items():

@@ -112,7 +112,8 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """Return the finding about the variables that tell HCCL how to reach other nodes.
+    """Return the finding about the environment variables by which HCCL reaches other
+    nodes.
 
     If the configuration sets a variable, all workers get this value. Otherwise a worker gets the
     value that the environment of `ray start` had on the worker's node.
@@ -168,7 +169,7 @@ def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: 
 
     Args:
         npus: names of this machine's NPUs.
-        missing: programs that a build needs and that this machine lacks.
+        missing: programs that the build requires and that this machine lacks.
     """
     if not missing:
         return Finding("compiler", True, str(shutil.which("g++")))

@@ -16,7 +16,8 @@ from dist_aclgraph.kv.tiers import GIB, disk_root, foreign_problem, host_root
 
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-# Types of file systems on other hosts; a type such as fuse.sshfs is looked up by its last part.
+# File systems of these types are on other hosts. Of a type such as fuse.sshfs, only the last part
+# is looked up.
 ON_NETWORK = (
     "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "juicefs", "lustre", "nfs", "nfs4",
     "smb3", "smbfs", "sshfs", "virtiofs",
@@ -81,7 +82,7 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
 
 
 def _problem(root: Path, gib: float, key: str) -> Finding | None:
-    """Return a finding if a service could not use the folder."""
+    """Return a finding that says why a service could not use the folder; None if it could."""
     name = "kv.disk" if key == "kv.disk_gib" else key
     there = _existing(root)
     if there == root and (problem := foreign_problem(root)):
@@ -100,7 +101,8 @@ def _problem(root: Path, gib: float, key: str) -> Finding | None:
 
 def _with_space(name: str, told: str, root: Path, gib: float) -> Finding:
     space = os.statvfs(_existing(root))
-    used = BlockFiles(root, root, 0).num_bytes()  # size of files that a service may delete
+    # the service may delete these files, so their space counts as free
+    used = BlockFiles(root, root, 0).num_bytes()
     if space.f_bavail * space.f_frsize + used < gib * GIB:
         remedy = "free some space: blocks that do not fit are not kept"
         return Finding(

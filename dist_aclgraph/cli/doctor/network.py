@@ -41,7 +41,7 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why another program may use HCCL's ports; "" if no other program can use them."""
+    """Return why another program might occupy HCCL's ports; "" if no other program can."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())
@@ -62,7 +62,9 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which of this environment's variables the configuration overrides; "" if none."""
+    """Return which variables of this environment the configuration overrides; "" if it overrides
+    none.
+    """
     overridden = [
         f"{name}={variables[name]} ({key})"
         for name, key in sorted(CONFIGURED_HCCL.items())

@@ -23,11 +23,11 @@ class NodeFacts:
     """The facts that one node reports about itself.
 
     Attributes:
-        versions: versions of the installed software, by name. Only nodes with NPUs report CANN and
-            the driver.
+        versions: maps the names of installed software to versions. Only nodes with NPUs report CANN
+            and the driver.
         npus: names of the node's NPUs.
-        rdma_addresses: RDMA addresses by name of the NPU.
-        sizes: sizes of the host, by name.
+        rdma_addresses: maps the names of NPUs to their RDMA addresses.
+        sizes: the numbers that should be equal on all nodes with NPUs, by name.
         findings: all findings of ``doctor`` on the node.
     """
 

@@ -30,7 +30,7 @@ MANAGEMENT = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 @dataclass(frozen=True)
 class HostFiles:
-    """The paths that are checked; tests use other paths."""
+    """The paths of files that are checked. Tests use other paths."""
 
     dev: Path = Path("/dev")
     etc: Path = Path("/etc")
@@ -112,7 +112,7 @@ def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
 
 
 def _cores(num_npus: int, numa: Path) -> Finding:
-    """Compare this process's cores in each NUMA node with the number that all ranks need."""
+    """Check that this process may use as many cores in each NUMA node as all ranks need."""
     usable = os.sched_getaffinity(0)
     parts = []
     for node in sorted(numa.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
