@@ -30,7 +30,7 @@ def copy_call(
 
     Args:
         known: names of tools; an object with another name is no call. None allows all names.
-        name_key: the key of the call's name.
+        name_key: the JSON key whose value is the call's name.
     """
     if not (yield from scanner.match("{")):
         return Outcome.NO_CALL
@@ -111,7 +111,7 @@ def copy_calls(scanner: Scanner, before: str, name_key: str = "name") -> Scan[No
 
     Args:
         before: the marker before the kept text.
-        name_key: the key of each call's name.
+        name_key: the JSON key whose value is a call's name.
     """
     yield from scanner.match("[")
     while True:

@@ -29,7 +29,8 @@ def without_look_ahead(pattern: str) -> list[str] | None:
     """Return regular expressions without look-aheads; None if this function finds none.
 
     A text in which all of these expressions are found also contains a match of ``pattern``. A text
-    with line breaks may match only ``pattern``.
+    with line breaks can contain a match of ``pattern`` even if some of these expressions are not
+    found in it.
     """
     pattern = _DIGITS.sub(_without_digits, pattern)
     rest, found = pattern.removeprefix("^"), []

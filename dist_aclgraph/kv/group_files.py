@@ -161,7 +161,7 @@ def routes(
     is omitted if all its files are on the reading node itself.
 
     Args:
-        source: place of the source's first worker.
+        source: the part of the cache that the source's first worker keeps.
         readers: the places of the workers on the reading node.
         here: index of the reading node among the source's nodes; None if it is not one of these
             nodes.

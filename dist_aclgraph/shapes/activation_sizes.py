@@ -103,7 +103,7 @@ def prompt_bytes(
         # rotated parts, and values.
         made = spec.latent.plain_dim + spec.latent.rope_dim + spec.latent.value_dim
         if spec.latent.has_whole_heads:
-            made += spec.latent.head_dim  # and the keys, joined with their rotated parts
+            made += spec.latent.head_dim  # the fourth tensor: keys joined with their rotated parts
     elif dcp == 1:
         chunk_tokens = 0  # keys are read from the cache directly
     # Copies of keys: packed before the gather (2 / dcp), then gathered, selected and split (3).

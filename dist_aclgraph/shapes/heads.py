@@ -12,7 +12,7 @@ MAX_LATENT_HEADS = 128
 # Width of a query head (with its rotated part) for which the operator of latent attention accepts
 # the head in two parts. Heads of other widths must be joined: see ``attend_whole_heads``.
 PARTED_HEAD = 192
-# Maximum number of value heads of a rank, in npu_chunk_gated_delta_rule.
+# npu_chunk_gated_delta_rule accepts at most this number of value heads.
 MAX_LINEAR_VALUE_HEADS = 64
 MAX_SHARDS = 16  # maximum number of shards whose results npu_attention_update merges
 

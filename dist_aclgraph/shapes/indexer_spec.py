@@ -26,7 +26,7 @@ class IndexerSpec:
     Attributes:
         num_heads: number of heads of an index query; all of them use one index key.
         head_dim: number of elements of an index key.
-        top_k: number of keys that a query attends to, if it sees more keys.
+        top_k: maximum number of keys to which a query attends.
         interleaves: whether the checkpoint rotates neighbouring elements of index heads; else it
             rotates elements that are half of the rotated part apart.
         layers: indices of the layers with an indexer. The indices of next-token layers follow the

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, with a limit of size. Each error message is one sentence."""
+"""Reads JSON files of a checkpoint, up to a maximum size. Each error message is one sentence."""
 
 from __future__ import annotations
 

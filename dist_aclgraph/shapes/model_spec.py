@@ -127,7 +127,7 @@ class RowRange:
     """Rows of a stored tensor that loaders read as a separate tensor.
 
     Attributes:
-        part: a part of the usual name of the tensor.
+        part: a text that the tensor's usual name contains.
         first, count: index of the first row, and number of rows; total: the stored tensor's number
             of rows.
     """
@@ -193,7 +193,7 @@ class ModelSpec(ModelFacts):
             elements.
         rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
             neighbours in the checkpoint; if false, they are half of the rotated part apart.
-        has_output_gate: whether a gate of each element multiplies the result of attention.
+        has_output_gate: whether each element of the result of attention is multiplied by a gate.
         has_output_norms: whether a norm also follows attention and the MLP, before their results
             are added to the residual stream.
         norm_adds_one: whether norms multiply by ``1 + weight``, except the norms in linear

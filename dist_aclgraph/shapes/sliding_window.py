@@ -40,11 +40,11 @@ class _Rule:
     Attributes:
         usual: number of keys if the key ``sliding_window`` is absent; None means no window. If the
             key is null, no layer has a window.
-        layers: the layers with a window: all; every second layer, beginning with layer 0; the
-            layers from ``max_window_layers`` on, by default from layer 28 on; or all but the last
-            layer of each group of ``sliding_window_pattern`` layers.
+        layers: which layers have a window. "every second": layers 0, 2, 4, and so on. "later": the
+            layers from ``max_window_layers`` on, by default from layer 28 on. "in groups": all
+            layers except the last layer of each group of ``sliding_window_pattern`` layers.
         group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
-        by_pattern: whether the architecture has this key.
+        by_pattern: whether ``sliding_window_pattern`` is a key of this architecture.
         by_type: whether ``layer_types`` replaces ``layers``.
         by_switch: whether layers have windows only if ``use_sliding_window`` is true.
     """

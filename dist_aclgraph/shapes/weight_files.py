@@ -25,7 +25,7 @@ from dist_aclgraph.shapes.json_files import (
 )
 
 MAX_HEADER_BYTES = 100_000_000  # bytes; the limit that the format itself has
-# The name of one of several files, such as model-00001-of-00004.safetensors
+# Matches the name of one of several numbered files, such as model-00001-of-00004.safetensors
 _PART = re.compile(r".*?(?P<number>\d+)-of-(?P<count>\d{1,5})\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -188,7 +188,8 @@ def _of_latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Others:
 
 def _of_linear(linear: LinearSpec, tp: int) -> _Others:
     values, channels = linear.num_value_heads // tp, linear.num_channels // tp
-    # The weights of the convolution, the decay of each head, and the biases of the decays.
+    # The elements in float32 are the weights of the convolution, the decay of each head, and the
+    # biases of the decays.
     biases = values * linear.value_dim if linear.decays_by_channel else values
     return _Others(linear.value_dim, channels * linear.conv_width + values + biases)
 

@@ -197,7 +197,7 @@ def _compile_in_fork(
     if status == 0:
         reply_of_fork: dict[str, str] = json.loads(answer)
         return reply_of_fork
-    # The soft and the hard limit are equal: the kernel sends SIGKILL.
+    # The soft and the hard limit are equal, so that the kernel sends SIGKILL at the limit.
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
         return {"error": f"compiling it takes more than {bounds['cpu_s']} s"}
     return {"error": f"compiling it takes more than {bounds['memory_bytes'] >> 20} MiB of memory"}

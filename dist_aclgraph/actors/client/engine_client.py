@@ -449,7 +449,7 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine has ended. Requests without a last delta are still open.
         """
-        with self._lock:  # lock once for all requests
+        with self._lock:  # locked once for all requests of a step
             told, death = self._table.take_deltas(engine, message)
             over = self._table.continue_elsewhere(time.monotonic())
         for on_delta, delta in told:

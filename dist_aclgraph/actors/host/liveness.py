@@ -234,7 +234,7 @@ def leave_with(lease: Lease, who: str) -> None:
 
 
 def leave_with_raylet() -> None:
-    """End this process when its raylet ends; without a raylet, when its parent ends."""
+    """End this process when its raylet ends. If it has no raylet, end it when its parent ends."""
 
     def leave(name: str) -> None:
         os._exit(1)

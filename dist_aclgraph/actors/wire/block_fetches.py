@@ -60,7 +60,7 @@ class _Fetch:
     """The blocks that a request lacks.
 
     Attributes:
-        place: place of the source's first worker.
+        place: the part of the cache that the source's first worker keeps.
         ways: the routes by which the files can be read, see ``routes``. A later route is used for
             the blocks that earlier routes did not find.
         names: the hashes of the blocks, in the order of the prompt.

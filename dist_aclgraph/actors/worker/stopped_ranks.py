@@ -45,7 +45,7 @@ def explain_stop(recordings: Sequence[Recording]) -> Explanation:
     """Return why a group stopped. ``recordings`` contains one recording of each rank."""
     found = _explain(recordings)
     if all(doing_of(recording) == IDLE for recording in recordings):
-        return found  # no device has stopped in a step
+        return found  # no rank's device has stopped within a step
     return Explanation(found.blamed, found.sentence + _on_devices(recordings))
 
 

@@ -26,7 +26,9 @@ def _packed(values: Any) -> Any:
 
 
 def _scaled(values: Any, scales: Any) -> Any:
-    """Multiply values [.., in, out] by scales [.., groups, out] of groups of inputs."""
+    """Multiply values [.., in, out] by scales [.., groups, out]. The inputs of a group share a
+    scale.
+    """
     return values.float() * scales.float().repeat_interleave(
         values.shape[-2] // scales.shape[-2], -2
     )

@@ -51,7 +51,7 @@ def _attention(bench: Bench) -> Answer:
 
 
 def _rotated_queries(bench: Bench) -> Answer:
-    """Call latent attention with rotated parts that are parts of whole queries."""
+    """Call latent attention with a ``query_rope`` that is a slice of whole queries."""
     torch = bench.torch
     query = _wide(bench, 2, HEADS, LATENT)
     latents, turned = (_wide(bench, 2, BLOCK, d) for d in (LATENT, ROTATED))

@@ -35,7 +35,8 @@ LATENCIES = {
 }
 
 ByEngine = Mapping[str, float]
-Buckets = tuple[tuple[float, float], ...]  # upper bound, and number of values at or below it
+# for each bucket, its upper bound, and the number of values up to this bound
+Buckets = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ReasoningSwitch(Body):
 
 
 class HasTemplateFields(Protocol):
-    """A body with these fields."""
+    """Base class of bodies that have the fields for chat templates and for the reasoning."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None

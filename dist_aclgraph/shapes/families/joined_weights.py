@@ -22,7 +22,7 @@ def join(
     Args:
         stored: a part of the name of the stored tensor.
         parts: parts of the usual names, in the order of their rows.
-        counts: numbers of rows.
+        counts: for each part, its number of rows in the stored tensor.
     """
     ranges = (
         RowRange(part, sum(counts[:index]), count, sum(counts))

@@ -21,7 +21,9 @@ def read_llama(config: ModelConfig) -> ModelSpec:
 
 
 def _with_biases(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """All four products of attention have biases, or none has; the same holds for the MLP."""
+    """Set whether all four products of attention have biases, and whether all products of the MLP
+    have biases.
+    """
     has_bias = config.flag("attention_bias", False)
     return replace(
         spec,
