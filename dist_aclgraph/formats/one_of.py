@@ -49,7 +49,7 @@ class _Branch:
         types: names of the types that the branch allows; empty if the branch does not restrict
             types.
         values: the only values that the branch allows; None if the branch does not list values.
-        tags: for each required property that lists its values, by name: these values.
+        tags: maps the names of required properties to the only values that these properties allow.
     """
 
     def __init__(self, schema: Any, root: Any) -> None:

@@ -21,7 +21,7 @@ DESCRIPTION = "quant_model_description.json"  # ModelSlim's file with the types 
 # With int8 rows, the operators accept only groups of this size (document aclnnGroupedMatmulV5).
 INT8_GROUP = 256
 SMALLEST_GROUP = 32  # npu_weight_quant_batchmatmul accepts groups of 32, 64, 96, ... inputs
-# With int8 rows, the number of inputs for npu_grouped_matmul is a multiple of this number.
+# With int8 rows, npu_grouped_matmul accepts only multiples of this number of inputs.
 EXPERT_INPUTS = 64
 W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
 EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression

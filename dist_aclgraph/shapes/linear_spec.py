@@ -29,7 +29,8 @@ class LinearSpec:
         num_key_heads, num_value_heads: numbers of heads; equally many value heads use each key
             head.
         key_dim, value_dim: width of a key or query head, and of a value head.
-        conv_width: number of tokens, the token itself included, that the convolution mixes.
+        conv_width: number of latest tokens that the convolution combines for each token, the token
+            itself included.
         has_grouped_weights: true: a matrix stores the queries, keys, values and gates key head by
             key head; false: first all queries, then all keys, and so on.
         decays_by_channel: true: each channel of a key has its own decay (Kimi Delta Attention);

@@ -23,7 +23,8 @@ def embeddings_of(
         states: the hidden states; each is float32 [hidden].
         dimensions: number of first elements of a state that its embedding has; None means all
             elements.
-        normalizes: whether embeddings are divided by their lengths, after the cut.
+        normalizes: whether embeddings are divided by their lengths, after ``dimensions`` was
+            applied.
     """
     found = np.frombuffer(b"".join(states), "<f4").reshape(len(states), -1)[:, :dimensions]
     if normalizes:

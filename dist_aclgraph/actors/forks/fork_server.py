@@ -129,7 +129,8 @@ class ForkServer:
                     ],
                     pass_fds=[listener.fileno()],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # libraries print messages when they are loaded
+                    # hides the messages that libraries print when they are loaded
+                    stdout=subprocess.DEVNULL,
                     env=variables,
                     process_group=0,  # signals for the service's group must not reach the server
                 )
