@@ -65,7 +65,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         version: version of this package.
-        machine: names and versions of the host's software: host, wheels and driver.
+        machine: the facts that identify host, wheels and driver, by name.
         running: the question that was running when the file was written. If the run was cut off
             during this question, the question is not asked again.
     """

@@ -71,11 +71,12 @@ def _check_hidden_size(width: int, part: str, factor: int) -> None:
 
 
 class _Inner(NamedTuple):
-    """The number of inputs of some matrices of a layer, if the inputs are not the hidden states.
+    """A width inside a layer, such as the MLP's inner width. A matrix has as many inputs or
+    outputs.
 
     Attributes:
-        ending: these matrices' names have this ending.
-        num_ranks: number of ranks among which the inputs are divided.
+        ending: the width belongs to the part's matrices whose names have this ending; "" for all.
+        num_ranks: number of ranks among which the width is divided.
     """
 
     part: str

@@ -35,7 +35,7 @@ class Latencies:
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # a preempted request generates its first token only once
+            if name in self._arrived_s:  # a preempted request's first token is counted only once
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:

@@ -52,8 +52,8 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
         raise ModelError(f"{path} is not a model of SentencePiece ({e}); {REMEDY}") from None
     if not model.pieces:
         raise ModelError(f"{path} is not a model of SentencePiece (it has no pieces); {REMEDY}")
-    # The tokenizers library would not divide unused pieces into other pieces, as SentencePiece
-    # does.
+    # SentencePiece divides unused pieces into other pieces. The library ``tokenizers`` cannot do
+    # this.
     if any(piece.type == Piece.UNUSED for piece in model.pieces):
         raise UnsupportedModelError(f"{path} has unused pieces, which are not supported: {REMEDY}")
     tokenizer = Tokenizer(_read_model(path, model))
@@ -121,7 +121,7 @@ def _normalizers(spec: Any) -> list[normalizers.Normalizer]:
 
 
 def _symbols(pieces: Iterable[Any]) -> Iterator[AddedToken]:
-    """Yield the pieces that never result from merges: special tokens, and texts that are always one
+    """Yield the pieces that become added tokens: special tokens, and texts that are always one
     token.
     """
     for piece in pieces:

@@ -112,7 +112,9 @@ def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
 
 
 def _cores(num_npus: int, numa: Path) -> Finding:
-    """Check that this process may use as many cores in each NUMA node as all ranks need."""
+    """Compare this process's number of cores with the number that all ranks need; list them by NUMA
+    node.
+    """
     usable = os.sched_getaffinity(0)
     parts = []
     for node in sorted(numa.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
