@@ -19,7 +19,7 @@ MAX_DELAY_S = 0.05
 # known time by this fraction of the difference, so that the fastest steps determine the delay.
 GROWTH = 0.03
 # eager steps of about the same size count as one kind
-SIZES_PER_DOUBLING = 8
+SIZES_PER_DOUBLING = 4
 
 Kind = BatchDescriptor | tuple[int, int]
 
@@ -59,5 +59,5 @@ class LateDecisions:
 def _kind(step: StepPlan) -> Kind:
     if step.graph is not None:
         return step.graph
-    octave = step.largest.num_tokens.bit_length()
-    return octave, (step.largest.num_tokens * SIZES_PER_DOUBLING) >> octave
+    octave = step.largest.num_tokens.bit_length()  # the number is at least 2 ** (octave - 1)
+    return octave, (step.largest.num_tokens * 2 * SIZES_PER_DOUBLING) >> octave
