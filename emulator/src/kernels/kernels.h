@@ -114,6 +114,15 @@ struct MergedAttention {
 };
 void merge_attention(const MergedAttention &m);
 
+// ---- top_k_top_p.cpp
+// Replaces the logits of a row that are below the k-th largest one by -infinity.
+void cut_top_k(float *row, int64_t n, int64_t k);
+// Replaces the logits that top-p removes by -infinity. Sorts only the logits near the cut. If the
+// rounding of sums could decide, returns false and writes nothing.
+// weights: exp(logit - greatest) of each logit, as float or double.
+template <typename Weight>
+bool cut_top_p(float *row, const Weight *weights, int64_t n, double p, float greatest);
+
 // ---- select.cpp
 // Finds the first position of the greatest value in each row; a NaN counts as greatest, as in ATen.
 void argmax_rows(Data x, int64_t rows, int64_t columns, int64_t row_stride, void *out,

@@ -6,7 +6,7 @@ using namespace emu;
 #define BINARY_OF(SECOND, NAME, F)                                                                 \
   OP(aclnn##NAME, [](Tensor a, SECOND b, Tensor out) {                                             \
     if (!are_mask_bits(a))                                                                         \
-      out.copy_(at::F(a, b));                                                                      \
+      at::F##_out(out, a, b);                                                                      \
   })                                                                                               \
   OP(aclnnInplace##NAME, [](Tensor a, SECOND b) {                                                  \
     if (!are_mask_bits(a))                                                                         \

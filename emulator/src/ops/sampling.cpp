@@ -1,5 +1,6 @@
 // Sorting and random numbers. The random numbers are those of ATen's Mersenne twister, with the
 // seed that torch_npu passes. They are reproducible, but they are not the device's numbers.
+#include "kernels/kernels.h"
 #include "ops/bind.h"
 
 #include <algorithm>
@@ -113,88 +114,35 @@ void cut_by_sorting(const Tensor &row, int64_t k, std::optional<double> p) {
   row.scatter_(-1, order, sorted);
 }
 
-void cut_top_k(float *row, int64_t n, int64_t k) {
-  static thread_local std::vector<float> greatest;
-  greatest.resize(k);
-  std::partial_sort_copy(row, row + n, greatest.begin(), greatest.end(), std::greater<>());
-  float least = greatest.back();
-  for (int64_t i = 0; i < n; i++)
-    row[i] = row[i] < least ? -INFINITY : row[i];
-}
-
-// Sorts only the logits near the cut. If rounding could decide, returns false and writes nothing.
-// The relative error of the sums, for up to millions of weights, is smaller than kNear<Weight>.
-template <typename Weight> constexpr double kNear = std::is_same_v<Weight, float> ? 4e-6 : 1e-9;
-template <typename Weight> bool cut_top_p(const Tensor &logits, double p, float greatest) {
-  constexpr int kBuckets = 1024;
-  Tensor probabilities = (logits.to(c10::CppTypeToScalarType<Weight>::value) - greatest).exp_();
-  auto *row = logits.data_ptr<float>();
-  const auto *weights = probabilities.data_ptr<Weight>();
-  const int64_t n = logits.size(0);
-  // These loops have no branches, so that the compiler can use vectors.
-  static thread_local std::vector<int32_t> memory;
-  memory.resize(n);
-  int32_t *buckets = memory.data();
-  for (int64_t i = 0; i < n; i++)
-    buckets[i] = static_cast<int32_t>(std::min((greatest - row[i]) * 64, float(kBuckets - 1)));
-  double sums[kBuckets] = {}, total = 0, above = 0;
-  for (int64_t i = 0; i < n; i++)
-    sums[buckets[i]] += weights[i];
-  for (double sum : sums)
-    total += sum;
-  const double goal = p * total, near = kNear<Weight> * total;
-  int cut = 0;
-  while (cut < kBuckets - 1 && above + sums[cut] < goal)
-    above += sums[cut++];
-  static thread_local std::vector<std::pair<float, int64_t>> found;
-  found.clear();
-  for (int64_t i = 0; i < n; i++)
-    if (buckets[i] == cut)
-      found.emplace_back(row[i], i);
-  std::sort(found.begin(), found.end(), std::greater<>());
-  auto last = found.begin();  // the last entry that is kept
-  for (auto entry = found.begin(); entry != found.end(); ++entry) {
-    bool is_first = above == 0;
-    if (!is_first && std::abs(above - goal) < near)
-      return false;
-    if (!is_first && above > goal)
-      break;
-    last = entry;
-    above += weights[entry->second];
-  }
-  if (above < goal + near)
-    return false;
-  for (int64_t i = 0; i < n; i++)
-    row[i] = row[i] < last->first ? -INFINITY : row[i];
-  for (auto entry = last + 1; entry != found.end(); ++entry)  // equal logits with smaller indices
-    row[entry->second] = -INFINITY;
-  return true;
-}
-
 }  // namespace
 
 OP(aclnnApplyTopKTopP, [](Tensor logits, OptTensor p, OptTensor k, Tensor out) {
   if (skipping())
     return;
   Tensor kept = logits.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
-  Tensor greatest = kept.amax(-1);  // NaN if the row contains NaN
   const int64_t n = kept.size(1);
-  Tensor counts = k ? k->to(at::kLong) : Tensor(), parts = p ? p->to(at::kDouble) : Tensor();
+  auto row_of = [&](int64_t i) { return kept.data_ptr<float>() + i * n; };
+  Tensor greatest = kept.amax(-1);  // NaN if the row contains NaN
+  const float *most = greatest.data_ptr<float>();
+  Tensor counts = k ? k->to(at::kLong).contiguous() : Tensor();
+  Tensor parts = p ? p->to(at::kDouble).contiguous() : Tensor();
   for (int64_t i = 0; i < kept.size(0); i++) {
-    Tensor row = kept[i];
-    int64_t count = k ? counts[i].item<int64_t>() : n;
+    int64_t count = k ? counts.data_ptr<int64_t>()[i] : n;
     TORCH_CHECK(count > 0, "k is ", count, ", must be 1 or more");
-    auto part = p ? std::optional(parts[i].item<double>()) : std::nullopt;
-    auto *x = row.data_ptr<float>();
-    float most = greatest[i].item<float>();
-    if (!std::isfinite(most)) {
-      cut_by_sorting(row, count, part);
+    if (!std::isfinite(most[i]))
+      cut_by_sorting(kept[i], count, p ? std::optional(parts.data_ptr<double>()[i]) : std::nullopt);
+    else if (count < n)
+      kernels::cut_top_k(row_of(i), n, count);
+  }
+  Tensor weights = p ? (kept - greatest.unsqueeze(1)).exp_() : Tensor();
+  for (int64_t i = 0; p && i < kept.size(0); i++) {
+    const double part = parts.data_ptr<double>()[i];
+    const float *rough = weights.data_ptr<float>() + i * n;
+    if (!std::isfinite(most[i]) || kernels::cut_top_p(row_of(i), rough, n, part, most[i]))
       continue;
-    }
-    if (count < n)
-      cut_top_k(x, n, count);
-    if (part && !cut_top_p<float>(row, *part, most) && !cut_top_p<double>(row, *part, most))
-      cut_by_sorting(row, n, part);
+    Tensor exact = (kept[i].to(at::kDouble) - most[i]).exp_();
+    if (!kernels::cut_top_p(row_of(i), exact.data_ptr<double>(), n, part, most[i]))
+      cut_by_sorting(kept[i], n, part);
   }
   out.copy_(kept);
 })
