@@ -47,9 +47,11 @@ def use_equivalents(schema: dict[str, Any]) -> None:
         if isinstance(kind, str):
             part["type"] = OTHER_NAMES.get(kind, kind)
         for key in ("minimum", "exclusiveMinimum"):
-            part.update({key: -MOST} if _is_number(part.get(key)) and part[key] < -MOST else {})
+            if _is_number(part.get(key)):
+                part[key] = max(part[key], -MOST)
         for key in ("maximum", "exclusiveMaximum"):
-            part.update({key: MOST} if _is_number(part.get(key)) and part[key] > MOST else {})
+            if _is_number(part.get(key)):
+                part[key] = min(part[key], MOST)
     leave_out_no_effect(schema)
 
 

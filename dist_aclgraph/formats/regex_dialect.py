@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 _ESCAPE = re.compile(
-    r"\\(?:u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|[uxpP]\{[^}]*\}|c[A-Za-z]|[^\n]|\n)", re.DOTALL
+    r"\\(?:u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|[uxpP]\{[^}]*\}|c[A-Za-z]|.)", re.DOTALL
 )
 # The last form is ``{,N}``. It has different meanings in ECMAScript and Python, and llguidance
 # refuses it.

@@ -56,7 +56,7 @@ _GEMMA3 = {
     "tie_word_embeddings": True,
 }
 _QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
-_QWEN3_5_MOE = {
+_QWEN3_NEXT = {
     "num_key_value_heads": 2,
     "head_dim": 256,
     "shared_expert_intermediate_size": 512,
@@ -145,15 +145,11 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
-    "Qwen3NextForCausalLM": {
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "shared_expert_intermediate_size": 512,
-    },
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": {"num_key_value_heads": 4, "head_dim": 256},
-    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForConditionalGeneration": {"num_key_value_heads": 4, "head_dim": 256},
-    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_NEXT,
     "Qwen3VLMoeForConditionalGeneration": {"num_key_value_heads": 16, "rope_theta": 5e5},
     "Ministral3ForCausalLM": {
         "num_key_value_heads": 8,

@@ -217,6 +217,7 @@ def test_a_marker_that_is_spelled_in_other_tokens_is_text():
     [
         ("<think>\nhm\n</think>\n\nYes", False, Message("Yes", "hm")),
         ("\nhm\n\n</think>\n\nYes", True, Message("Yes", "hm")),
+        ("\n  hm</think>Yes", True, Message("Yes", "  hm")),
         ("<think>hm</think>Yes", True, Message("Yes", "hm")),
         ("hm", True, Message("", "hm")),
         ("hm\n", True, Message("", "hm\n")),

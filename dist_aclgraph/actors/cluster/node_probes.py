@@ -28,7 +28,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports at which a probe has tried to listen. It listens at those that were free."""
+    """The ports that a probe was told to use. The probe listens at each port that was free."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]

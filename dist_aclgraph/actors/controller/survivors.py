@@ -55,7 +55,7 @@ def _without(ranks: Sequence[GroupRank], others: Collection[GroupRank]) -> list[
 
 
 def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]:
-    """Return those of the ranks ``ranks`` whose step loops have failed."""
+    """Return the members of ``ranks`` whose step loops have failed."""
     loops = {group.loops[rank]: rank for rank in ranks}
     over = ray.wait(list(loops), num_returns=len(loops), timeout=0)[0] if loops else []
     return [loops[loop] for loop in over if _has_failed(group, loops[loop], loop)]

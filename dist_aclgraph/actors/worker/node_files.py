@@ -22,7 +22,6 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import (
     Answer,
     FetchBlocks,
-    Files,
     count_found,
     find_or_fetch,
     look_ups_of,
@@ -119,7 +118,7 @@ class NodeFiles:
         if look_ups is None:
             return lambda: 0
         names = [job.hashes[i : i + HASH_BYTES] for i in range(0, len(job.hashes), HASH_BYTES)]
-        ask = partial(look_ups.ask, partial(_count, names))
+        ask = partial(look_ups.ask, partial(count_found, names))
         fetch = self._fetch_of(job)
         return ask() if fetch is None else find_or_fetch(ask, fetch, names)
 
@@ -162,7 +161,3 @@ class NodeFiles:
             self._server.close(timeout_s)
         if self._directory is not None:
             self._directory.remove()
-
-
-def _count(names: Sequence[BlockHash], files: Files) -> int:
-    return count_found(names, files)

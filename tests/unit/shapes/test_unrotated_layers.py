@@ -1,4 +1,4 @@
-"""The layers that rotate neither queries nor keys are those of transformers' configurations."""
+"""The same layers have no rotary embedding as in transformers' configurations."""
 
 from __future__ import annotations
 
