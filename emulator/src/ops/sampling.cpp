@@ -3,7 +3,6 @@
 #include "kernels/kernels.h"
 #include "ops/bind.h"
 
-#include <algorithm>
 #include <cmath>
 
 using namespace emu;
