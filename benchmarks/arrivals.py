@@ -101,7 +101,13 @@ def measure(
     """Return one row for each model and each way of deciding."""
     engines = {
         (name, way): modelled_engine(
-            folder, bar, f"{name}, {way}", MODELS[name], mode, MAX_BATCH, late_decisions=is_late
+            folder,
+            bar,
+            f"{name}, {way}",
+            MODELS[name],
+            {"mode": mode},
+            MAX_BATCH,
+            late_decisions=is_late,
         )
         for name in names
         for way, is_late in WAYS.items()

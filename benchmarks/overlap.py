@@ -139,7 +139,7 @@ def measure(
             bar,
             f"{name}, {mode}, {in_flight} in flight",
             MODELS[name],
-            mode,
+            MODES[mode],
             max(batches),
             steps_in_flight=in_flight,
         )
@@ -167,7 +167,7 @@ def modelled_engine(
     bar: Progress,
     title: str,
     model: Model,
-    mode: str,
+    graph: dict[str, Any],
     max_batch: int,
     **scheduler: Any,
 ) -> DecodeEngine:
@@ -175,6 +175,7 @@ def modelled_engine(
 
     Args:
         title: names the deployment in the progress bar.
+        graph: keys of ``graph``.
         scheduler: keys of ``scheduler``.
     """
     directory = folder / f"{len(list(folder.iterdir()))}"
@@ -197,7 +198,7 @@ def modelled_engine(
         weights="dummy",
         dtype="bfloat16",
         parallel={"tp": model.tp},
-        graph=MODES[mode],
+        graph=graph,
         speculative={"num_tokens": model.num_drafts},
         device={"emulator": emulated},
         kv={"num_blocks": 1 + max_batch * 8},

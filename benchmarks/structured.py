@@ -242,16 +242,21 @@ class _Scripted(Matchers):
     """Matchers that read the tokens of one valid answer, not the tokens that the device sampled."""
 
     answer: list[int]
+    starts: dict[int, int]  # for each row, the position of the answer's first token
 
     @classmethod
     def replace_tokens(cls, matchers: Matchers, answer: list[int]) -> None:
         """Make these matchers, which a runner already uses, read the tokens of the answer."""
         matchers.__class__ = cls
-        vars(matchers)["answer"] = answer
+        vars(matchers).update(answer=answer, starts={})
+
+    def begin(self, row: int, sampling: RowSampling) -> None:
+        self.starts[row] = sampling.num_prompt_tokens
+        super().begin(row, sampling)
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
         super()._tokens(row, begin, end)  # not used; the call takes the usual time
-        start = self._rows[row].begin
+        start = self.starts[row]
         return self.answer[begin - start : end - start]
 
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
@@ -261,7 +266,7 @@ class _Scripted(Matchers):
             firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
             for row, first in zip(step.sampled_rows.tolist(), firsts, strict=True):
                 if row in self._rows:
-                    at = first - self._rows[row].begin
+                    at = first - self.starts[row]
                     drafts[row] = self.answer[at : at + drafts.shape[1]]
         return super().masks(step, known, drafts)
 

@@ -147,9 +147,11 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
     """Add vLLM's options to a command, which gets the options' values as its argument ``options``.
 
     Args:
-        serves: whether the options of an HTTP service are added, too.
+        serves: whether the command starts an HTTP service. If not, the help does not show the
+            service's options, but the command accepts them, as it accepts the service's keys.
     """
-    names = [name for name in (*OPTIONS, *SAME) if serves or name not in OF_SERVICE]
+    names = [*OPTIONS, *SAME]
+    hidden = {*SAME} if serves else {*SAME, *OF_SERVICE}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -159,7 +161,7 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
 
         own = inspect.signature(command, eval_str=True)
         kept = [each for name, each in own.parameters.items() if name != "options"]
-        added = [_parameter(name, OPTIONS.get(name)) for name in names]
+        added = [_parameter(name, is_hidden=name in hidden) for name in names]
         wrapped.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
         return wrapped
 
@@ -230,12 +232,9 @@ def show_and_save(config: Config, source: str, is_changed: bool, save: Path | No
         sys.stderr.write(f"It is saved as {save}.\n")
 
 
-def _parameter(name: str, option: Option | None) -> inspect.Parameter:
-    """Return a command's parameter for an option. If ``option`` is None, ``name`` is in ``SAME``,
-    and the parameter is hidden.
-    """
-    is_hidden = option is None
-    option = option or Option(SAME[name], str)
+def _parameter(name: str, *, is_hidden: bool) -> inspect.Parameter:
+    """Return a command's parameter for an option."""
+    option = OPTIONS.get(name) or Option(SAME[name], str)
     dashed = _dashed(name)
     names = [f"--{dashed}", *(f"{dash}{each}" for each in option.short for dash in ("--", "-"))]
     kind: Any = option.kind

@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dist_aclgraph.cli.main import cli as main
 from dist_aclgraph.cli.model_options import ModelCommand, load_model, with_model_options
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
@@ -151,3 +152,14 @@ def test_a_wrong_argument_is_refused_with_the_nearest(
         load(MODEL, *arguments)
 
     assert words in " ".join(str(refused.value).split())
+
+
+def test_a_line_that_serves_can_be_planned() -> None:
+    line = [MODEL, "--host", "127.0.0.1", "--port=8001", "--served-model-name", "x", "--tp", "2"]
+
+    planned = CliRunner().invoke(main, ["plan", *line, "--json"])
+    refused = CliRunner().invoke(main, ["plan", *line, "--port", "far"])
+
+    assert planned.exit_code == 0, planned.stderr
+    assert refused.exit_code == 2
+    assert "--port" not in CliRunner().invoke(main, ["plan", "--help"]).stdout
