@@ -5,6 +5,7 @@
 #define EMU_ATEN_H
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/Tensor.h>
 #include <ATen/TensorOperators.h>

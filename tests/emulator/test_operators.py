@@ -175,6 +175,38 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.parametrize("name", ["log", "log1p"])
+@pytest.mark.parametrize("first", [0x00000001, 0x3F000000, 0xBF7FFF00])  # tiny, near 1, near -1
+def test_logarithms_are_exact_to_the_last_places(name: str, first: int) -> None:
+    bits = torch.arange(first, first + 5000) - (1 << 32) * (first >= 1 << 31)
+    ends = torch.tensor([0.0, -1.0, 1.0, -2.0, torch.inf, -torch.inf, torch.nan, 3e38, -1e-8])
+    x = torch.cat([bits.to(torch.int32).view(torch.float32), ends, POSITIVE.flatten()])
+    want = getattr(x.double(), name)()
+
+    got = getattr(x.npu(), name)().cpu().double()
+
+    assert torch.allclose(got, want, rtol=4e-7, atol=1e-45, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["sub_", "div_", "add_", "mul_"])
+def test_an_operand_may_be_a_part_of_the_result(name: str) -> None:
+    device = POSITIVE.npu()
+    want = getattr(torch, name[:-1])(POSITIVE[:, 1:], POSITIVE[:, :-1])
+
+    getattr(device[:, 1:], name)(device[:, :-1])
+
+    assert_same(device[:, 1:], want, 1e-6)
+
+
+@pytest.mark.parametrize("place", [0, 8, 1001, 1002])
+def test_the_greatest_of_a_wide_row_may_be_anywhere(place: int) -> None:
+    x = torch.randn(3, 1003).clamp_(max=3)
+    x[:, place] = torch.tensor([4.0, torch.inf, torch.nan])
+
+    check(lambda a: a.argmax(-1), x)
+    check(lambda a: a.argmax(-1), torch.full((2, 1003), -torch.inf))
+
+
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction(name):
     check(REDUCTIONS[name], X)

@@ -123,6 +123,10 @@ void cut_top_k(float *row, int64_t n, int64_t k);
 template <typename Weight>
 bool cut_top_p(float *row, const Weight *weights, int64_t n, double p, float greatest);
 
+// ---- logarithm.cpp: x and out may be the same memory
+void log(const float *x, float *out, int64_t n);
+void log1p(const float *x, float *out, int64_t n);
+
 // ---- select.cpp
 // Finds the first position of the greatest value in each row; a NaN counts as greatest, as in ATen.
 void argmax_rows(Data x, int64_t rows, int64_t columns, int64_t row_stride, void *out,

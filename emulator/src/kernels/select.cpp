@@ -1,15 +1,27 @@
 // Row-wise argmax.
 #include "kernels/vector_math.h"
 
+#include <algorithm>
+
 namespace emu::kernels {
 
 static int64_t argmax_row(const float *x, int64_t columns) {
-  float greatest = -INFINITY;
+  // One maximum for each lane; without lanes, the compiler does not vectorise the search.
+  float lanes[kLanes];
+  std::fill(lanes, lanes + kLanes, -INFINITY);
   bool has_nan = false;
-  for (int64_t i = 0; i < columns; i++) {
-    greatest = x[i] > greatest ? x[i] : greatest;
+  int64_t whole = columns / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (int lane = 0; lane < kLanes; lane++) {
+      float value = x[i + lane];
+      lanes[lane] = value > lanes[lane] ? value : lanes[lane];
+      has_nan |= value != value;
+    }
+  for (int64_t i = whole; i < columns; i++) {
+    lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
     has_nan |= x[i] != x[i];
   }
+  float greatest = *std::max_element(lanes, lanes + kLanes);
   for (int64_t i = 0; i < columns; i++)
     if (has_nan ? x[i] != x[i] : x[i] == greatest)
       return i;

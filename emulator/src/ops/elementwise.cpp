@@ -1,4 +1,5 @@
 // Arithmetic, unary functions, clamps.
+#include "kernels/kernels.h"
 #include "ops/op_abi.h"
 
 #include <algorithm>
@@ -31,16 +32,51 @@ template <const Types &types> static void require_types(const Tensor &a, const T
          " is not among the types of the operator");
 }
 
+// The bytes from the first to the last element.
+static std::pair<const char *, const char *> span_of(const Tensor &t) {
+  auto *begin = static_cast<const char *>(t.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); i++)
+    last += (t.size(i) - 1) * t.stride(i);
+  return {begin, begin + (last + 1) * t.element_size()};
+}
+
+// Whether a function can compute directly into `out`: all types are equal, the result has the shape
+// of `out`, and no input shares only a part of its memory with `out`.
+static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
+  std::vector<int64_t> shape;
+  auto [begin, end] = span_of(out);
+  for (const Tensor &in : inputs) {
+    auto [first, last] = span_of(in);
+    bool is_same = first == begin && in.sizes() == out.sizes() && in.strides() == out.strides();
+    if (in.scalar_type() != out.scalar_type() || !(is_same || last <= begin || end <= first))
+      return false;
+    shape = at::infer_size(shape, in.sizes());
+  }
+  return out.numel() > 0 && out.sizes() == shape;
+}
+
+// WRITE computes at::F(...) into `out`. It allocates no tensor for the result unless it has to.
+#define WRITE(F, OUT, TENSORS, ...)                                                                \
+  do {                                                                                             \
+    Tensor result = OUT;                                                                           \
+    if (receives(result, TENSORS))                                                                 \
+      at::F##_out(result, __VA_ARGS__);                                                            \
+    else                                                                                           \
+      result.copy_(at::F(__VA_ARGS__));                                                            \
+  } while (0)
+#define TENSORS(...) (std::initializer_list<Tensor>{__VA_ARGS__})
+
 // UNARY defines aclnnX(a, out) and aclnnInplaceX(a); BINARY defines aclnnX(a, b, out) and
 // aclnnInplaceX(a, b). With kernels=skip, only results that are integers or booleans are computed,
 // because they may be used as positions.
-#define UNARY(NAME, F, TYPES)                                                                      \
+#define UNARY_BY(NAME, COMPUTE, TYPES)                                                             \
   OP(aclnn##NAME, [](Tensor a, Tensor out) -> Task {                                               \
     require_types<TYPES>(a, out);                                                                  \
     return [=] {                                                                                   \
       AtenScope scope;                                                                             \
       if (!skips(out))                                                                             \
-        out.copy_(at::F(a));                                                                       \
+        COMPUTE(a, out);                                                                           \
     };                                                                                             \
   })                                                                                               \
   OP(aclnnInplace##NAME, [](Tensor a) -> Task {                                                    \
@@ -48,64 +84,67 @@ template <const Types &types> static void require_types(const Tensor &a, const T
     return [=] {                                                                                   \
       AtenScope scope;                                                                             \
       if (!skips(a))                                                                               \
-        a.copy_(at::F(a));                                                                         \
+        COMPUTE(a, a);                                                                             \
     };                                                                                             \
   })
-#define BINARY_OF(SECOND, NAME, F)                                                                 \
-  OP(aclnn##NAME, [](Tensor a, SECOND b, Tensor out) {                                             \
+#define UNARY(NAME, F, TYPES)                                                                      \
+  static void compute_##F(const Tensor &a, const Tensor &out) { WRITE(F, out, TENSORS(a), a); }     \
+  UNARY_BY(NAME, compute_##F, TYPES)
+// A unary function with a kernel of ours for floats.
+#define UNARY_WITH_KERNEL(NAME, F, TYPES)                                                          \
+  static void compute_##F(const Tensor &a, const Tensor &out) {                                    \
+    if (a.scalar_type() == kF && a.is_contiguous() && out.is_contiguous() && receives(out, {a}))   \
+      kernels::F(a.const_data_ptr<float>(), out.data_ptr<float>(), a.numel());                     \
+    else                                                                                           \
+      out.copy_(at::F(a));                                                                         \
+  }                                                                                                \
+  UNARY_BY(NAME, compute_##F, TYPES)
+#define BINARY(NAME, F)                                                                            \
+  OP(aclnn##NAME, [](Tensor a, Tensor b, Tensor out) {                                             \
+    if (!skips(out))                                                                               \
+      WRITE(F, out, TENSORS(a, b), a, b);                                                          \
+  })                                                                                               \
+  OP(aclnnInplace##NAME, [](Tensor a, Tensor b) {                                                  \
+    if (!skips(a))                                                                                 \
+      WRITE(F, a, TENSORS(a, b), a, b);                                                            \
+  })
+#define WITH_SCALAR(NAME, F)                                                                       \
+  OP(aclnn##NAME, [](Tensor a, Scalar b, Tensor out) {                                             \
     if (!skips(out))                                                                               \
       out.copy_(at::F(a, b));                                                                      \
   })                                                                                               \
-  OP(aclnnInplace##NAME, [](Tensor a, SECOND b) {                                                  \
+  OP(aclnnInplace##NAME, [](Tensor a, Scalar b) {                                                  \
     if (!skips(a))                                                                                 \
       a.copy_(at::F(a, b));                                                                        \
   })
-#define BINARY(NAME, F) BINARY_OF(Tensor, NAME, F)
-#define WITH_SCALAR(NAME, F) BINARY_OF(Scalar, NAME, F)
 // aclnnX(a, b, alpha, out): a + alpha * b and similar.
-#define SCALED_OF(SECOND, NAME, F)                                                                 \
-  OP(aclnn##NAME, [](Tensor a, SECOND b, Scalar k, Tensor out) {                                   \
+#define SCALED(NAME, F)                                                                            \
+  OP(aclnn##NAME, [](Tensor a, Tensor b, Scalar k, Tensor out) {                                   \
+    if (!skips(out))                                                                               \
+      WRITE(F, out, TENSORS(a, b), a, b, k);                                                       \
+  })                                                                                               \
+  OP(aclnnInplace##NAME, [](Tensor a, Tensor b, Scalar k) {                                        \
+    if (!skips(a))                                                                                 \
+      WRITE(F, a, TENSORS(a, b), a, b, k);                                                         \
+  })
+#define SCALED_BY_SCALAR(NAME, F)                                                                  \
+  OP(aclnn##NAME, [](Tensor a, Scalar b, Scalar k, Tensor out) {                                   \
     if (!skips(out))                                                                               \
       out.copy_(at::F(a, b, k));                                                                   \
   })                                                                                               \
-  OP(aclnnInplace##NAME, [](Tensor a, SECOND b, Scalar k) {                                        \
+  OP(aclnnInplace##NAME, [](Tensor a, Scalar b, Scalar k) {                                        \
     if (!skips(a))                                                                                 \
       a.copy_(at::F(a, b, k));                                                                     \
   })
 
-SCALED_OF(Scalar, Adds, add)
-SCALED_OF(Tensor, Sub, sub)
-SCALED_OF(Scalar, Subs, sub)
-SCALED_OF(Tensor, Rsub, rsub)
-SCALED_OF(Scalar, Rsubs, rsub)
+SCALED(Add, add)
+SCALED(Sub, sub)
+SCALED(Rsub, rsub)
+SCALED_BY_SCALAR(Adds, add)
+SCALED_BY_SCALAR(Subs, sub)
+SCALED_BY_SCALAR(Rsubs, rsub)
 
-// The two most frequent operators write into `out` directly if the types allow it.
-static bool same_types(const Tensor &a, const Tensor &b, const Tensor &out) {
-  return a.scalar_type() == out.scalar_type() && b.scalar_type() == out.scalar_type();
-}
-static void add(const Tensor &a, const Tensor &b, const Scalar &k, const Tensor &out) {
-  Tensor result = out;
-  if (skips(out))
-    return;
-  if (same_types(a, b, out))
-    at::add_out(result, a, b, k);
-  else
-    result.copy_(at::add(a, b, k));
-}
-static void multiply(const Tensor &a, const Tensor &b, const Tensor &out) {
-  Tensor result = out;
-  if (skips(out))
-    return;
-  if (same_types(a, b, out))
-    at::mul_out(result, a, b);
-  else
-    result.copy_(at::mul(a, b));
-}
-OP(aclnnAdd, [](Tensor a, Tensor b, Scalar k, Tensor out) { add(a, b, k, out); })
-OP(aclnnInplaceAdd, [](Tensor a, Tensor b, Scalar k) { add(a, b, k, a); })
-OP(aclnnMul, [](Tensor a, Tensor b, Tensor out) { multiply(a, b, out); })
-OP(aclnnInplaceMul, [](Tensor a, Tensor b) { multiply(a, b, a); })
-
+BINARY(Mul, mul)
 WITH_SCALAR(Muls, mul)
 BINARY(Div, div)
 WITH_SCALAR(Divs, div)
@@ -129,13 +168,19 @@ OP(aclnnRemainderScalarTensor, [](Scalar a, Tensor b, Tensor out) {
     out.copy_(at::remainder(a, b));
 })
 
+static void write_quotient(const Tensor &a, const Tensor &b, const Tensor &out) {
+  WRITE(div, out, TENSORS(a, b), a, b);
+}
+static void write_quotient(const Tensor &a, const Scalar &b, const Tensor &out) {
+  out.copy_(at::div(a, b));
+}
 // The rounding of a quotient is 0 (none), 1 (towards zero) or 2 (down).
 template <class Second>
 static void divide(const Tensor &a, const Second &b, int mode, const Tensor &out) {
   if (skips(out))
     return;
   if (mode == 0)
-    out.copy_(at::div(a, b));
+    write_quotient(a, b, out);
   else
     out.copy_(at::div(a, b, mode == 1 ? "trunc" : "floor"));
 }
@@ -152,9 +197,9 @@ UNARY(Exp, exp, kLongToFloats)
 UNARY(Exp2, exp2, kToFloats)
 UNARY(Expm1, expm1, kLongToFloats)
 UNARY(Floor, floor, kWholeNumbers)
-UNARY(Log, log, kToFloats)
+UNARY_WITH_KERNEL(Log, log, kToFloats)
 UNARY(Log10, log10, kToFloats)
-UNARY(Log1p, log1p, kToFloats)
+UNARY_WITH_KERNEL(Log1p, log1p, kToFloats)
 UNARY(Log2, log2, kToFloats)
 UNARY(Neg, neg, kSigned)
 UNARY(Reciprocal, reciprocal, kToFloats)
@@ -187,7 +232,7 @@ OP(aclnnSoftplus, [](Tensor a, Scalar beta, Scalar threshold, Tensor out) -> Tas
 })
 OP(aclnnAddcmul, [](Tensor a, Tensor b, Tensor c, Scalar k, Tensor out) {
   if (!skips(out))
-    out.copy_(at::addcmul(a, b, c, k));
+    WRITE(addcmul, out, TENSORS(a, b, c), a, b, c, k);
 })
 
 // ---- clamps
