@@ -166,6 +166,17 @@ def test_a_template_without_calls_has_no_format():
         ),
         ("<|tool_call_start|>\n```python\nf(a=1)\n```\n<|tool_call_end|>", None),  # MiniCPM
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
+        # MiniMax M3, and a template of Functionary for Llama 3.1
+        ("{% set begin = ns ~ '<tool_call>' %}{{ begin + ns ~ '<invoke name=\"' }}", None),
+        ("<|start_header_id|><|python_tag|>{{ '<function=' + f.name + '>' + f.arguments }}", None),
+        *(
+            (f"<tool_call>{text}", "hermes")
+            for text in (
+                "' + '\\n{\\\"name\\\": \\\"' + c.name",
+                "{{ {'name': f.name, 'arguments': f.arguments} | tojson }}",
+                "\n{{ c.function | tojson }}\n</tool_call>",
+            )
+        ),
     ],
 )
 def test_published_descriptions_of_calls_choose_the_format(template, expected):

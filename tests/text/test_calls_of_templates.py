@@ -13,6 +13,7 @@ TURNS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 HERMES = "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}"
+UNQUOTED = "{{ '{\"name\": ' + c.function.name + '}' }}"
 CODER = (
     "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
@@ -20,9 +21,7 @@ CODER = (
 )
 
 
-@pytest.mark.parametrize(
-    ("call", "num_problems"), [(HERMES, 0), (CODER, 0), ("{{ c.function | string }}", 10)]
-)
+@pytest.mark.parametrize(("call", "num_problems"), [(HERMES, 0), (CODER, 0), (UNQUOTED, 10)])
 def test_calls_are_read_as_the_template_writes_them(tmp_path, capsys, call, num_problems):
     (tmp_path / "one.jinja").write_text(TURNS.replace("{{ CALL }}", call))
 

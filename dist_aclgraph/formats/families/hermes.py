@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,16 @@ from dist_aclgraph.formats.tools import Tools
 BEGIN, END = "<tool_call>", "</tool_call>"
 MARKERS = (BEGIN, END)
 BEGINS = (BEGIN,)
+# Matches the beginning of a call in a template. Other families write other texts after this marker,
+# such as tags. The quotes can have a backslash, and "' + '" can be between the marker and the call.
+_CALL = re.compile(
+    re.escape(BEGIN) + r""".{0,60}?(\{\s*\\*["'](name|arguments)\b|function\s*\|\s*tojson)""",
+    re.DOTALL,
+)
 
 
 def fits(template: str) -> bool:
-    return BEGIN in template
+    return _CALL.search(template) is not None
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:

@@ -22,7 +22,7 @@ HEADER = "<|start_header_id|>"  # every template of Llama 3 contains this token
 
 
 def fits(template: str) -> bool:
-    return TAG in template or ('"parameters":' in template and HEADER in template)
+    return '"parameters":' in template and (TAG in template or HEADER in template)
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
