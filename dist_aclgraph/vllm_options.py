@@ -110,7 +110,7 @@ OPTIONS: dict[str, Option] = {
         dict.fromkeys(
             (
                 *("cohere_command3", "deepseek_r1", "deepseek_v3", "exaone4", "glm45"),
-                *("hunyuan_a13b", "kimi_k2", "minimax_m2", "mistral", "olmo3"),
+                *("hunyuan_a13b", "hy_v3", "kimi_k2", "minimax_m2", "mistral", "olmo3"),
                 *("openai_gptoss", "qwen3", "seed_oss"),
             ),
             None,

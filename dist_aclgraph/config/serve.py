@@ -55,6 +55,7 @@ ToolFormat = Literal[
     "deepseek_v32",
     "deepseek_v3",
     "deepseek_v31",
+    "hy_v3",
     "glm45",
     "mistral",
     "granite",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from dist_aclgraph.formats.families import (
     granite,
     hermes,
     hunyuan,
+    hy_v3,
     kimi_k2,
     llama3_json,
     minimax_m2,
@@ -50,6 +52,7 @@ FORMATS: dict[str, ModuleType] = {
     "deepseek_v32": deepseek_v32,
     "deepseek_v3": deepseek_v3,
     "deepseek_v31": deepseek_v31,
+    "hy_v3": hy_v3,
     "glm45": glm45,
     "mistral": mistral,
     "granite": granite,
@@ -63,6 +66,9 @@ FORMATS: dict[str, ModuleType] = {
     "llama3_json": llama3_json,
 }
 AUTO, NONE = "auto", "none"
+# Some templates write all markers with a common suffix: '<think{}>'.format(SUFFIX).
+_SUFFIX = re.compile(r"""set\s+(\w+)\s*=\s*(["'])([^"'{}]*)\2""")
+_WITH_SUFFIX = re.compile(r"""(["'])([^"'{}]*)\{\}([^"'{}]*)\1\s*\.\s*format\(\s*(\w+)\s*\)""")
 # an output format of these kinds can be a part of a larger grammar
 PARTS = ("json", "regex", "choice")
 
@@ -232,6 +238,8 @@ def choose_format(
             ``<think>``.
     """
     name = None if tools in (AUTO, NONE) else tools
+    if template is not None:
+        template = with_suffixes(template)
     if tools == AUTO and template is not None:
         name = next((name for name, each in FORMATS.items() if each.fits(template)), None)
     thought = THOUGHTS[0] if reasoning == "think" else None
@@ -242,6 +250,19 @@ def choose_format(
         markers |= set(FORMATS[name].MARKERS)
     found = {text: find_token(text) for text in markers}
     return AnswerFormat(name, thought, {text: i for text, i in found.items() if i is not None})
+
+
+def with_suffixes(template: str) -> str:
+    """Return a template in which the markers have the suffixes that the template adds to them."""
+    suffixes = {name: value for name, _, value in _SUFFIX.findall(template)}
+
+    def write(found: re.Match[str]) -> str:
+        quote, before, after, name = found.groups()
+        if name not in suffixes:
+            return found.group()
+        return f"{quote}{before}{suffixes[name]}{after}{quote}"
+
+    return _WITH_SUFFIX.sub(write, template)
 
 
 def _copy_all(scanner: Scanner) -> Scan[None]:

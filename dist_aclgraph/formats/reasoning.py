@@ -26,6 +26,7 @@ THOUGHTS = (
     Thought("[THINK]", "[/THINK]"),
     Thought("<|START_THINKING|>", "<|END_THINKING|>"),
     Thought("<|inner_prefix|>", "<|inner_suffix|>"),
+    Thought("<think:opensource>", "</think:opensource>"),
 )
 
 

@@ -60,6 +60,16 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         "</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>",
         Message(calls=[TEXTS, STOPPED]),
     ),
+    "hy_v3": (
+        "I look.<tool_calls:opensource>\n<tool_call:opensource>find<tool_sep:opensource>\n"
+        "<arg_key:opensource>n</arg_key:opensource>\n<arg_value:opensource>5"
+        "</arg_value:opensource>\n<arg_key:opensource>text</arg_key:opensource>\n"
+        "<arg_value:opensource>two\nlines </b> 2>&1</arg_value:opensource>\n"
+        "<arg_key:opensource>deep</arg_key:opensource>\n<arg_value:opensource>true"
+        "</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>stop"
+        "<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+        Message("I look.", calls=[TEXTS, STOPPED]),
+    ),
     "mistral": (
         f'I look.[TOOL_CALLS][{{"name": "find", "arguments": {JSON}, "id": "aB3dE5gH7"}}, '
         '{"name": "stop", "arguments": {}}]',

@@ -315,7 +315,8 @@ def test_arguments_match_schemas_with_references(name, schema):
 
 
 RAW = pytest.mark.parametrize(
-    "name", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "pythonic", "olmo3"]
+    "name",
+    ["qwen3_coder", "glm45", "hy_v3", "deepseek_v32", "minimax_m2", "pythonic", "olmo3"],
 )
 NAMED = {"a": {"type": "integer"}}
 
@@ -397,7 +398,9 @@ def test_a_strict_argument_may_be_written_as_in_python(name, part, allowed, refu
 
 
 WORD = {"type": "string", "pattern": "^[xy]+$"}
-TAGS = pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2"])
+TAGS = pytest.mark.parametrize(
+    "name", ["qwen3_coder", "glm45", "hy_v3", "deepseek_v32", "minimax_m2"]
+)
 
 
 @TAGS
@@ -437,7 +440,7 @@ def test_an_error_names_every_tool_that_the_format_cannot_follow(name):
 
 @TAGS
 def test_strings_that_a_format_cannot_write_are_refused(name):
-    end = "</arg_value>" if name == "glm45" else "</parameter>"
+    end = "</arg_value>" if name in ("glm45", "hy_v3") else "</parameter>"
     part = {"const": f"a{end.replace('</', '</｜DSML｜') if name == 'deepseek_v32' else end}"}
     tools = {"find": {"type": "object", "properties": {"a": part}}}
     walk = Walk(name, tools, has_tokens=False)

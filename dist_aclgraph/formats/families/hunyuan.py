@@ -26,11 +26,10 @@ AROUND = ("<answer>", "</answer>")  # the markers around the text of an answer
 MARKERS = (CALLS, END_CALLS, CALL, END_CALL, *AROUND)
 BEGINS = (CALLS, CALL)
 FENCE = "```"
-SEPARATOR = "<tool_sep>"  # Hy3 writes this between a name and its arguments
 
 
 def fits(template: str) -> bool:
-    return CALLS in template and SEPARATOR not in template
+    return CALLS in template
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
