@@ -60,6 +60,7 @@ ToolFormat = Literal[
     "mistral",
     "granite",
     "cohere2",
+    "apertus",
     "hunyuan",
     "olmo3",
     "seed_oss",

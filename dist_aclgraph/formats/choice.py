@@ -11,6 +11,7 @@ from types import ModuleType
 
 from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.families import (
+    apertus,
     cohere2,
     deepseek_v3,
     deepseek_v31,
@@ -57,6 +58,7 @@ FORMATS: dict[str, ModuleType] = {
     "mistral": mistral,
     "granite": granite,
     "cohere2": cohere2,
+    "apertus": apertus,
     "hunyuan": hunyuan,
     "olmo3": olmo3,
     "seed_oss": seed_oss,

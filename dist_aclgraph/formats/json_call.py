@@ -1,9 +1,9 @@
-"""A call as one JSON object: ``{"name": "f", "arguments": {...}}``."""
+"""Calls as JSON objects, such as ``{"name": "f", "arguments": {...}}``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 
 from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner, with_pairs
@@ -74,6 +74,27 @@ def copy_call(
     return Outcome.WHOLE
 
 
+def copy_keyed_call(scanner: Scanner) -> Scan[Outcome]:
+    """Read a call whose only key is its name: ``{"f": {...}}``."""
+    if not (yield from scanner.match("{")):
+        return Outcome.NO_CALL
+    yield from scanner.skip_space()
+    name = yield from scanner.read_json_string(MAX_HEAD_CHARS)
+    yield from scanner.skip_space()
+    if not name or not (yield from scanner.match(":")):
+        return Outcome.NO_CALL
+    yield from scanner.skip_space()
+    if (yield from scanner.peek()) != "{":
+        return Outcome.NO_CALL
+    scanner.begin_call(name)
+    if not (yield from copy_arguments(scanner)):
+        return Outcome.CUT
+    yield from scanner.skip_space()
+    yield from scanner.match("}")
+    scanner.end_call()
+    return Outcome.WHOLE
+
+
 def copy_arguments(scanner: Scanner) -> Scan[bool]:
     """Emit the arguments; if there are no arguments, emit an empty object. The arguments may also
     be a string that contains JSON text.
@@ -102,7 +123,9 @@ def _object_of(text: str) -> str:
     return "{}" if text.strip() in ("", "null") else text
 
 
-def copy_calls(scanner: Scanner, before: str, name_key: str = "name") -> Scan[None]:
+def copy_calls(
+    scanner: Scanner, before: str, copy: Callable[[Scanner], Scan[Outcome]] = copy_call
+) -> Scan[None]:
     """Read calls in a list. Models also write the calls without the brackets or the commas of the
     list.
 
@@ -111,12 +134,12 @@ def copy_calls(scanner: Scanner, before: str, name_key: str = "name") -> Scan[No
 
     Args:
         before: the marker before the kept text.
-        name_key: the JSON key whose value is a call's name.
+        copy: reads one call.
     """
     yield from scanner.match("[")
     while True:
         yield from scanner.skip_space()
-        outcome = yield from copy_call(scanner, name_key=name_key)
+        outcome = yield from copy(scanner)
         if outcome is Outcome.NO_CALL:
             scanner.content(before + scanner.give_back())
             return

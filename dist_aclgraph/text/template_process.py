@@ -119,18 +119,27 @@ def packed(message: Any) -> bytes:
 def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
     """Return the ``text`` of a render, or the ``error`` that ended the render.
 
-    Templates read calls of tools in different forms. If a template cannot render messages with
-    calls in the first form, the other forms are tried.
+    Templates read tools, and calls of tools, in different forms. If a template cannot render the
+    first form, the other forms are tried.
     """
-    messages = [_with_reasoning(message) for message in request["variables"]["messages"]]
+    variables = request["variables"]
+    messages = [_with_reasoning(message) for message in variables["messages"]]
     forms = FORMS_OF_CALLS if any(message.get("tool_calls") for message in messages) else ({},)
     replies = []
-    for form in forms:
-        request["variables"]["messages"] = [_with_calls(message, **form) for message in messages]
-        replies.append(_render(request, max_chars))
-        if "text" in replies[-1]:
-            return replies[-1]
+    for tools in _forms_of_tools(variables.get("tools")):
+        variables["tools"] = tools
+        for form in forms:
+            variables["messages"] = [_with_calls(message, **form) for message in messages]
+            replies.append(_render(request, max_chars))
+            if "text" in replies[-1]:
+                return replies[-1]
     return replies[0]
+
+
+def _forms_of_tools(tools: list[dict[str, Any]] | None) -> list[list[Any] | None]:
+    """Return the tools as requests contain them, and the functions of the tools."""
+    functions = [tool.get("function") for tool in tools or ()]
+    return [tools, functions] if functions and all(functions) else [tools]
 
 
 def _with_calls(

@@ -86,6 +86,10 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         '    {"tool_call_id": "1", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>',
         Message("I look.", calls=[FOUND, STOPPED]),
     ),
+    "apertus": (
+        f'I look.<|tools_prefix|>[{{"find": {JSON}}}, {{"stop": {{}}}}]<|tools_suffix|>',
+        Message("I look.", calls=[FOUND, STOPPED]),
+    ),
     "hunyuan": (
         f"<answer>\nI look.\n<tool_calls><tool_call>find\n```json\n{JSON}\n```</tool_call>\n"
         "<tool_call>stop\n```json\n{}\n```</tool_call></tool_calls>\n</answer>",

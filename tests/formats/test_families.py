@@ -132,6 +132,45 @@ def test_calls_of_olmo(text, expected, has_tokens):
         assert read(form, text, sizes) == (expected or Message(text))
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f'<|tools_prefix|>\n[{{"find" : {JSON} }}]', Message(calls=[FOUND])),
+        ('<|tools_prefix|>{"stop": {}}<|tools_suffix|> Yes', Message("Yes", calls=[STOPPED])),
+        (
+            '<|tools_prefix|>[{"stop": {}}, 1]<|tools_suffix|>',
+            Message(", 1]<|tools_suffix|>", calls=[STOPPED]),
+        ),
+        (
+            '<|tools_prefix|>[{"stop": {}}, {"find": {"n": 1',
+            Message(calls=[STOPPED, ("find", '{"n": 1', False)]),
+        ),
+        ('<|tools_prefix|>[{"stop": 1}]<|tools_suffix|>', None),
+        ('<|tools_prefix|>[{"name": "stop", "arguments": {}}]<|tools_suffix|>', None),
+        ("<|tools_prefix|>[]<|tools_suffix|>", None),
+        ('<|tools_prefix|>[{"stop"', None),
+        ("<|tools_prefix|> is a marker", None),
+    ],
+)
+def test_calls_of_apertus(text, expected, has_tokens):
+    form = make_format("apertus", has_tokens=has_tokens)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, text, sizes) == (expected or Message(text))
+
+
+def test_calls_of_apertus_end_its_deliberation():
+    thought = find_thought("<|inner_prefix|><|inner_suffix|>")
+    form = make_format("apertus", has_tokens=True, thought=thought)
+    call = '<|tools_prefix|>[{"stop": {}}]<|tools_suffix|>'
+
+    for end in ("<|inner_suffix|>", ""):
+        for sizes in ((1,), (2, 3), (100,)):
+            found = read(form, f"<|inner_prefix|>I look.{end}{call}", sizes)
+            assert found == Message("", "I look.", calls=[STOPPED])
+
+
 def test_a_template_without_calls_has_no_format():
     form = choose_format("{{ messages }}", lambda text: None)
 

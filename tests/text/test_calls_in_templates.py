@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.text.chat_template import ChatOptions
 from tests.text.templates import make_template
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}}
@@ -68,6 +69,18 @@ def test_a_template_that_refuses_long_ids_gets_nine_characters(call_id):
     assert of_call == of_result
     assert of_call.isalnum()
     assert (of_call == call_id) == (call_id == "aB3dE5gH7")
+
+
+def test_a_template_may_read_the_functions_of_the_tools():
+    """The first template of Apertus reads ``tool.description``."""
+    body = "{% for tool in tools %}{{ '// ' + tool.description + tool.name }}{% endfor %}"
+    function = {"name": "f", "description": "Finds."}
+    options = ChatOptions(tools=[{"type": "function", "function": function}])
+
+    assert make_template(body).render([{"role": "user", "content": "x"}], options) == "// Finds.f"
+    refuses = make_template("{{ raise_exception(tools[0].type or 'no type') }}")
+    with pytest.raises(InvalidParameterError, match="function"):
+        refuses.render([{"role": "user", "content": "x"}], options)
 
 
 def test_the_error_is_that_of_the_first_form():

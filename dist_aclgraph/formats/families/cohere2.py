@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from dist_aclgraph.formats.json_call import copy_calls
+from dist_aclgraph.formats.json_call import copy_call, copy_calls
 from dist_aclgraph.formats.lark import ANY, Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -41,7 +42,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             scanner.content(begin + scanner.give_back(begin))
             continue
         num_calls = scanner.num_calls
-        yield from copy_calls(scanner, begin, NAME)
+        yield from copy_calls(scanner, begin, partial(copy_call, name_key=NAME))
         if scanner.num_calls > num_calls:
             yield from scanner.skip_space()
             yield from scanner.match(end)

@@ -1,0 +1,53 @@
+"""Apertus: the name of a call is the key of its arguments.
+
+``<|tools_prefix|>[{"f": {...}}, {"g": {...}}]<|tools_suffix|>``. The deliberation, between
+``<|inner_prefix|>`` and ``<|inner_suffix|>``, can contain calls. The source is the chat template of
+swiss-ai/Apertus-8B-Instruct-2509.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.formats.json_call import copy_calls, copy_keyed_call
+from dist_aclgraph.formats.lark import Lark
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+BEGIN, END = "<|tools_prefix|>", "<|tools_suffix|>"
+MARKERS = (BEGIN, END)
+BEGINS = (BEGIN,)
+
+
+def fits(template: str) -> bool:
+    return BEGIN in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    begin, end = map(scanner.coded, MARKERS)
+    marker = yield from scanner.copy_until([begin], scanner.content)
+    while marker is not None:
+        scanner.keep()
+        yield from scanner.skip_space()
+        # the first marker is followed by another marker, not by a call
+        if (yield from scanner.match(begin)):
+            scanner.content(begin + scanner.give_back(begin))
+            continue
+        num_calls = scanner.num_calls
+        yield from copy_calls(scanner, begin, copy_keyed_call)
+        if scanner.num_calls > num_calls:
+            yield from scanner.skip_space()
+            yield from scanner.match(end)
+        marker = yield from scanner.copy_until([begin], scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
+    head = lark.text(f"{{{json.dumps(name)}: ")
+    return f"{head} {lark.arguments(schema)} {lark.text('}')}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    inner = f'{call} (", " {call})*' if several else call
+    return f"{lark.text(BEGIN + '[')} {inner} {lark.text(']' + END)}"
