@@ -58,6 +58,7 @@ ToolFormat = Literal[
     "hy_v3",
     "glm45",
     "mistral",
+    "phi4_mini_json",
     "granite",
     "cohere2",
     "apertus",

@@ -27,6 +27,7 @@ from dist_aclgraph.formats.families import (
     minimax_m2,
     mistral,
     olmo3,
+    phi4_mini_json,
     pythonic,
     qwen3_coder,
     seed_oss,
@@ -56,6 +57,7 @@ FORMATS: dict[str, ModuleType] = {
     "hy_v3": hy_v3,
     "glm45": glm45,
     "mistral": mistral,
+    "phi4_mini_json": phi4_mini_json,
     "granite": granite,
     "cohere2": cohere2,
     "apertus": apertus,
@@ -160,12 +162,14 @@ class AnswerFormat:
             first = next(iter(errors.values()))
             raise UnusableToolError(str(first), first.param, tuple(errors)) from first
         lark.part("the content")
-        calls = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
+        found = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
+        ways = [found] if isinstance(found, str) else found  # some formats write calls in two ways
+        calls = choice_of(ways)
         if is_required:
             # Some templates write line breaks between the reasoning and the first call.
             start = calls if self.has_channels else rf"(/\n{{1,2}}/)? {calls}"
         elif form is None and module.BEGINS:
-            start = lark.text_or_calls(each, calls, module.BEGINS, several=is_parallel)
+            start = lark.text_or_calls(each, ways, module.BEGINS, several=is_parallel)
         else:
             content = module.lark_text(lark) if form is None else lark.form(form)
             if self.has_channels:

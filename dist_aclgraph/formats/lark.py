@@ -167,7 +167,7 @@ class Lark:
         return f"{name} {self.text(rest)}" if rest else name
 
     def text_or_calls(
-        self, each: Sequence[str], calls: str, begins: Sequence[str], *, several: bool
+        self, each: Sequence[str], ways: Sequence[str], begins: Sequence[str], *, several: bool
     ) -> str:
         """Return an expression for text in which a call may begin at any place.
 
@@ -175,11 +175,11 @@ class Lark:
 
         Args:
             each: for each tool, the expression for one call of this tool.
-            calls: the expression for all calls.
+            ways: expressions for all calls.
             begins: the texts with which the reader begins a call.
         """
-        if calls[0] in '"<':  # the expression for all calls begins with a marker
-            each = [calls]
+        if all(way[0] in '"<' for way in ways):  # a marker is before all calls
+            each = ways
         text = self.until(ANY, "", begins)
         called = choice_of([self._behind_text(text, call, begins) for call in each])
         return f"({called}){'*' if several else '?'} {text}"

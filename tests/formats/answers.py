@@ -75,6 +75,11 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         '{"name": "stop", "arguments": {}}]',
         Message("I look.", calls=[FOUND, STOPPED]),
     ),
+    "phi4_mini_json": (
+        f'I look.<|tool_call|>[{{"name": "find", "arguments": {JSON}}}, '
+        '{"name": "stop", "arguments": {}}]<|/tool_call|>',
+        Message("I look.", calls=[FOUND, STOPPED]),
+    ),
     "granite": (
         f'I look.<|tool_call|>[{{"name": "find", "arguments": {JSON}}}, '
         '{"name": "stop", "arguments": {}}]',

@@ -1,0 +1,61 @@
+"""Phi-4-mini: a list of calls between two tokens, or after the word ``functools``.
+
+    <|tool_call|>[{"name": "f", "arguments": {...}}]<|/tool_call|>
+    functools[{"name": "f", "arguments": {...}}]
+
+The model was trained on the first form, which llama.cpp's template for this model also writes. The
+template in vLLM's examples requests the second form, and so does the template of Firefunction 2.
+The published template of Phi-4-mini describes no calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.formats.json_call import copy_calls, copy_marked
+from dist_aclgraph.formats.lark import Lark
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+BEGIN, END = "<|tool_call|>", "<|/tool_call|>"
+WORD = "functools["
+MARKERS = (BEGIN, END)
+BEGINS = (BEGIN, WORD)
+
+
+def fits(template: str) -> bool:
+    return END in template or WORD in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    begin, end = map(scanner.coded, MARKERS)
+    begins = [begin, WORD]
+    marker = yield from scanner.copy_until(begins, scanner.content)
+    while marker is not None:
+        before: str = marker
+        scanner.keep()
+        yield from scanner.skip_space()
+        # the first marker is followed by another marker, not by a call
+        if repeated := (yield from scanner.match(*begins)):
+            scanner.content(before + scanner.give_back(repeated))
+            marker = repeated
+        elif before == begin:
+            marker = yield from copy_marked(scanner, begin, end, begins)
+        else:
+            yield from copy_calls(scanner, before)
+            marker = yield from scanner.copy_until(begins, scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
+    head = lark.text(f'{{"name": {json.dumps(name)}, "arguments": ')
+    return f"{head} {lark.arguments(schema)} {lark.text('}')}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> list[str]:
+    inner = f'{call} (", " {call})*' if several else call
+    found = [f"{lark.text(WORD)} {inner} {lark.text(']')}"]
+    if lark.is_token(BEGIN):
+        found.append(f"{lark.text(BEGIN + '[')} {inner} {lark.text(']' + END)}")
+    return found
