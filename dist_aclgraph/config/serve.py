@@ -57,6 +57,7 @@ ToolFormat = Literal[
     "deepseek_v31",
     "hy_v3",
     "glm45",
+    "glm4",
     "mistral",
     "phi4_mini_json",
     "granite",

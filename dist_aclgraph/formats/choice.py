@@ -16,6 +16,7 @@ from dist_aclgraph.formats.families import (
     deepseek_v3,
     deepseek_v31,
     deepseek_v32,
+    glm4,
     glm45,
     gpt_oss,
     granite,
@@ -56,6 +57,7 @@ FORMATS: dict[str, ModuleType] = {
     "deepseek_v31": deepseek_v31,
     "hy_v3": hy_v3,
     "glm45": glm45,
+    "glm4": glm4,
     "mistral": mistral,
     "phi4_mini_json": phi4_mini_json,
     "granite": granite,
@@ -171,7 +173,7 @@ class AnswerFormat:
         elif form is None and module.BEGINS:
             start = lark.text_or_calls(each, ways, module.BEGINS, several=is_parallel)
         else:
-            content = module.lark_text(lark) if form is None else lark.form(form)
+            content = module.lark_text(lark, tools) if form is None else lark.form(form)
             if self.has_channels:
                 content = gpt_oss.lark_final(lark, content)
             if around is not None:

@@ -203,6 +203,10 @@ class Lark:
             sign = f"{sign} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/"
         return self._terminal(sign)
 
+    def text_without(self, pattern: str) -> str:
+        """Return an expression for any text that does not match ``pattern`` as a whole."""
+        return self._terminal(f"{ANY_TEXT} & ~/{_escaped(pattern)}/")
+
     def _cut(self, text: str) -> tuple[str, str]:
         """Split a text before its first marker; return both parts."""
         first = text if self._split is None else self._split.split(text)[0]

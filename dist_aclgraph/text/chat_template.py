@@ -123,7 +123,7 @@ class ChatTemplate:
                     place,
                 )
         own = {
-            "messages": [form.adapt(message) for message in messages],
+            "messages": form.adapt_all(messages),
             "tools": options.tools,
             "documents": options.documents,
             "add_generation_prompt": options.add_generation_prompt,

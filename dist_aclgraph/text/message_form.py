@@ -9,7 +9,7 @@ parts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ _OF_PARTS = frozenset({"text", "type"})  # keys of a part
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 # If a template does not know a role of another API (key), this role replaces it (value).
 OLDER_ROLES = {"developer": "system", "function": "tool"}
+OBSERVATION = "observation"
 # these strings are keys of a message, so they name no role
 NO_ROLES = frozenset({"content", "role"})
 # Filters whose result is still a list of parts.
@@ -41,6 +42,8 @@ class MessageForm:
         writes_roles: whether the template writes the name of a role, so that any name is possible.
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
+        reads_metadata: whether a call is a separate message, whose metadata is the call's name.
+            Results then have the role "observation". GLM-4-0414 has such a template.
     """
 
     reads_parts: bool = False
@@ -49,6 +52,14 @@ class MessageForm:
     words: frozenset[str] = frozenset()
     writes_roles: bool = False
     tests_none: bool = False
+    reads_metadata: bool = False
+
+    def adapt_all(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages in this form."""
+        found = map(self.adapt, messages)
+        if not self.reads_metadata:
+            return list(found)
+        return [each for message in found for each in _with_metadata(message)]
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the message in this form, without the keys whose value is None. The only exception
@@ -106,6 +117,8 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
         words=frozenset(word for text in texts for word in text.split()) - NO_ROLES,
         writes_roles=_writes_roles(template, variables),
         tests_none=tests_none,
+        reads_metadata=OBSERVATION in roles
+        and any(_key(node) == "metadata" for node in template.find_all(nodes.Node)),
     )
 
 
@@ -160,6 +173,25 @@ def _has_role(node: nodes.Node, names: set[str]) -> bool:
 def _constants(node: nodes.Node) -> list[Any]:
     own = [node.value] if isinstance(node, nodes.Const) else []
     return own + [const.value for const in node.find_all(nodes.Const)]
+
+
+def _with_metadata(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a message as separate messages for its text and for each of its calls."""
+    if message.get("role") == "tool":
+        return [{**message, "role": OBSERVATION}]
+    calls = message.pop("tool_calls", None)
+    if not isinstance(calls, list):
+        return [message]
+    found = [message] if message.get(CONTENT) else []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            arguments = function.get("arguments")
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            metadata = str(function.get("name", ""))
+            found.append({"role": "assistant", "metadata": metadata, CONTENT: arguments})
+    return found
 
 
 def _with_object(call: Any) -> Any:

@@ -60,6 +60,10 @@ ANSWERS: dict[str, tuple[str, Message]] = {
         "</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>",
         Message(calls=[TEXTS, STOPPED]),
     ),
+    "glm4": (
+        f"\nI look.<|assistant|>find\n{JSON}<|assistant|>stop\n{{}}",
+        Message("\nI look.", calls=[FOUND, STOPPED]),
+    ),
     "hy_v3": (
         "I look.<tool_calls:opensource>\n<tool_call:opensource>find<tool_sep:opensource>\n"
         "<arg_key:opensource>n</arg_key:opensource>\n<arg_value:opensource>5"

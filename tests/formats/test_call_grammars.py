@@ -140,8 +140,9 @@ def test_strict_tools_are_checked_within_text(name):
     form = walk.form.structured(None, TOOLS, {"find"})
     assert form is not None
     found = 0
+    begun = "find\n{" if name == "glm4" else ""  # random text is never a line with a name
     for seed in range(NUM_ANSWERS):
-        if (tokens := walk.answer(form, seed)) is not None:
+        if (tokens := walk.answer(form, seed, begun=begun)) is not None:
             if name == "gpt_oss" and walk.form.token_ids["<|constrain|>"] in tokens:
                 tokens.append(walk.form.token_ids["<|call|>"])
             message = walk.read(tokens)

@@ -62,9 +62,14 @@ class Walk:
         assert not matcher.is_error(), matcher.get_error()
         return is_read and matcher.is_accepting()
 
-    def answer(self, form: StructuredOutputs, seed: int, most: int = 600) -> list[int] | None:
-        """Return the tokens of a random answer; None if it does not end within ``most`` tokens."""
-        rng, matcher, tokens = random.Random(seed), self.matcher(form), []
+    def answer(
+        self, form: StructuredOutputs, seed: int, most: int = 600, begun: str = ""
+    ) -> list[int] | None:
+        """Return the tokens of a random answer that begins with the text ``begun``; None if it does
+        not end within ``most`` tokens.
+        """
+        rng, matcher, tokens = random.Random(seed), self.matcher(form), self.tokens(begun)
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
         while len(tokens) < most:
             words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             bits = np.unpackbits(words, count=self._ll.vocab_size, bitorder="little")

@@ -71,6 +71,26 @@ def test_a_template_that_refuses_long_ids_gets_nine_characters(call_id):
     assert (of_call == call_id) == (call_id == "aB3dE5gH7")
 
 
+OBSERVES = (
+    "{% for m in messages %}<{{ m.get('metadata', '') if m.role == 'assistant' }}>"
+    "{% if m.role == 'observation' %}sees {% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", [None, "I look."])
+def test_calls_may_be_messages_whose_metadata_is_the_name(content):
+    """The template of GLM-4-0414 reads calls and results in this form."""
+    calling = {"role": "assistant", "content": content, "tool_calls": [CALL, CALL]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "3"}
+
+    text = make_template(OBSERVES).render([calling, result, {"role": "user", "content": "x"}])
+
+    said = "" if content is None else f"<>{content}"
+    assert text == f'{said}<f>{{"a": "ü"}}<f>{{"a": "ü"}}<>sees 3<>x'
+    as_text = {**CALL, "function": {"name": "f", "arguments": "[1"}}
+    assert make_template(OBSERVES).render([{**calling, "tool_calls": [as_text]}]) == f"{said}<f>[1"
+
+
 def test_a_template_may_read_the_functions_of_the_tools():
     """The first template of Apertus reads ``tool.description``."""
     body = "{% for tool in tools %}{{ '// ' + tool.description + tool.name }}{% endfor %}"

@@ -60,5 +60,5 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
     return f"{lark.text(BEGIN + '[')} {inner} {lark.text(chr(10) + ']' + END)}"
 
 
-def lark_text(lark: Lark) -> str:
+def lark_text(lark: Lark, tools: Tools) -> str:
     return lark.until(ANY, "", [BEGIN])

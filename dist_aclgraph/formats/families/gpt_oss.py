@@ -106,7 +106,7 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
     return f"{lark_thought(lark)} {call}"
 
 
-def lark_text(lark: Lark) -> str:
+def lark_text(lark: Lark, tools: Tools) -> str:
     return lark.rule(ANY_TEXT)
 
 

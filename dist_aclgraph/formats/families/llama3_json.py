@@ -70,5 +70,5 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
     return f'{tag}{call} ("; " {call})*' if several else f"{tag}{call}"
 
 
-def lark_text(lark: Lark) -> str:
+def lark_text(lark: Lark, tools: Tools) -> str:
     return lark.text_unless("{", TAG)

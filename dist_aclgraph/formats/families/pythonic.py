@@ -65,5 +65,5 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
     return f'{begin} "[" {inner} "]" {end}'
 
 
-def lark_text(lark: Lark) -> str:
+def lark_text(lark: Lark, tools: Tools) -> str:
     return lark.text_unless("[", TAGS[0])
