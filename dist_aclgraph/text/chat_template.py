@@ -123,7 +123,7 @@ class ChatTemplate:
                     place,
                 )
         own = {
-            "messages": form.adapt_all(messages),
+            "messages": form.adapt_all(messages, options.tools),
             "tools": options.tools,
             "documents": options.documents,
             "add_generation_prompt": options.add_generation_prompt,

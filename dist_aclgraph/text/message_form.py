@@ -21,6 +21,9 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 # If a template does not know a role of another API (key), this role replaces it (value).
 OLDER_ROLES = {"developer": "system", "function": "tool"}
 OBSERVATION = "observation"
+PHI_TOOLS = "<|/tool|>"
+# The model card of Phi-4-mini has this text before the tools.
+SYSTEM = "You are a helpful assistant with some tools."
 # these strings are keys of a message, so they name no role
 NO_ROLES = frozenset({"content", "role"})
 # Filters whose result is still a list of parts.
@@ -43,7 +46,11 @@ class MessageForm:
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
         reads_metadata: whether a call is a separate message, whose metadata is the call's name.
-            Results then have the role "observation". GLM-4-0414 has such a template.
+            Results then have the role "observation". GLM-4 has such a template.
+        tools: how the template reads the tools of its first message: as "text" or as a "list".
+            None if it does not read them there. GLM-4-9B and Phi-4-mini have such templates.
+        calls_are_text: whether the template reads no calls, and its model writes them between the
+            tokens of Phi-4-mini. Then earlier calls are a part of the content.
     """
 
     reads_parts: bool = False
@@ -53,13 +60,25 @@ class MessageForm:
     writes_roles: bool = False
     tests_none: bool = False
     reads_metadata: bool = False
+    tools: str | None = None
+    calls_are_text: bool = False
 
-    def adapt_all(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def adapt_all(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
         """Return the messages in this form."""
-        found = map(self.adapt, messages)
-        if not self.reads_metadata:
-            return list(found)
-        return [each for message in found for each in _with_metadata(message)]
+        found = [self.adapt(message) for message in messages]
+        if tools and self.tools is not None:
+            if not found or found[0].get("role") != "system":
+                found.insert(0, {"role": "system", CONTENT: SYSTEM if self.calls_are_text else ""})
+            functions = [tool.get("function", tool) for tool in tools]
+            as_text = json.dumps(functions, ensure_ascii=False)
+            found[0]["tools"] = as_text if self.tools == "text" else list(tools)
+        if self.calls_are_text:
+            return [_with_text_of_calls(message) for message in found]
+        if self.reads_metadata:
+            return [each for message in found for each in _with_metadata(message)]
+        return found
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the message in this form, without the keys whose value is None. The only exception
@@ -110,16 +129,35 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
     roles = set(_compared_roles(template, variables))
     roles |= {"developer"} if "developer" in source else set()
     texts = (value for value in _constants(template) if isinstance(value, str))
+    writes_roles = _writes_roles(template, variables)
+    own_tools = _own_tools(template)
+    keys = {key for node in template.find_all(nodes.Node) if isinstance(key := _key(node), str)}
     return MessageForm(
         reads_parts=reads_parts,
         reads_texts=reads_texts,
         roles=frozenset(roles),
         words=frozenset(word for text in texts for word in text.split()) - NO_ROLES,
-        writes_roles=_writes_roles(template, variables),
+        writes_roles=writes_roles,
         tests_none=tests_none,
-        reads_metadata=OBSERVATION in roles
-        and any(_key(node) == "metadata" for node in template.find_all(nodes.Node)),
+        reads_metadata=(OBSERVATION in roles or writes_roles) and "metadata" in keys,
+        tools=own_tools,
+        calls_are_text=own_tools is not None and PHI_TOOLS in source and "tool_calls" not in keys,
     )
+
+
+def _own_tools(template: nodes.Template) -> str | None:
+    """Return how a template reads the tools of a message: as "text" or as a "list"; None if it
+    reads the tools of the request, or none.
+    """
+    assigned = [each for each in template.find_all(nodes.Assign) if _key(each.node) == "tools"]
+    own = {each.target.name for each in assigned if isinstance(each.target, nodes.Name)}
+    names = template.find_all(nodes.Name)
+    if any(name.name == "tools" and name.ctx == "load" for name in names) and "tools" not in own:
+        return None
+    if not any(_key(node) == "tools" for node in template.find_all(nodes.Node)):
+        return None
+    sides = (side for each in template.find_all(nodes.Add) for side in (each.left, each.right))
+    return "text" if any(_key(side) == "tools" for side in sides) else "list"
 
 
 def _names_of_roles(template: nodes.Template) -> set[str]:
@@ -173,6 +211,16 @@ def _has_role(node: nodes.Node, names: set[str]) -> bool:
 def _constants(node: nodes.Node) -> list[Any]:
     own = [node.value] if isinstance(node, nodes.Const) else []
     return own + [const.value for const in node.find_all(nodes.Const)]
+
+
+def _with_text_of_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls are a part of its content, as Phi-4-mini writes them."""
+    calls = message.pop("tool_calls", None)
+    if not isinstance(calls, list):
+        return message
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+    text = json.dumps(functions, ensure_ascii=False)
+    return {**message, CONTENT: f"{message.get(CONTENT) or ''}<|tool_call|>{text}<|/tool_call|>"}
 
 
 def _with_metadata(message: dict[str, Any]) -> list[dict[str, Any]]:

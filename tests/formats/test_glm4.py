@@ -128,10 +128,10 @@ def test_names_with_signs_of_patterns_are_names():
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{% if tools %}{% set meta = m.get('metadata') %}{% endif %}<|observation|>", "glm4"),
-        ("{% if tools %}<|observation|><arg_key><arg_value>", "glm45"),
-        # GLM-4-9B takes the tools from a message.
-        ("{% if item['tools'] %}<|{{ item['role'] }}|>{{ item['metadata'] }}", None),
+        ("[gMASK]{% if tools %}{% set meta = m.get('metadata') %}{% endif %}", "glm4"),
+        ("[gMASK]{% if item['tools'] %}<|{{ item['role'] }}|>{{ item['metadata'] }}", "glm4"),
+        ("[gMASK]{% if tools %}<|observation|><arg_key><arg_value>", "glm45"),
+        ("{% if tools %}{{ message.metadata }}", None),
     ],
 )
 def test_templates_of_glm(template, expected):

@@ -84,6 +84,7 @@ def test_a_strict_call_may_have_either_form_that_the_vocabulary_allows(is_requir
     [
         "respond in this format: <|tool_call|>{...}<|/tool_call|>",
         "generated in a single JSON list formatted as functools[{...}, ...]",
+        "{{ message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}",
     ],
 )
 def test_a_template_that_describes_the_calls_has_the_format(template):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dist_aclgraph.errors import InvalidParameterError
@@ -89,6 +91,53 @@ def test_calls_may_be_messages_whose_metadata_is_the_name(content):
     assert text == f'{said}<f>{{"a": "ü"}}<f>{{"a": "ü"}}<>sees 3<>x'
     as_text = {**CALL, "function": {"name": "f", "arguments": "[1"}}
     assert make_template(OBSERVES).render([{**calling, "tool_calls": [as_text]}]) == f"{said}<f>[1"
+
+
+FUNCTION = {"name": "f", "description": "Finds.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+USER = {"role": "user", "content": "x"}
+OWN_TOOLS = {
+    "text": "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% if 'tools' in m %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}{% endfor %}",
+    "list": "{% for m in messages %}{% if m['tools'] is defined %}{% set tools = m['tools'] %}"
+    "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
+    "<{{ m['role'] }}>{{ m['metadata'] }} {{ m['content'] }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "system", "expected"),
+    [
+        (
+            "text",
+            None,
+            "<system>You are a helpful assistant with some tools.<|tool|>[{}]<|/tool|><user>x",
+        ),
+        ("text", "Be kind.", "<system>Be kind.<|tool|>[{}]<|/tool|><user>x"),
+        ("list", None, "[f]<system> <user> x"),
+        ("list", "Be kind.", "[f]<system> Be kind.<user> x"),
+    ],
+)
+def test_tools_may_be_a_part_of_the_first_message(form, system, expected):
+    """The templates of Phi-4-mini and GLM-4-9B read them there."""
+    template = make_template(OWN_TOOLS[form])
+    messages = [USER] if system is None else [{"role": "system", "content": system}, USER]
+
+    text = template.render(messages, ChatOptions(tools=TOOLS))
+
+    assert text == expected.replace("{}", json.dumps(FUNCTION))
+    assert "system" not in template.render([USER])
+    with_variable = make_template(OWN_TOOLS[form] + "{{ tools | length }}")
+    assert form == "list" or with_variable.render([USER], ChatOptions(tools=TOOLS)) == "<user>x1"
+
+
+def test_calls_are_text_if_a_template_of_phi_reads_no_calls():
+    messages = [CALLING, {**CALLING, "content": "I look."}, {"role": "tool", "content": "3"}]
+    call = '<|tool_call|>[{"name": "f", "arguments": {"a": "ü"}}]<|/tool_call|>'
+
+    text = make_template(OWN_TOOLS["text"]).render(messages)
+
+    assert text == f"<assistant>{call}<assistant>I look.{call}<tool>3"
 
 
 def test_a_template_may_read_the_functions_of_the_tools():

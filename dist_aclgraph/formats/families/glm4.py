@@ -1,4 +1,4 @@
-"""GLM-4-0414 and GLM-Z1: a call is a line with the name, then the arguments as JSON.
+"""GLM-4 and GLM-Z1: a call is a line with the name, then the arguments as JSON.
 
     f
     {"k": "v"}<|assistant|>g
@@ -26,7 +26,7 @@ BEGINS = ()  # no marker begins a call
 
 
 def fits(template: str) -> bool:
-    return all(text in template for text in ("<|observation|>", "metadata", "tools"))
+    return all(text in template for text in ("[gMASK]", "metadata", "tools"))
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:

@@ -3,9 +3,9 @@
     <|tool_call|>[{"name": "f", "arguments": {...}}]<|/tool_call|>
     functools[{"name": "f", "arguments": {...}}]
 
-The model was trained on the first form, which llama.cpp's template for this model also writes. The
+The published template has the tools between ``<|tool|>`` and ``<|/tool|>``, and describes no calls.
+The model then writes the first form, as the Berkeley leaderboard of function calls reads it. The
 template in vLLM's examples requests the second form, and so does the template of Firefunction 2.
-The published template of Phi-4-mini describes no calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from dist_aclgraph.formats.tools import Tools
 
 BEGIN, END = "<|tool_call|>", "<|/tool_call|>"
 WORD = "functools["
+END_TOOLS = "<|/tool|>"
 MARKERS = (BEGIN, END)
 BEGINS = (BEGIN, WORD)
 
 
 def fits(template: str) -> bool:
-    return END in template or WORD in template
+    return any(text in template for text in (END, WORD, END_TOOLS))
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
