@@ -205,6 +205,7 @@ def test_a_template_without_calls_has_no_format():
         ),
         ("<|tool_call_start|>\n```python\nf(a=1)\n```\n<|tool_call_end|>", None),  # MiniCPM
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
+        (f'<tool_call>{"another form, " * 6}{{"name": 1}}', None),
         # MiniMax M3, and a template of Functionary for Llama 3.1
         ("{% set begin = ns ~ '<tool_call>' %}{{ begin + ns ~ '<invoke name=\"' }}", None),
         ("<|start_header_id|><|python_tag|>{{ '<function=' + f.name + '>' + f.arguments }}", None),

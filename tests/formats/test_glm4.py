@@ -29,6 +29,7 @@ STOP = "stop\n{}"
         (f"I look.\n{FIND}", Message("I look.", calls=[FOUND])),
         (f"{STOP}\nDone.", Message("Done.", calls=[STOPPED])),
         (f"{STOP}\nstop it\n{STOP}", Message("stop it", calls=[STOPPED, STOPPED])),
+        ('find\n{ "n": 1 }', Message(calls=[("find", '{ "n": 1 }', True)])),
         ('find\n{"n": 1', Message(calls=[("find", '{"n": 1', False)])),
         ("other\n{}", None),
         ("find\nit", None),

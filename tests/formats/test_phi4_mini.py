@@ -28,6 +28,8 @@ TOOLS = {"stop": {"type": "object", "properties": {}, "additionalProperties": Fa
         f"functools[\n  {TWO}\n]",
         f"functools[ {TWO.replace('arguments', 'parameters')}",
         f"functools[{ONE}]\nfunctools[{STOP}]",
+        f"<|tool_call|>[{ONE}]<|/tool_call|>functools[{STOP}]",
+        f"functools[{ONE}]<|tool_call|>{STOP}",
     ],
 )
 @given(sizes=SIZES)

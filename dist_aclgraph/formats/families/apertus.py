@@ -31,10 +31,6 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         scanner.keep()
         yield from scanner.skip_space()
-        # the first marker is followed by another marker, not by a call
-        if (yield from scanner.match(begin)):
-            scanner.content(begin + scanner.give_back(begin))
-            continue
         num_calls = scanner.num_calls
         yield from copy_calls(scanner, begin, copy_keyed_call)
         if scanner.num_calls > num_calls:

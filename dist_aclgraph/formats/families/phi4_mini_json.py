@@ -35,17 +35,12 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     begins = [begin, WORD]
     marker = yield from scanner.copy_until(begins, scanner.content)
     while marker is not None:
-        before: str = marker
         scanner.keep()
         yield from scanner.skip_space()
-        # the first marker is followed by another marker, not by a call
-        if repeated := (yield from scanner.match(*begins)):
-            scanner.content(before + scanner.give_back(repeated))
-            marker = repeated
-        elif before == begin:
+        if marker == begin:
             marker = yield from copy_marked(scanner, begin, end, begins)
         else:
-            yield from copy_calls(scanner, before)
+            yield from copy_calls(scanner, WORD)
             marker = yield from scanner.copy_until(begins, scanner.content)
 
 
