@@ -17,6 +17,7 @@ from dist_aclgraph.planning.budget.formula import (
     max_buckets,
 )
 from dist_aclgraph.planning.budget.legacy import LegacyBudget
+from dist_aclgraph.planning.budget.links import MAX_LINKS, reserved_streams
 from dist_aclgraph.planning.budget.model import BudgetModel, BudgetTerm, Limit, Price, total
 from dist_aclgraph.planning.budget.offer import (
     Probe,
@@ -27,6 +28,7 @@ from dist_aclgraph.planning.budget.offer import (
 from dist_aclgraph.planning.budget.workload import Workload
 
 __all__ = [
+    "MAX_LINKS",
     "BudgetModel",
     "BudgetTerm",
     "CalibratedBudget",
@@ -44,6 +46,7 @@ __all__ = [
     "make_budget_model",
     "max_buckets",
     "max_piecewise_sizes",
+    "reserved_streams",
     "share_cards",
     "streams_per_domain",
     "streams_per_graph",
