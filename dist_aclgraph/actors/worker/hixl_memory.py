@@ -23,12 +23,11 @@ from dist_aclgraph.actors.wire.lent_files import IDLE_S, Lender, LentFile, ReadE
 from dist_aclgraph.errors import DeviceError, DistAclGraphError, WorkerError
 from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.logs import event
-from dist_aclgraph.planning.budget import MAX_LINKS
+from dist_aclgraph.planning.budget import MAX_LINKS, PART_BYTES
 
 if TYPE_CHECKING:
     from dist_aclgraph.device.hixl import HostMemory
 
-PART_BYTES = 256 << 20  # bytes of each of the two parts; a file has at most 64 MiB
 CONNECT_S = TRANSFER_S = DISCONNECT_S = 3.0  # limits of the calls
 
 logger = logging.getLogger(__name__)

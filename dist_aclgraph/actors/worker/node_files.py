@@ -18,7 +18,7 @@ from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.block_server import BlockServer, NodeServer, tiers_of
 from dist_aclgraph.actors.wire.lent_files import LentFiles
-from dist_aclgraph.actors.worker.hixl_memory import PART_BYTES, HixlMemory
+from dist_aclgraph.actors.worker.hixl_memory import HixlMemory
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
@@ -31,6 +31,7 @@ from dist_aclgraph.kv.look_ups import (
     look_ups_of,
 )
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
+from dist_aclgraph.planning.budget import PART_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 
 

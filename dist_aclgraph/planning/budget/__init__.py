@@ -17,7 +17,12 @@ from dist_aclgraph.planning.budget.formula import (
     max_buckets,
 )
 from dist_aclgraph.planning.budget.legacy import LegacyBudget
-from dist_aclgraph.planning.budget.links import MAX_LINKS, reserved_streams
+from dist_aclgraph.planning.budget.links import (
+    MAX_LINKS,
+    PART_BYTES,
+    reserved_streams,
+    streams_of_links,
+)
 from dist_aclgraph.planning.budget.model import BudgetModel, BudgetTerm, Limit, Price, total
 from dist_aclgraph.planning.budget.offer import (
     Probe,
@@ -29,6 +34,7 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 __all__ = [
     "MAX_LINKS",
+    "PART_BYTES",
     "BudgetModel",
     "BudgetTerm",
     "CalibratedBudget",
@@ -48,6 +54,7 @@ __all__ = [
     "max_piecewise_sizes",
     "reserved_streams",
     "share_cards",
+    "streams_of_links",
     "streams_per_domain",
     "streams_per_graph",
     "total",
