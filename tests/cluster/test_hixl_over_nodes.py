@@ -2,54 +2,94 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
+from dist_aclgraph.actors.host import processes
 from tests.cluster.several_nodes import APART, COPIES, Nodes
 from tests.cluster.test_several_nodes import complete, service, texts_of_one_node
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.rare]
 
 SETTINGS = {**APART, **COPIES, "kv.transport": "hixl", "kv.closed_network": True}
-FETCHED = r"^dist_aclgraph_kv_fetched_blocks_total\{.*\} (\S+)$"
-FAILED = r"^dist_aclgraph_kv_failed_fetches_total\{.*\} (\S+)$"
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Two nodes. For the emulator, each is a separate host, so links between them are RoCE."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if scope.exists() and int(scope.read_text()) > 1:
+        pytest.skip(f"{scope} lets no process access the memory of another one")
 
     def node(name: str) -> dict[str, Any]:
-        home = str(tmp_path_factory.mktemp(name))
-        token = str(Path.home() / ".ray" / "auth_token")
-        return {
-            "resources": {"NPU": 2},
-            "env_vars": {
-                "HOME": home, "RAY_AUTH_TOKEN_PATH": token, "EMULATED_NPU": f"host={name}",
-            },
-        }  # fmt: skip
+        variables = {
+            "HOME": str(tmp_path_factory.mktemp(name)),
+            "RAY_AUTH_TOKEN_PATH": str(Path.home() / ".ray" / "auth_token"),
+            "EMULATED_NPU": f"host={name}",
+        }
+        return {"resources": {"NPU": 2}, "env_vars": variables}
 
     made = Nodes([node(name) for name in ("left", "right")])
     yield made
     made.end()
 
 
-def counted(client: Any, pattern: str) -> float:
+def counted(client: openai.OpenAI, name: str) -> float:
     with urllib.request.urlopen(str(client.base_url.join("/metrics"))) as reply:
-        return sum(map(float, re.findall(pattern, reply.read().decode(), re.M)))
+        found = re.findall(rf"^dist_aclgraph_{name}\{{.*\}} (\S+)$", reply.read().decode(), re.M)
+    return sum(map(float, found))
+
+
+def prompts_from(first: int, count: int) -> list[list[int]]:
+    """Return prompts that no other test of this module has, because the nodes keep the files."""
+    return [[number, *range(3, 100)] for number in range(first, first + count)]
 
 
 def test_answers_are_those_of_one_node(nodes: Nodes) -> None:
-    prompts = [[first, *range(3, 100)] for first in range(4)]
+    prompts = prompts_from(0, 4)
     with service(nodes, SETTINGS) as (where, client):
         answers = [complete(client, prompt) for prompt in prompts]
-        fetched, failed = counted(client, FETCHED), counted(client, FAILED)
+        fetched, failed = (
+            counted(client, f"kv_{name}_total") for name in ("fetched_blocks", "failed_fetches")
+        )
 
     assert len({node for group in where for node in group}) == 2, where
     assert answers == texts_of_one_node(prompts)
     assert fetched > 0 and failed == 0
+
+
+def test_a_transfer_that_does_not_end_changes_no_answer(nodes: Nodes) -> None:
+    """The timeout ends the link and the fetch; the prompt is computed."""
+    fault = {"op": "adxl_transfer", "kind": "stall", "stall_s": 3600.0, "call": 3}
+    prompts = prompts_from(10, 4)
+    with service(nodes, {**SETTINGS, "device.emulator.fault": fault}) as (_, client):
+        answers = [complete(client, prompt) for prompt in prompts]
+        failed = counted(client, "kv_failed_fetches_total")
+
+    assert answers == texts_of_one_node(prompts)
+    assert failed > 0
+
+
+def test_a_lost_source_changes_no_answer(nodes: Nodes) -> None:
+    prompts = prompts_from(20, 24)
+    with service(nodes, SETTINGS) as (_, client), ThreadPoolExecutor(4) as threads:
+        workers = [pid for pid in nodes.actors if processes.name_of(pid).startswith("ray::Worker")]
+        answers, fetched = [], 0.0
+        for index, answer in enumerate(threads.map(partial(complete, client), prompts)):
+            answers.append(answer)
+            if index == 4:  # four more requests run
+                fetched = counted(client, "kv_fetched_blocks_total")
+                os.kill(workers[0], signal.SIGKILL)
+
+    assert answers == texts_of_one_node(prompts)
+    assert fetched > 0
