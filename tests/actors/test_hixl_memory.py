@@ -266,6 +266,10 @@ def test_the_port_is_one_of_the_configured_ports() -> None:
         begin()
     with pytest.raises(PlacementError, match="no address"):
         begin("192.0.2.1")
+    for wildcard in ("0.0.0.0", "::"):
+        with pytest.raises(PlacementError, match="all addresses"):
+            begin(wildcard)
+    assert hixl.log == ["listen", "close"] + 4 * ["close"]
     hixl.goes_on.clear()
     with pytest.raises(WorkerError, match="has not begun"):
         begin(timeout_s=0.05)

@@ -4,7 +4,8 @@ its reads, or after the reader's lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from io import FileIO
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,13 @@ from dist_aclgraph.planning.budget import MAX_LINKS
 ADDRESS, ENGINE = 1 << 40, "host:1"
 
 
+def opened(file: bytes) -> FileIO:
+    made = FileIO(os.memfd_create("file"), "r+")
+    made.write(file)
+    made.seek(0)
+    return made
+
+
 class World:
     """Lends slots for three files of one page."""
 
@@ -32,17 +40,16 @@ class World:
         self.memory = bytearray(pages * ALIGNMENT)
         lender = Lender(ENGINE, ADDRESS, memoryview(self.memory), Arena(0, len(self.memory)))
         self.files = LentFiles(lender, lambda: self.now_s)
-        self.num_loads = 0
-
-    def load_of(self, file: bytes) -> Callable[[], bytes]:
-        def load() -> bytes:
-            self.num_loads += 1
-            return file
-
-        return load
+        self.num_opened = 0
 
     def ask(self, number: int, file: bytes, peer: bytes = b"p", reader: str = "r:1") -> None:
-        self.files.ask(peer, number, reader, self.load_of(file))
+        """Ask for a file with these bytes; no bytes mean that there is no file."""
+
+        def open_file() -> FileIO | None:
+            self.num_opened += 1
+            return opened(file) if file else None
+
+        self.files.ask(peer, number, reader, open_file)
 
     def answers(self) -> list[LentAnswer]:
         return list(self.files.answers())
@@ -70,7 +77,7 @@ def test_requests_wait_for_room_in_their_order(world: World) -> None:
     for number in range(6):
         world.ask(number, bytes([number]) * ALIGNMENT)
     assert [each.number for each in world.answers()] == [0, 1, 2]
-    assert world.files.has_waiting and world.num_loads == 4, "only one waiting file is in memory"
+    assert world.files.has_waiting and world.num_opened == 4, "only one waiting file is open"
     world.files.end(b"other", 5)
     assert world.answers() == []
     world.files.end(b"p", 1)
@@ -80,6 +87,16 @@ def test_requests_wait_for_room_in_their_order(world: World) -> None:
     assert not world.files.has_waiting
     world.ask(0, b"x" * 3 * ALIGNMENT, peer=b"q")
     assert world.at(world.answers()[0].lent) == b"x" * 3 * ALIGNMENT, "all slots have come back"
+
+
+def test_a_file_that_cannot_be_read_whole_is_missing(world: World) -> None:
+    cut = opened(b"whole")
+    world.files.ask(b"p", 0, "r:1", lambda: cut)
+    cut.seek(1)
+    world.files.ask(b"p", 1, "r:1", None)
+    assert [each.lent for each in world.answers()] == [None, None]
+    world.ask(2, b"x" * 3 * ALIGNMENT)
+    assert world.answers()[0].lent is not None, "the slot has come back"
 
 
 def test_a_dead_reader_keeps_its_slots_for_a_while(world: World) -> None:

@@ -210,18 +210,16 @@ class BlockServer:
             if self._lent is not None:
                 self._lent.end(peer, request.number)
             return
-        load = partial(self._load, request)
-        if self._lent is not None and request.reader:
-            self._lent.ask(peer, request.number, request.reader, load)
-            self._answer_lent(self._lent)
-        else:
-            self._send(peer, request.number, load())
-
-    def _load(self, request: ReadFile) -> bytes:
         places = self._files[request.kind]
-        if request.place >= len(places):
-            return b""
-        return places[request.place].file_bytes(request.name, MAX_FILE_BYTES)
+        files = places[request.place] if request.place < len(places) else None
+        if self._lent is None or not request.reader:
+            file = b"" if files is None else files.file_bytes(request.name, MAX_FILE_BYTES)
+            self._send(peer, request.number, file)
+            return
+        name = request.name
+        open_file = None if files is None else partial(files.open_file, name, MAX_FILE_BYTES)
+        self._lent.ask(peer, request.number, request.reader, open_file)
+        self._answer_lent(self._lent)
 
     def _answer_lent(self, lent: LentFiles) -> None:
         for peer, number, file in lent.answers():

@@ -6,12 +6,15 @@ slot's address instead of the file. The slot keeps the file until the reader no 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import FileIO
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -78,6 +81,9 @@ class Lender:
     arena: Arena
 
 
+OpenFile = Callable[[], FileIO | None]
+
+
 class _Key(NamedTuple):
     """A request: the connection of the reader, and the number of the request."""
 
@@ -98,13 +104,13 @@ class _Request:
     """A request that waits for a slot.
 
     Attributes:
-        load: reads the file; the result is empty if there is no file.
-        file: the result of ``load``; None until the request is the first that waits.
+        open_file: see ``LentFiles.ask``; None after it was called.
+        file: the result of ``open_file``.
     """
 
     key: _Key
-    load: Callable[[], bytes]
-    file: bytes | None = None
+    open_file: OpenFile | None
+    file: FileIO | None = None
 
 
 @dataclass
@@ -129,47 +135,56 @@ class LentFiles:
         """Whether requests wait for a slot."""
         return bool(self._waiting)
 
-    def ask(self, peer: bytes, number: int, reader: str, load: Callable[[], bytes]) -> None:
+    def ask(self, peer: bytes, number: int, reader: str, open_file: OpenFile | None) -> None:
         """Add a request.
 
         Args:
             peer: the connection of the reader.
             number: number of the request, which rises with each request of a connection.
             reader: name of the reader's engine.
-            load: reads the file; the result is empty if there is no file.
+            open_file: opens the file when a slot may be free; returns None if there is no file.
+                None also means that there is no file.
         """
         may_read = self._admit(reader) and len(self._waiting) < MAX_WAITING
-        self._waiting.append(_Request(_Key(peer, number), load if may_read else bytes))
+        self._waiting.append(_Request(_Key(peer, number), open_file if may_read else None))
 
     def end(self, peer: bytes, number: int) -> None:
         """End the requests of a connection up to a number, whose files are no longer needed."""
         ended = [key for key in self._loans if key.peer == peer and key.number <= number]
         for key in ended:
             self._lender.arena.give_back(self._loans.pop(key).slot)
-        self._waiting = deque(
-            each for each in self._waiting if each.key.peer != peer or each.key.number > number
-        )
+        waiting, self._waiting = self._waiting, deque()
+        for each in waiting:
+            if each.key.peer != peer or each.key.number > number:
+                self._waiting.append(each)
+            elif each.file is not None:
+                each.file.close()
 
     def answers(self) -> Iterator[LentAnswer]:
         """Yield the answers to waiting requests, until a request finds no room."""
         self._expire()
         while self._waiting:
             request, lent = self._waiting[0], None
-            if request.file is None:
-                request.file = request.load()
-            if request.file:
-                slot = self._lender.arena.take(len(request.file))
+            if request.open_file is not None:
+                request.file, request.open_file = request.open_file(), None
+            if request.file is not None:
+                slot = self._lender.arena.take(os.fstat(request.file.fileno()).st_size)
                 if slot is None:
                     return
                 lent = self._lend(request.key, request.file, slot)
             self._waiting.popleft()
             yield LentAnswer(*request.key, lent)
 
-    def _lend(self, key: _Key, file: bytes, slot: Slot) -> LentFile:
-        lender = self._lender
-        lender.memory[slot.start : slot.end] = file
+    def _lend(self, key: _Key, file: FileIO, slot: Slot) -> LentFile | None:
+        """Copy a file into a slot; return None if it cannot be read."""
+        lender, num_read = self._lender, 0
+        with file, contextlib.suppress(OSError):  # the disk may fail
+            num_read = file.readinto(lender.memory[slot.start : slot.end]) or 0
+        if num_read < slot.end - slot.start:
+            lender.arena.give_back(slot)
+            return None
         self._loans[key] = _Loan(slot, self._clock() + LEASE_S)
-        return LentFile(lender.engine, lender.address + slot.start, len(file))
+        return LentFile(lender.engine, lender.address + slot.start, num_read)
 
     def _expire(self) -> None:
         now_s = self._clock()

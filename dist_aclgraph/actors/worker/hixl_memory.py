@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Protocol
 
 from dist_aclgraph.actors.wire.addresses import bind_to_one, url_host
 from dist_aclgraph.actors.wire.lent_files import IDLE_S, Lender, LentFile, ReadError
-from dist_aclgraph.errors import DeviceError, DistAclGraphError, WorkerError
+from dist_aclgraph.errors import DeviceError, DistAclGraphError, PlacementError, WorkerError
 from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.logs import event
 from dist_aclgraph.planning.budget import MAX_LINKS, PART_BYTES
@@ -68,7 +69,7 @@ class HixlMemory:
         num_lost: number of slots that are never used again, because their links did not end.
 
     Raises:
-        PlacementError: no port is free.
+        PlacementError: no port is free, or the address is a wildcard.
         ConfigError: this CANN does not have HIXL.
         DeviceError: HIXL cannot listen, or cannot register the memory.
         WorkerError: HIXL did not answer in time.
@@ -94,7 +95,7 @@ class HixlMemory:
         # For each engine with a link, when the link was last used; the least recently used first.
         self._links: dict[str, float] = {}
         self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
-        self._is_closing = False
+        self._is_closing = self._is_lent = False
         self._problem: DistAclGraphError | None = None
         self._began = threading.Event()
         self._thread = threading.Thread(
@@ -140,11 +141,9 @@ class HixlMemory:
             is_lent: whether a thread may still use the part of the memory that is lent.
         """
         with self._guard:
-            self._is_closing = True
+            self._is_closing, self._is_lent = True, is_lent
         self._reads.put(None)
         self._thread.join(timeout_s)
-        if not (self._thread.is_alive() or is_lent or self._read.is_used):
-            self._memory.free()
 
     # ---- the thread
 
@@ -168,8 +167,16 @@ class HixlMemory:
             for name in list(self._links):
                 self._end_link(engine, name)
             engine.close()
+        with self._guard:
+            if not (self._is_lent or self._read.is_used):
+                self._memory.free()
 
     def _listen(self, engine: Transfers, host: str, ports: range | None) -> None:
+        if ip_address(host).is_unspecified:
+            raise PlacementError(
+                f"HIXL would listen at all addresses of this machine ({host}); start Ray with the "
+                "address of the node (--node-ip-address)"
+            )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         found = 0
 
