@@ -9,17 +9,25 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from dist_aclgraph.actors.wire.addresses import Listener
 from dist_aclgraph.actors.wire.lent_files import IDLE_S, LentFile, ReadError
 from dist_aclgraph.actors.worker.hixl_memory import HixlMemory
+from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
+from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ConfigError, DeviceError, PlacementError, WorkerError
 from dist_aclgraph.kv.arena import ALIGNMENT, Slot
+from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.planning.budget import MAX_LINKS
+from tests.actors.fetched_files import MODEL, TOKEN
 from tests.actors.leftovers import wait_until
 from tests.ports import free_port
 
@@ -280,7 +288,7 @@ FAILURES = st.sets(st.sampled_from(["connect", "read", "disconnect"]))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, PART), FAILURES), max_size=20))
-@settings(deadline=None, max_examples=50)
+@hypothesis_settings(deadline=None, max_examples=50)
 def test_no_transfer_writes_where_a_late_transfer_may_write(
     reads: list[tuple[str, int, set[str]]],
 ) -> None:
@@ -298,3 +306,19 @@ def test_no_transfer_writes_where_a_late_transfer_may_write(
     finally:
         world.hixl.fails = set()
         world.close()
+
+
+def test_a_server_that_cannot_begin_ends_hixl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    kv = {"host_path": str(tmp_path), "host_gib": 0.01}
+    config = make_config({"model": str(MODEL), "kv": kv})
+    settings = NodeFilesSettings(
+        "node", LOOPBACK, TOKEN, (CachePlace(),), 0, finds=True, fetches=True, serves=True,
+        uses_hixl=True,
+    )  # fmt: skip
+    monkeypatch.setattr(Listener, "bind", Mock(side_effect=PlacementError("no port is free")))
+    with pytest.raises(PlacementError):
+        NodeFiles(config, settings, lambda *_: world.files)
+    assert world.hixl.log == ["listen", "close"] and world.memory.is_freed

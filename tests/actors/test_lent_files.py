@@ -99,6 +99,15 @@ def test_a_file_that_cannot_be_read_whole_is_missing(world: World) -> None:
     assert world.answers()[0].lent is not None, "the slot has come back"
 
 
+def test_a_number_that_is_used_twice_loses_no_slot(world: World) -> None:
+    for _ in range(5):
+        world.ask(0, b"x" * ALIGNMENT)
+    assert [each.lent is not None for each in world.answers()] == [True] + 4 * [False]
+    world.files.end(b"p", 0)
+    world.ask(1, b"x" * 3 * ALIGNMENT)
+    assert world.answers()[0].lent is not None
+
+
 def test_a_dead_reader_keeps_its_slots_for_a_while(world: World) -> None:
     world.ask(0, b"x" * 3 * ALIGNMENT)
     assert len(world.answers()) == 1
@@ -112,8 +121,8 @@ def test_a_dead_reader_keeps_its_slots_for_a_while(world: World) -> None:
 
 def test_as_many_readers_are_accepted_as_streams_are_reserved() -> None:
     world = World(pages=2 * MAX_LINKS + 2)
-    for index in (*range(MAX_LINKS + 1), 0):
-        world.ask(index, b"x", peer=bytes([index]), reader=f"r:{index}")
+    for number, index in enumerate((*range(MAX_LINKS + 1), 0)):
+        world.ask(number, b"x", peer=bytes([index]), reader=f"r:{index}")
     found = [each.lent is not None for each in world.answers()]
     assert found == [True] * MAX_LINKS + [False, True]
     world.now_s += LEASE_S + 1

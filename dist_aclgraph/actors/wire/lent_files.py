@@ -176,11 +176,13 @@ class LentFiles:
             yield LentAnswer(*request.key, lent)
 
     def _lend(self, key: _Key, file: FileIO, slot: Slot) -> LentFile | None:
-        """Copy a file into a slot; return None if it cannot be read."""
+        """Copy a file into a slot; return None if it cannot be read, or if the reader has used the
+        number of the request before.
+        """
         lender, num_read = self._lender, 0
         with file, contextlib.suppress(OSError):  # the disk may fail
             num_read = file.readinto(lender.memory[slot.start : slot.end]) or 0
-        if num_read < slot.end - slot.start:
+        if num_read < slot.end - slot.start or key in self._loans:
             lender.arena.give_back(slot)
             return None
         self._loans[key] = _Loan(slot, self._clock() + LEASE_S)

@@ -34,6 +34,8 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.planning.budget import PART_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 
+CLOSE_S = 5.0  # limit for the end of HIXL if the server cannot begin
+
 
 @dataclass(frozen=True)
 class NodeFilesSettings:
@@ -101,7 +103,12 @@ class NodeFiles:
             ports = config.cluster.port_range
             at = Place(settings.node_id, self._directory.path, settings.host, ports)
             lent = None if self._memory is None else LentFiles(self._memory.lender)
-            self._server = BlockServer(at, settings.token, tiers_of(config, place), lent)
+            try:
+                self._server = BlockServer(at, settings.token, tiers_of(config, place), lent)
+            except BaseException:
+                if self._memory is not None:
+                    self._memory.close(CLOSE_S)
+                raise
         # Made after the server, because these threads would remain if no port were free.
         self._look_ups = look_ups_of(tiers, states) if settings.finds else None
         self._fetches: BlockFetches | None = None
