@@ -6,7 +6,6 @@ one thread. A failed transfer may still write memory until ``disconnect`` has re
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from typing import Any
 
@@ -128,5 +127,4 @@ class HixlEngine:
 
     def close(self) -> None:
         """Stop listening, and let no engine access the memory."""
-        with contextlib.suppress(DeviceError):
-            self._engine.finalize()
+        self._engine.finalize()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -257,6 +258,14 @@ def test_an_engine_that_cannot_begin_is_an_error(error: Exception, wanted: Any) 
 
     with pytest.raises(wanted, match=str(error)):
         HixlMemory(FakeMemory(), refuse, LOOPBACK, None, WAIT_S)  # type: ignore[arg-type]
+
+
+def test_a_cann_without_hixl_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dist_aclgraph.device.hixl import import_hixl  # imports torch
+
+    monkeypatch.setitem(sys.modules, "hixl", None)
+    with pytest.raises(ConfigError, match=r"^kv.transport is hixl, .*set kv.transport to sockets$"):
+        import_hixl()
 
 
 def test_the_port_is_one_of_the_configured_ports() -> None:
