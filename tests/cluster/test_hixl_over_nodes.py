@@ -24,22 +24,26 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.rare]
 SETTINGS = {**APART, **COPIES, "kv.transport": "hixl", "kv.closed_network": True}
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two nodes. For the emulator, each is a separate host, so links between them are RoCE."""
+def start_nodes(folders: pytest.TempPathFactory, names: list[str], num_npus: int) -> Nodes:
+    """Start nodes. For the emulator, each is a separate host, so links between them are RoCE."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and int(scope.read_text()) > 1:
         pytest.skip(f"{scope} lets no process access the memory of another one")
 
     def node(name: str) -> dict[str, Any]:
         variables = {
-            "HOME": str(tmp_path_factory.mktemp(name)),
+            "HOME": str(folders.mktemp(name)),
             "RAY_AUTH_TOKEN_PATH": str(Path.home() / ".ray" / "auth_token"),
             "EMULATED_NPU": f"host={name}",
         }
-        return {"resources": {"NPU": 2}, "env_vars": variables}
+        return {"resources": {"NPU": num_npus}, "env_vars": variables}
 
-    made = Nodes([node(name) for name in ("left", "right")])
+    return Nodes([node(name) for name in names])
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    made = start_nodes(tmp_path_factory, ["left", "right"], 2)
     yield made
     made.end()
 
@@ -93,3 +97,22 @@ def test_a_lost_source_changes_no_answer(nodes: Nodes) -> None:
 
     assert answers == texts_of_one_node(prompts)
     assert fetched > 0
+
+
+def test_groups_over_two_nodes_fetch_on_both_nodes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    prompts = prompts_from(0, 4)
+    nodes = start_nodes(tmp_path_factory, ["one", "two", "three", "four"], 1)
+    try:
+        with service(nodes, {**SETTINGS, "parallel.tp_across_nodes": True}) as (where, client):
+            answers = [complete(client, prompt) for prompt in prompts]
+            fetched, failed = (
+                counted(client, f"kv_{name}_total") for name in ("fetched_blocks", "failed_fetches")
+            )
+    finally:
+        nodes.end()
+
+    assert len({node for group in where for node in group}) == 4, where
+    assert answers == texts_of_one_node(prompts)
+    assert fetched > 0 and failed == 0

@@ -39,8 +39,8 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of requests of one fetch that wait for answers
 # Maximum number of frames that wait for one peer; further frames are dropped. A peer with at most
-# WINDOW unanswered requests loses no frame.
-MAX_QUEUED_FRAMES = 2 * WINDOW
+# WINDOW unanswered requests loses no frame, because an answer has at most three frames.
+MAX_QUEUED_FRAMES = 3 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message
 RETRY_MS = 1000  # time after which waiting requests may get the slots of a dead reader
