@@ -22,6 +22,7 @@ from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.hixl import HixlEngine
+from dist_aclgraph.device.npu import runtime
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
@@ -48,8 +49,14 @@ class Node:
         self._source = source_of([self._files.server], GroupFiles((PLACE,), (host,)))
         self._num_jobs = 0
 
-    def write(self) -> None:
-        assert all(self._tiers.write(name, memoryview(contents(name, 0))) for name in NAMES)
+    def write(self, count: int = len(NAMES)) -> None:
+        names = NAMES[:count]
+        assert all(self._tiers.write(name, memoryview(contents(name, 0))) for name in names)
+
+    def restart_device(self) -> None:
+        """Abort the work of the device, and let it work again, like a group that resumes."""
+        assert not runtime().stop_device(0)
+        runtime().restart_device(0)
 
     def damage(self) -> None:
         """Change one byte of each file that is lent from now on."""
@@ -123,9 +130,7 @@ def streams() -> int:
 def main() -> None:
     folder, host, settings = sys.argv[1:]
     emulator.load({"devices": 1, "host": host, **json.loads(settings)})
-    import torch
-
-    torch.npu.set_device(0)  # type: ignore[attr-defined]
+    runtime().set_device(0)
     node = Node(folder, host)
     print("VALUE null", flush=True)
     for line in sys.stdin:

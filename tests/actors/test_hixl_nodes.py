@@ -64,14 +64,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         pytest.skip(f"{scope} lets no process access the memory of another one")
     with ExitStack() as stack:
 
-        def begun(**settings: Any) -> tuple[Node, Node]:
+        def begun(num_files: int = len(NAMES), **settings: Any) -> tuple[Node, Node]:
             nodes = Node(tmp_path, "source", {}), Node(tmp_path, "reader", settings)
             for node in nodes:
                 stack.callback(node.process.communicate)
                 stack.callback(node.process.kill)
             for node in nodes:
                 node.receive()
-            nodes[0].ask("write")
+            nodes[0].ask("write", num_files)
             return nodes
 
         yield begun
@@ -96,6 +96,19 @@ def test_files_arrive_and_all_slots_and_streams_come_back(start: Start) -> None:
         assert (host, int(port)) in found and {address for address, _ in found} == {host}
     assert reader.ask("close") and source.ask("close")
     assert listening({reader.process.pid, source.process.pid}) == set()
+
+
+def test_links_outlive_a_restart_of_both_devices(start: Start) -> None:
+    source, reader = start(num_files=2)
+    at = source.ask("source")
+    assert reader.ask("fetch", at) == 2
+    streams = reader.ask("state")["streams"]
+    for node in (source, reader):
+        node.ask("restart_device")
+    source.ask("write")
+    assert reader.ask("fetch", at) == len(NAMES)
+    state = reader.ask("state")
+    assert (state["failures"], state["streams"]) == (0, streams)
 
 
 def test_damaged_bytes_are_not_kept(start: Start) -> None:
