@@ -2,7 +2,7 @@
 
 Each line of standard input is a call with JSON arguments; each line of standard output is a JSON
 value. ``python -m tests.actors.hixl_node FOLDER HOST {SETTINGS}``, with the name of the emulated
-host, and settings of the emulator.
+host, and settings of the emulator. The names in capitals are limits of ``hixl_memory``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 
+from dist_aclgraph.actors.wire import block_fetches
 from dist_aclgraph.actors.wire.block_server import source_of
+from dist_aclgraph.actors.worker import hixl_memory
 from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device import emulator
@@ -32,6 +34,7 @@ from tests.actors.kv_sockets import LOOPBACK
 from tests.actors.leftovers import wait_until
 
 PLACE = CachePlace()
+LONG_S = 600.0  # a busy machine is not a silent source
 
 
 class Node:
@@ -129,7 +132,13 @@ def streams() -> int:
 
 def main() -> None:
     folder, host, settings = sys.argv[1:]
-    emulator.load({"devices": 1, "host": host, **json.loads(settings)})
+    limits = {"CONNECT_S": LONG_S, "TRANSFER_S": LONG_S, "DISCONNECT_S": LONG_S}
+    given = json.loads(settings)
+    for name, default in limits.items():
+        setattr(hixl_memory, name, given.pop(name, default))
+    for name in ("QUEUE_S", "LIMIT_S", "SILENCE_S"):
+        setattr(block_fetches, name, LONG_S)
+    emulator.load({"devices": 1, "host": host, **given})
     runtime().set_device(0)
     node = Node(folder, host)
     print("VALUE null", flush=True)

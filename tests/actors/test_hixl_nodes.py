@@ -22,6 +22,10 @@ from tests.actors.listening import listening
 pytestmark = pytest.mark.slow
 
 
+# A transfer that does not end within its limit, which is long enough for the other transfers.
+STALLED = {"fault_op": "adxl_transfer", "fault_kind": "stall", "stall_s": 3600, "TRANSFER_S": 10.0}
+
+
 class Node:
     """The process of ``hixl_node``."""
 
@@ -122,7 +126,7 @@ def test_damaged_bytes_are_not_kept(start: Start) -> None:
 def test_a_transfer_that_does_not_end_gives_its_slot_back_when_the_link_has_ended(
     start: Start,
 ) -> None:
-    source, reader = start(fault_op="adxl_transfer", fault_kind="stall", stall_s=3600, fault_call=3)
+    source, reader = start(**STALLED, fault_call=3)
     assert reader.ask("fetch", source.ask("source")) == 2
     state = reader.ask("state")
     assert (state["failures"], state["lost"], state["is_reading"]) == (1, 0, False)
@@ -130,7 +134,7 @@ def test_a_transfer_that_does_not_end_gives_its_slot_back_when_the_link_has_ende
 
 def test_a_slot_is_lost_if_its_link_does_not_end(start: Start) -> None:
     """The process of the source is stopped while a transfer runs, so it confirms no end."""
-    source, reader = start(fault_op="adxl_transfer", fault_kind="stall", stall_s=3600, fault_call=1)
+    source, reader = start(**STALLED, fault_call=1, DISCONNECT_S=3.0)
     reader.ask("end_links_after", source.process.pid)
     reader.begin("fetch", source.ask("source"))
     wait_until(lambda: source.ask("state")["is_lending"], "nothing is lent")
@@ -141,7 +145,7 @@ def test_a_slot_is_lost_if_its_link_does_not_end(start: Start) -> None:
 
 
 def test_a_source_that_dies_during_a_fetch_fails_it(start: Start) -> None:
-    source, reader = start(fault_op="adxl_transfer", fault_kind="stall", stall_s=3600, fault_call=3)
+    source, reader = start(**STALLED, fault_call=3)
     reader.begin("fetch", source.ask("source"))
     wait_until(lambda: source.ask("state")["is_lending"], "nothing is lent")
     source.kill()
