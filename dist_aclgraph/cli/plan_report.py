@@ -16,7 +16,13 @@ from dist_aclgraph.cli.plan_context import context_entry, layout_in_words, print
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.tiers import HOST
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
-from dist_aclgraph.planning.budget import Price, StreamOffer, total
+from dist_aclgraph.planning.budget import (
+    PART_BYTES,
+    Price,
+    StreamOffer,
+    streams_of_links,
+    total,
+)
 from dist_aclgraph.planning.choice import padding_share
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.ledger import Ledger, pool_bytes
@@ -104,6 +110,7 @@ def plan_report(config: Config) -> dict[str, Any]:
                 }
                 for name, count in deployment.copied_blocks.items()
             },
+            "hixl": _hixl_entry(config),
         },
         "states": deployment.states,
         "context": context_entry(deployment, pool),
@@ -173,6 +180,13 @@ def _print_memory(report: dict[str, Any], console: Console) -> None:
     if copies := kv["copies"]:
         tiers = "; ".join(f"{row['tokens']} tokens in {name}" for name, row in copies.items())
         console.print(f"Copies of KV on each node: {tiers}", highlight=False)
+    if (hixl := kv["hixl"]) is not None:
+        console.print(
+            f"Nodes fetch copies over HIXL: {hixl['streams']} streams of each rank are reserved "
+            "for links; on each node, one worker of each data parallel rank has "
+            f"{hixl['host_bytes'] >> 20} MiB of pinned memory, and listens without keys",
+            highlight=False,
+        )
     if (states := report["states"]) is not None:
         console.print(
             f"States per NPU: {states['num_slots']} slots of {states['bytes_per_slot']} bytes, "
@@ -417,6 +431,13 @@ def _rank_entry(
         "free_bytes": offer.free_bytes,
         **costs.of(plan, offer),
     }
+
+
+def _hixl_entry(config: Config) -> dict[str, int] | None:
+    """Return what the transport between nodes needs; None if it is not HIXL."""
+    if not config.fetches_by_hixl:
+        return None
+    return {"streams": streams_of_links(config), "host_bytes": 2 * PART_BYTES}
 
 
 def _traffic_in_words(config: Config) -> str:

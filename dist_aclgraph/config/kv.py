@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dist_aclgraph.config.kv_events import KVEventsConfig
 from dist_aclgraph.config.section import Section
@@ -69,7 +69,34 @@ class KVConfig(Section):
     disk_gib: float = Field(
         64.0, gt=0.0, le=1 << 20, description="maximum size of the files in kv.disk, in GiB"
     )
+    transport: Literal["sockets", "hixl"] = Field(
+        "sockets",
+        description="how groups on different nodes fetch copies of KV blocks from each other. "
+        "sockets: over encrypted connections. hixl: devices read the memory of other nodes, "
+        "without encryption; this needs kv.closed_network, and CANN's Python package hixl",
+    )
+    closed_network: bool = Field(
+        False,
+        description="only machines and users that you trust reach the network between the nodes. "
+        "kv.transport=hixl needs this, because everyone who reaches its ports can read and change "
+        "KV of requests",
+    )
     events: KVEventsConfig = KVEventsConfig()
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> KVConfig:
+        if self.transport == "hixl" and not self.closed_network:
+            raise ValueError(
+                "kv.transport is hixl, with which everyone who reaches the nodes' ports can read "
+                "and change KV of requests: set kv.closed_network to true if only trusted machines "
+                "reach this network, or set kv.transport to sockets"
+            )
+        if self.closed_network and self.transport != "hixl":
+            raise ValueError(
+                f"kv.closed_network is true, but has no effect with kv.transport "
+                f"{self.transport}: set kv.transport to hixl, or remove kv.closed_network"
+            )
+        return self
 
     @property
     def keeps_copies(self) -> bool:

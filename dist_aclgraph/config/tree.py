@@ -196,6 +196,11 @@ class Config(Section):
         """Return whether a request may use KV blocks that another request has computed."""
         return self.scheduler.prefix_cache and not self.recovery.exact
 
+    @property
+    def fetches_by_hixl(self) -> bool:
+        """Whether workers fetch copies of KV blocks from other nodes over HIXL."""
+        return self.kv.transport == "hixl" and self.parallel.prefill_groups > 0
+
     @model_validator(mode="after")
     def _check_prefix_cache(self) -> Config:
         why = "recovery.exact=true" if self.recovery.exact else "scheduler.prefix_cache=false"

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from dist_aclgraph.kv.checkpoints import BlockHash
@@ -169,12 +170,25 @@ class BlockFiles:
         """Return the whole file of a block, header included; empty if there is no file, or if it
         has more than ``max_bytes``.
         """
-        try:
-            with self.path_of(block_hash).open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                return file.read(size) or b"" if size <= max_bytes else b""
-        except OSError:  # the file does not exist, or the disk has failed
+        file = self.open_file(block_hash, max_bytes)
+        if file is None:
             return b""
+        with file, suppress(OSError):  # the disk may fail
+            return file.read() or b""
+        return b""
+
+    def open_file(self, block_hash: BlockHash, max_bytes: int) -> FileIO | None:
+        """Return the file of a block; None if there is no file, or if it is empty or has more than
+        ``max_bytes``. The caller must close the file.
+        """
+        try:
+            file = FileIO(self.path_of(block_hash))
+        except OSError:  # the file does not exist, or the disk has failed
+            return None
+        if 0 < os.fstat(file.fileno()).st_size <= max_bytes:
+            return file
+        file.close()
+        return None
 
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
         """Store a block's file that another node has sent; return whether the file exists now.

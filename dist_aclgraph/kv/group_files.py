@@ -62,17 +62,28 @@ class GroupFiles:
         places: the part of the cache that each worker of a data-parallel rank keeps.
         node_ids: Ray's id of each worker's node, by group rank. The group's engine is on the node
             of the first worker.
+        only_workers: whether only workers fetch and send files, because the transport needs a
+            device. Otherwise, the engine does this on its own node.
     """
 
     places: tuple[CachePlace, ...]
     node_ids: tuple[str, ...]
+    only_workers: bool = False
 
     @classmethod
-    def of(cls, config: Config, facts: ModelFacts, node_ids: Sequence[str]) -> GroupFiles | None:
+    def of(
+        cls,
+        config: Config,
+        facts: ModelFacts,
+        node_ids: Sequence[str],
+        *,
+        only_workers: bool = False,
+    ) -> GroupFiles | None:
         """Return the files of a group whose workers are on these nodes; None if no copies are kept.
 
         Args:
             node_ids: Ray's id of each worker's node, by group rank.
+            only_workers: see ``GroupFiles``.
         """
         layout, places = ParallelLayout.from_config(config.parallel), list[CachePlace]()
         for rank in range(layout.tp * layout.pcp):
@@ -81,7 +92,7 @@ class GroupFiles:
             if place is None:
                 return None
             places.append(place)
-        return cls(tuple(places), tuple(node_ids))
+        return cls(tuple(places), tuple(node_ids), only_workers)
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
@@ -104,17 +115,24 @@ class GroupFiles:
     def finders(self, dp_rank: int) -> list[int]:
         """Return the workers that look up and fetch files for a data-parallel rank: the rank's
         first worker on each node. On the engine's node, the engine itself does this, so the result
-        has no worker there.
+        has no worker there, except with ``only_workers``.
         """
         first: dict[str, int] = {}
         for rank in self.ranks_of(dp_rank):
             first.setdefault(self.node_ids[rank], rank)
-        return [rank for node_id, rank in first.items() if node_id != self.nodes[0]]
+        return [rank for node_id, rank in first.items() if node_id in self._nodes_of_workers]
 
     @property
     def servers(self) -> list[int]:
-        """The first worker on each node except the engine's node, in the order of ``nodes``."""
-        return [self.node_ids.index(node_id) for node_id in self.nodes[1:]]
+        """The first worker on each node except the engine's node, in the order of ``nodes``. With
+        ``only_workers``, the first worker on each node.
+        """
+        return [self.node_ids.index(node_id) for node_id in self._nodes_of_workers]
+
+    @property
+    def _nodes_of_workers(self) -> tuple[str, ...]:
+        """The nodes on which workers fetch and send files."""
+        return self.nodes if self.only_workers else self.nodes[1:]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
         """Return the places of the workers that have the same data-parallel rank and the same node

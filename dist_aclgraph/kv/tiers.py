@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from io import FileIO
 from itertools import accumulate, product
 from pathlib import Path
 from types import MappingProxyType
@@ -245,6 +246,11 @@ class KVTiers:
         """Return the file of a block from the first tier that has it; see ``BlockFiles``."""
         found = (files.file_bytes(block_hash, max_bytes) for files in self._by_name.values())
         return next((file for file in found if file), b"")
+
+    def open_file(self, block_hash: BlockHash, max_bytes: int) -> FileIO | None:
+        """Return the open file of a block from the first tier that has it; see ``BlockFiles``."""
+        found = (files.open_file(block_hash, max_bytes) for files in self._by_name.values())
+        return next((file for file in found if file is not None), None)
 
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
         """Store a file that another node has sent in the first tier; see ``BlockFiles``. Any thread

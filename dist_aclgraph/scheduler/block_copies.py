@@ -276,7 +276,7 @@ class BlockCopies:
         if not wanted or (asks_others and self._is_late):
             return lambda: first
         answers: list[Answer[int]] = []
-        if self.elsewhere.is_beside_engine:
+        if not (asks_others and self.elsewhere.covers_engine):
             is_refused = self._upkeep.is_condemned
             ask = partial(
                 self._look_ups.ask, lambda files: first + count_found(wanted, files, is_refused)

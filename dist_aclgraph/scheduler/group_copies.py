@@ -112,7 +112,9 @@ def _copies_of(
         # The files on the engine's node belong to other ranks, so they are not looked up. All
         # blocks are sent to the workers, which skip the blocks that have files.
         look_ups = LookUps(Files(_has_none, _has_none if look_ups.has_states else None))
-    elsewhere = NodeLookUps(files.finders(dp_rank), is_beside_engine=is_beside_engine)
+    elsewhere = NodeLookUps(
+        files.finders(dp_rank), is_beside_engine=is_beside_engine, only_workers=files.only_workers
+    )
     return BlockCopies(pool, look_ups, ranks, elsewhere)
 
 

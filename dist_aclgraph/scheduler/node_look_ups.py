@@ -1,4 +1,4 @@
-"""NodeLookUps: look-ups of files on nodes other than the engine's.
+"""NodeLookUps: look-ups of files by workers, on nodes other than the engine's.
 
 The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
 own workers. One worker of each other node looks up the files there, and fetches missing files if
@@ -37,10 +37,21 @@ class NodeLookUps:
     Args:
         finders: the workers that look up files; see ``GroupFiles.finders``.
         is_beside_engine: whether a worker of the data-parallel rank is on the engine's node.
+        only_workers: see ``GroupFiles``.
+
+    Attributes:
+        covers_engine: whether the workers also look up the files on the engine's node.
     """
 
-    def __init__(self, finders: Collection[int] = (), *, is_beside_engine: bool = True) -> None:
+    def __init__(
+        self,
+        finders: Collection[int] = (),
+        *,
+        is_beside_engine: bool = True,
+        only_workers: bool = False,
+    ) -> None:
         self.is_beside_engine = is_beside_engine
+        self.covers_engine = only_workers or not is_beside_engine
         self._finders = finders
         self._running: dict[int, _LookUp] = {}
 

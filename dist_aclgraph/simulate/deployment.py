@@ -20,6 +20,7 @@ from dist_aclgraph.planning.budget import (
     BudgetModel,
     StreamOffer,
     max_piecewise_sizes,
+    reserved_streams,
     streams_per_domain,
 )
 from dist_aclgraph.planning.chip import Chip
@@ -325,7 +326,7 @@ def _offer(planner: Planner, rank: int, needed_bytes: int, *, has_mc2: bool) -> 
         rank=rank,
         available=max(0, streams - sum(taken.values())),
         taken={who: count for who, count in taken.items() if count},
-        reserve=config.graph.reserve_streams,
+        reserve=reserved_streams(config),
         free_bytes=max(0, _device_bytes(config, rank) - needed_bytes),
         device=device,
         max_sizes=max_piecewise_sizes(device),

@@ -25,7 +25,7 @@ from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.kv.look_ups import LookUps
-from dist_aclgraph.planning.budget import Probe, StreamOffer, total
+from dist_aclgraph.planning.budget import Probe, StreamOffer, reserved_streams, total
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.lazy import LazyGraphs
@@ -134,7 +134,7 @@ class SimulatedGroup:
         self.counts = Counts()
         self.latencies = Latencies()
         self.lazy_capacity = negotiated.lazy_capacity
-        self.reserve = config.graph.reserve_streams
+        self.reserve = reserved_streams(config)
         self.tightest = tightest_offer(deployment, negotiated)
         lazy = LazyGraphs.from_config(config, negotiated.lazy_capacity)
         self.dispatcher = WatchedDispatcher(negotiated.plan, lazy)

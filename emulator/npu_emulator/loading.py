@@ -34,6 +34,8 @@ _BEFORE_TORCH = (
     "llm_datadist",
 )
 _AFTER_TORCH = ("hccl", "hcomm", "atb", "opapi", "nnopbase")
+# CANN's Python packages, which set_env.sh of an installed CANN puts on the path.
+_PACKAGES = SOURCES / "python" / "site-packages"
 
 _loaded_settings: dict[str, str] | None = None
 _preloaded: ctypes.CDLL | None = None  # the library with the settings
@@ -101,7 +103,9 @@ def run(
     """
     settings = read_files(settings)
     _configure(_load_runtime(), settings)
-    folders = [*packages, SOURCES] if (SOURCES / "npu_emulator").is_dir() else packages
+    folders = [_PACKAGES, *packages]
+    if (SOURCES / "npu_emulator").is_dir():
+        folders.append(SOURCES)
     environment = emulated_environment(BUILD, folders, Path(sys.executable).parent, settings)
     try:
         os.execvpe(command[0], list(command), environment)
@@ -125,6 +129,8 @@ def _load_torch() -> None:
     for name in _AFTER_TORCH:
         _preload(BUILD, name)
     import torch_npu  # noqa: F401
+
+    sys.path.insert(0, str(_PACKAGES))
 
 
 def _as_text(value: str | int | bool) -> str:

@@ -20,6 +20,7 @@ from dist_aclgraph.actors.wire.block_server import (
     FileKind,
     tiers_of,
 )
+from dist_aclgraph.actors.wire.lent_files import LentFiles, MemoryReader
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.kv.group_files import GroupFiles
@@ -51,7 +52,14 @@ class World:
         now_s: the present time for ``fetches``; tests change it.
     """
 
-    def __init__(self, folder: Path, place: CachePlace = PLACE, **server: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        place: CachePlace = PLACE,
+        lent: LentFiles | None = None,
+        reader: MemoryReader | None = None,
+        **server: Any,
+    ) -> None:
         self.place = place
 
         def configure(node: str) -> Config:
@@ -66,11 +74,16 @@ class World:
         self.here = tiers_of(here, place)
         self.now_s = 100.0
         at = Place(NODE, str(folder), **server)
-        self.server = BlockServer(at, TOKEN, self.there)
+        self.server = BlockServer(at, TOKEN, self.there, lent)
         files = one_node(place)
         self.holders = files.holders
         self.fetches = BlockFetches(
-            here, NODE, TOKEN, files.places_beside(0), clock=lambda: self.now_s
+            here,
+            NODE,
+            TOKEN,
+            files.places_beside(0),
+            reader=reader,
+            clock=lambda: self.now_s,
         )
         at_file = self.server.address.file  # stands for an address on other nodes
         self.address = Address("source", at_file, self.server.address.tcp or at_file)

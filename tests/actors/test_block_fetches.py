@@ -347,7 +347,7 @@ class FakeSource:
     def _serve(self) -> None:
         for _ in range(WINDOW):
             peer, request = self._socket.recv_multipart()
-            number = msgspec.msgpack.decode(request)[1]
+            number = msgspec.msgpack.decode(request, type=ReadFile).number
             for _ in range(self._num_answers):
                 self._socket.send_multipart([peer, *self._answer(number)])
         self._socket.close(linger=1000)
@@ -420,12 +420,12 @@ def asker(world: World) -> Iterator[Asker]:
     [
         b"junk",
         b"",
-        msgspec.msgpack.encode([TOKEN, 1, "block", 0, b"short"]),
-        msgspec.msgpack.encode([TOKEN, 1, "block", 0, "../../../../passwd" + 14 * "x"]),
-        msgspec.msgpack.encode([TOKEN, 1, "../block", 0, NAMES[0]]),
-        msgspec.msgpack.encode([TOKEN, 1, "block", -1, NAMES[0]]),
-        msgspec.msgpack.encode(["guess", 1, "block", 0, NAMES[0]]),
-        msgspec.msgpack.encode(["gu\u00e9ss", 1, "block", 0, NAMES[0]]),
+        msgspec.msgpack.encode(["read", TOKEN, 1, "block", 0, b"short"]),
+        msgspec.msgpack.encode(["read", TOKEN, 1, "block", 0, "../../../../passwd" + 14 * "x"]),
+        msgspec.msgpack.encode(["read", TOKEN, 1, "../block", 0, NAMES[0]]),
+        msgspec.msgpack.encode(["read", TOKEN, 1, "block", -1, NAMES[0]]),
+        msgspec.msgpack.encode(["read", "guess", 1, "block", 0, NAMES[0]]),
+        msgspec.msgpack.encode(["read", "gu\u00e9ss", 1, "block", 0, NAMES[0]]),
     ],
 )
 def test_a_request_that_is_not_valid_gets_no_answer(

@@ -210,10 +210,10 @@ def test_a_lost_node_of_one_data_parallel_rank_does_not_end_the_fetch(
     lost.close()
     links, fetches = block_fetches.SourceLinks, world.fetches("c", [WHOLE])
 
-    def links_of(context: Any, way: Any, token: str, silence_s: float) -> Any:
+    def links_of(context: Any, way: Any, token: str, silence_s: float, reader: Any) -> Any:
         urls = {endpoint.url for endpoint in way["block"].values()}
         gone = source.addresses[0].seen_from("c").url in urls
-        return links(context, way, token, 0.2 if gone else WAIT_S)
+        return links(context, way, token, 0.2 if gone else WAIT_S, reader)
 
     monkeypatch.setattr(block_fetches, "SourceLinks", links_of)
     run(fetches.fetch_of(source, wanted))

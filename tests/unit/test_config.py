@@ -124,6 +124,14 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
         ),
         ({"model": "m", "speculative": {"num_tokens": 4}}, "speculative.num_tokens is 4"),
         (
+            {"model": "m", "kv": {"transport": "hixl"}},
+            "kv.transport is hixl, .* set kv.closed_network to true .*, or set kv.transport to soc",
+        ),
+        (
+            {"model": "m", "kv": {"closed_network": True}},
+            "kv.closed_network is true, .* set kv.transport to hixl, or remove kv.closed_network",
+        ),
+        (
             {"model": "m", "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},
             r"scheduler.max_num_batched_tokens \(8\) must be at least max_num_seqs \(9\)",
         ),

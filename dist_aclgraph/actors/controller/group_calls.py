@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.controller.startup import EPOCH
@@ -37,7 +38,12 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     """
     planner = group.planner
     timeout_s = planner.config.timeouts.join_s
-    files = GroupFiles.of(planner.config, planner.facts, group.workers.node_ids)
+    leader = group.workers.infos[0]
+    # Without other nodes, nothing is fetched, so HIXL need not listen.
+    uses_hixl = planner.config.fetches_by_hixl and placement.may_have_others(leader.node_ip)
+    files = GroupFiles.of(
+        planner.config, planner.facts, group.workers.node_ids, only_workers=uses_hixl
+    )
     servers = () if files is None else _open_node_files(group, files, token)
     asking = group.engine.channel_addresses.remote(group.workers.node_ids)
     group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s), group.number)
@@ -81,7 +87,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
 
 
 def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[NodeServer, ...]:
-    """Let workers be responsible for the files of KV blocks on nodes without the group's engine.
+    """Let workers be responsible for the files of KV blocks on nodes without the group's engine, or
+    on all nodes (``GroupFiles.only_workers``).
 
     Returns:
         The servers from which other groups fetch the files of these nodes, in the order of
@@ -108,6 +115,7 @@ def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tup
             finds=rank in finders,
             fetches=has_roles,
             serves=rank in servers,
+            uses_hixl=files.only_workers,
         )
         opening[rank] = workers.workers[rank].open_node_files.remote(settings)
     num_late = len(opening) - len(_wait(list(opening.values()), config.timeouts.join_s))

@@ -74,7 +74,7 @@ class EngineSettings:
     counts_shared_blocks: bool
     has_state: bool  # whether the model has recurrent state
     files: GroupFiles | None  # None if no copies of KV are kept
-    # the servers of files on other nodes, see ``GroupFiles.servers``
+    # the servers of files that workers run, see ``GroupFiles.servers``
     servers: tuple[NodeServer, ...]
     token: str
     report: dict[str, Any]
@@ -273,15 +273,20 @@ class Engine:
     def _share_blocks(self, settings: EngineSettings, files: GroupFiles) -> BlockSource | None:
         """With prefill groups, serve the files of blocks on this node to other nodes, and prepare
         to fetch files from other nodes. Return where other groups fetch the group's files.
+
+        If only workers fetch files, the engine only tells them from where.
         """
         config, at, place = self._config, self._clients_at, files.places[0]
         if not config.parallel.prefill_groups:
             return None
         assert at is not None
-        self._block_server = BlockServer(at, settings.token, tiers_of(config, place))
+        places = () if files.only_workers else files.places_beside(0)
         self._fetches = BlockFetches(
-            config, at.node_id, settings.token, files.places_beside(0), str(settings.group)
+            config, at.node_id, settings.token, places, str(settings.group)
         )
+        if files.only_workers:
+            return source_of(settings.servers, files)
+        self._block_server = BlockServer(at, settings.token, tiers_of(config, place))
         here = NodeServer(self._block_server.address, cache_identity(config))
         return source_of([here, *settings.servers], files)
 

@@ -23,6 +23,7 @@ from dist_aclgraph.actors.wire.addresses import Endpoint
 from dist_aclgraph.actors.wire.block_links import FileKey, SourceError, SourceLinks
 from dist_aclgraph.actors.wire.block_server import BlockSource, FileKind, tiers_of
 from dist_aclgraph.actors.wire.context import Context, make_context
+from dist_aclgraph.actors.wire.lent_files import MemoryReader
 from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import PlacementError
@@ -90,6 +91,7 @@ class BlockFetches:
             use are fetched.
         group: name of this group, from which nothing is fetched.
         turn: see ``routes``.
+        reader: reads files in the memory of other nodes; None if the nodes send the files.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class BlockFetches:
         places: Collection[CachePlace],
         group: str = "",
         turn: int = 0,
+        reader: MemoryReader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -109,6 +112,7 @@ class BlockFetches:
         self._places = places
         self._group = group
         self._turn = turn
+        self._reader = reader
         self._clock = clock
         self._version = 0  # version of the group list from which the sources were read
         self._sources: dict[str, BlockSource] = {}
@@ -273,7 +277,8 @@ class BlockFetches:
         files, count = self._files_at(fetch.place), 0
         for way in ways:
             try:
-                with closing(SourceLinks(context, way, self._token, SILENCE_S)) as links:
+                links = SourceLinks(context, way, self._token, SILENCE_S, self._reader)
+                with closing(links):
                     count += self._read(links, fetch, way, files, count)
             except SourceError as e:
                 self._paused[e.url] = self._clock() + PAUSE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,13 +10,22 @@ import msgspec
 import zmq
 
 from dist_aclgraph.actors.wire.addresses import Endpoint
-from dist_aclgraph.actors.wire.block_server import WINDOW, FileKind, ReadFile
+from dist_aclgraph.actors.wire.block_server import (
+    MAX_FILE_BYTES,
+    WINDOW,
+    EndReads,
+    FileKind,
+    ReadFile,
+)
 from dist_aclgraph.actors.wire.context import Context
+from dist_aclgraph.actors.wire.lent_files import LentFile, MemoryReader, ReadError
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 _numbers = msgspec.msgpack.Decoder(int)
+_lent_files = msgspec.msgpack.Decoder(LentFile)
+LINGER_MS = 1000  # maximum time in which the last messages to a source are sent
 
 
 class FileKey(NamedTuple):
@@ -44,6 +54,7 @@ class SourceLinks:
         endpoints: for each kind of files, the node of each place. None stands for this node itself,
             from which nothing can be fetched.
         silence_s: a node that sends no file for this time counts as silent.
+        reader: reads files in the memory of other nodes; None if the nodes send the files.
     """
 
     def __init__(
@@ -52,8 +63,10 @@ class SourceLinks:
         endpoints: Mapping[FileKind, Mapping[int, Endpoint | None]],
         token: str,
         silence_s: float,
+        reader: MemoryReader | None = None,
     ) -> None:
         self._context = context
+        self._reader = reader
         self._endpoints = endpoints
         self._token = token
         self._silence_s = silence_s
@@ -66,7 +79,8 @@ class SourceLinks:
     def read_all(
         self, kind: FileKind, names: Sequence[BlockHash], keys: Iterable[FileKey]
     ) -> Iterator[tuple[FileKey, memoryview]]:
-        """Yield the files in order; a missing file is empty.
+        """Yield the files in order; a missing file is empty. The bytes of a file may be used until
+        the next file is requested.
 
         At most ``WINDOW`` requests wait for answers at the same time.
 
@@ -78,30 +92,41 @@ class SourceLinks:
         for key in keys:
             link, number = self._link_to(self._endpoints[kind][key.place]), 0
             if link is not None:
-                number = link.ask(self._token, kind, key.place, names[key.position])
+                number = link.ask(kind, key.place, names[key.position])
             asked.append((key, link, number))
             if len(asked) == WINDOW:
-                yield self._receive(*asked.pop(0))
+                yield from self._receive(*asked.pop(0))
         for each in asked:
-            yield self._receive(*each)
+            yield from self._receive(*each)
 
     def _link_to(self, endpoint: Endpoint | None) -> _Link | None:
         if endpoint is None:
             return None
         link = self._links.get(endpoint.url)
         if link is None:
-            link = self._links[endpoint.url] = _Link(self._context, endpoint)
+            link = _Link(self._context, endpoint, self._token, self._reader)
+            self._links[endpoint.url] = link
         return link
 
-    def _receive(self, key: FileKey, link: _Link | None, number: int) -> tuple[FileKey, memoryview]:
-        return key, memoryview(b"") if link is None else link.receive(number, self._silence_s)
+    def _receive(
+        self, key: FileKey, link: _Link | None, number: int
+    ) -> Iterator[tuple[FileKey, memoryview]]:
+        if link is None:
+            yield key, memoryview(b"")
+            return
+        for file in link.receive(number, self._silence_s):
+            yield key, file
 
 
 class _Link:
     """A connection to one node of a source."""
 
-    def __init__(self, context: Context, endpoint: Endpoint) -> None:
+    def __init__(
+        self, context: Context, endpoint: Endpoint, token: str, reader: MemoryReader | None
+    ) -> None:
         self._url = endpoint.url
+        self._token = token
+        self._reader = reader
         self._next = 0  # number of the next request
         self._last = -1  # number of the last answer
         self._socket = context.socket(zmq.DEALER)
@@ -109,21 +134,32 @@ class _Link:
         endpoint.connect(self._socket)
 
     def close(self) -> None:
-        self._socket.close()
+        if self._reader is None:
+            self._socket.close()
+        else:
+            with contextlib.suppress(SourceError):
+                self._end_reads(self._next - 1)
+            self._socket.close(LINGER_MS)
 
-    def ask(self, token: str, kind: FileKind, place: int, name: BlockHash) -> int:
+    def ask(self, kind: FileKind, place: int, name: BlockHash) -> int:
         """Request a file; return the number of the request."""
         number, self._next = self._next, self._next + 1
-        request = ReadFile(token, number, kind, place, name)
-        try:
-            self._socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
-        except zmq.Again:  # the queue cannot be full, so the handshake has failed
-            raise SourceError(self._url, "the source refuses the connection") from None
+        engine = "" if self._reader is None else self._reader.engine
+        self._send(ReadFile(self._token, number, kind, place, name, engine))
         return number
 
-    def receive(self, number: int, silence_s: float) -> memoryview:
-        """Return the file that was requested with this number; empty if there is no file."""
-        frame = memoryview(b"")
+    def _end_reads(self, number: int) -> None:
+        self._send(EndReads(self._token, number))
+
+    def _send(self, message: ReadFile | EndReads) -> None:
+        try:
+            self._socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # the queue cannot be full, so the handshake has failed
+            raise SourceError(self._url, "the source refuses the connection") from None
+
+    def receive(self, number: int, silence_s: float) -> Iterator[memoryview]:
+        """Yield the file that was requested with this number; empty if there is no file."""
+        frames: list[memoryview] = []
         while self._last < number:  # drops the answers for files that are not needed any longer
             if not self._socket.poll(int(silence_s * 1000)):
                 raise SourceError(self._url, f"no file has arrived within {silence_s:g} s")
@@ -133,8 +169,27 @@ class _Link:
                 found = read_frame(_numbers, first.bytes)
             except NotAMessageError as e:
                 raise SourceError(self._url, str(e)) from None
-            if not self._last < found <= number or len(rest) != 1:
+            most = 1 if self._reader is None else 2
+            if not (self._last < found <= number and 1 <= len(rest) <= most):
                 raise SourceError(self._url, "the frames are no answer to a request")
             self._last = found
-            frame = memoryview(rest[0].buffer)
-        return frame
+            frames = [memoryview(each.buffer) for each in rest]
+        if len(frames) == 1:
+            yield frames[0]
+            return
+        try:
+            yield from self._read(frames[1])
+        finally:
+            self._end_reads(number)
+
+    def _read(self, frame: memoryview) -> Iterator[memoryview]:
+        """Yield the file in the memory of the source."""
+        assert self._reader is not None
+        try:
+            lent = read_frame(_lent_files, bytes(frame))
+            if not 0 < lent.num_bytes <= MAX_FILE_BYTES:
+                raise ReadError(f"the source lends {lent.num_bytes} bytes")
+            with self._reader.read(lent) as file:
+                yield file
+        except (NotAMessageError, ReadError) as e:
+            raise SourceError(self._url, str(e)) from None

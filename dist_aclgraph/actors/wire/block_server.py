@@ -4,6 +4,9 @@ In a deployment with prefill groups, each group runs this server on each of its 
 engine on the engine's node, and in a worker on each other node. Each request identifies one file by
 a place and a hash, never by a path. Each answer contains one whole file, or no file. The server can
 only read files.
+
+With ``kv.transport: hixl``, workers run all servers. An answer then says where the file is in the
+memory of the worker, and the reader reads this memory.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -20,6 +24,7 @@ import zmq
 
 from dist_aclgraph.actors.wire.addresses import Address, Listener, Place
 from dist_aclgraph.actors.wire.context import make_context
+from dist_aclgraph.actors.wire.lent_files import LentFiles
 from dist_aclgraph.actors.wire.sockets import (
     MAX_MESSAGE_BYTES,
     Wakeup,
@@ -34,10 +39,11 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of requests of one fetch that wait for answers
 # Maximum number of frames that wait for one peer; further frames are dropped. A peer with at most
-# WINDOW unanswered requests loses no frame.
-MAX_QUEUED_FRAMES = 2 * WINDOW
+# WINDOW unanswered requests loses no frame, because an answer has at most three frames.
+MAX_QUEUED_FRAMES = 3 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message
+RETRY_MS = 1000  # time after which waiting requests may get the slots of a dead reader
 QUIET_S = 1.0  # after this time without a request, all fetches from the server have ended
 
 logger = logging.getLogger(__name__)
@@ -90,14 +96,16 @@ def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource |
     return BlockSource(addresses, identities[0], files.places[0], files.holders)
 
 
-class ReadFile(msgspec.Struct, frozen=True, array_like=True):
+class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """Asks for a file. The answer has two frames: the request's number, and the file; the second
-    frame is empty if there is no file, or if the file has more than ``MAX_FILE_BYTES``.
+    frame is empty if there is no file, or if the file has more than ``MAX_FILE_BYTES``. If the file
+    is in the server's memory, the second frame is empty, and a third frame contains a ``LentFile``.
 
     Attributes:
         token: the deployment's token.
         place: index among the places of ``kind``; see ``tiers_of``.
         name: hash of the block.
+        reader: name of the reader's engine if the reader can read the server's memory; else "".
     """
 
     token: str
@@ -105,9 +113,19 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True):
     kind: FileKind
     place: Annotated[int, msgspec.Meta(ge=0)]
     name: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    reader: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(ReadFile)
+class EndReads(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """Says that the reader needs the files of its requests up to ``number`` no longer. There is no
+    answer.
+    """
+
+    token: str
+    number: int
+
+
+_decoder = msgspec.msgpack.Decoder(ReadFile | EndReads)
 
 
 def tiers_of(
@@ -136,6 +154,7 @@ class BlockServer:
         at: where the socket listens.
         token: the deployment's token, which each request must contain.
         files: the files; see ``tiers_of``.
+        lent: copies files into memory that readers can read; None if answers contain the files.
 
     Attributes:
         address: where other engines connect.
@@ -144,9 +163,16 @@ class BlockServer:
         PlacementError: no port is free.
     """
 
-    def __init__(self, at: Place, token: str, files: Mapping[FileKind, Sequence[KVTiers]]) -> None:
+    def __init__(
+        self,
+        at: Place,
+        token: str,
+        files: Mapping[FileKind, Sequence[KVTiers]],
+        lent: LentFiles | None = None,
+    ) -> None:
         self._token = token.encode()
         self._files = files
+        self._lent = lent
         self._context = make_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
@@ -162,10 +188,13 @@ class BlockServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        lent = self._lent
         while not self._is_closing:
-            poller.poll()
+            poller.poll(RETRY_MS if lent is not None and lent.has_waiting else None)
             while not self._is_closing and has_message(self._socket):
                 self._answer(self._socket.recv_multipart())
+            if lent is not None:
+                self._answer_lent(lent)
 
     def _answer(self, frames: list[bytes]) -> None:
         """Answer a request. A request that is invalid or has a wrong token gets no answer."""
@@ -177,11 +206,28 @@ class BlockServer:
         if not secrets.compare_digest(request.token.encode(), self._token):
             return
         self._was_asked.set()
-        places, file = self._files[request.kind], b""
-        if request.place < len(places):
-            file = places[request.place].file_bytes(request.name, MAX_FILE_BYTES)
+        if isinstance(request, EndReads):
+            if self._lent is not None:
+                self._lent.end(peer, request.number)
+            return
+        places = self._files[request.kind]
+        files = places[request.place] if request.place < len(places) else None
+        if self._lent is None or not request.reader:
+            file = b"" if files is None else files.file_bytes(request.name, MAX_FILE_BYTES)
+            self._send(peer, request.number, file)
+            return
+        name = request.name
+        open_file = None if files is None else partial(files.open_file, name, MAX_FILE_BYTES)
+        self._lent.ask(peer, request.number, request.reader, open_file)
+        self._answer_lent(self._lent)
+
+    def _answer_lent(self, lent: LentFiles) -> None:
+        for peer, number, file in lent.answers():
+            self._send(peer, number, b"", *([] if file is None else [msgspec.msgpack.encode(file)]))
+
+    def _send(self, peer: bytes, number: int, *frames: bytes) -> None:
         # Sent without a copy, because a copy of many bytes would hold Python's global lock.
-        answer = (peer, msgspec.msgpack.encode(request.number), file)
+        answer = (peer, msgspec.msgpack.encode(number), *frames)
         self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
 
     @property
@@ -196,6 +242,11 @@ class BlockServer:
             self._was_asked.clear()
             if not self._was_asked.wait(min(QUIET_S, left_s)):
                 return
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Release the port. If the disk hangs, thread and port remain until the process ends."""

@@ -3,11 +3,13 @@
 If the workers of a group are on several nodes, the engine can neither look up nor fetch files on
 the other nodes. There, a worker does both for all workers of its data-parallel rank on its node, in
 the same way as the engine. A worker can also send the node's files to other groups.
+
+With ``kv.transport: hixl``, workers do this on the engine's node, too, because HIXL needs a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -15,6 +17,8 @@ from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.block_server import BlockServer, NodeServer, tiers_of
+from dist_aclgraph.actors.wire.lent_files import LentFiles
+from dist_aclgraph.actors.worker.hixl_memory import HixlMemory
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
@@ -27,7 +31,10 @@ from dist_aclgraph.kv.look_ups import (
     look_ups_of,
 )
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
+from dist_aclgraph.planning.budget import PART_BYTES
 from dist_aclgraph.steps.copies import CopyJob
+
+CLOSE_S = 5.0  # limit for the end of HIXL if the server cannot begin
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class NodeFilesSettings:
         finds: whether the worker looks up files for its data-parallel rank.
         fetches: whether a worker that looks up files also fetches files from other groups.
         serves: whether the worker sends files to other groups.
+        uses_hixl: whether files are fetched and sent over HIXL.
     """
 
     node_id: str
@@ -54,33 +62,64 @@ class NodeFilesSettings:
     finds: bool
     fetches: bool
     serves: bool
+    uses_hixl: bool = False
+
+
+def open_hixl_memory(config: Config, settings: NodeFilesSettings) -> HixlMemory:
+    """Return memory of this worker for transfers over HIXL. See ``HixlMemory`` for the errors."""
+    from dist_aclgraph.device.hixl import HixlEngine, HostMemory
+
+    memory, ports = HostMemory(2 * PART_BYTES), config.cluster.port_range
+    return HixlMemory(memory, HixlEngine, settings.host, ports, config.timeouts.join_s / 2)
 
 
 class NodeFiles:
     """Looks up, fetches and serves files of one node. Only the thread of the step loop may call
     ``advance`` and ``forget``.
 
+    Args:
+        open_memory: opens the memory for transfers over HIXL.
+
     Raises:
-        ConfigError: a folder cannot be made, or is too small.
+        ConfigError: a folder cannot be made, or is too small; or CANN has no HIXL.
         PlacementError: no port is free.
+        DeviceError: HIXL cannot be used.
+        WorkerError: HIXL does not answer.
     """
 
-    def __init__(self, config: Config, settings: NodeFilesSettings) -> None:
+    def __init__(
+        self,
+        config: Config,
+        settings: NodeFilesSettings,
+        open_memory: Callable[[Config, NodeFilesSettings], HixlMemory] = open_hixl_memory,
+    ) -> None:
         place, self._identity = settings.places[0], cache_identity(config)
         tiers, states = KVTiers.open(config, place), KVTiers.open_states(config, place)
         self._directory: RunDirectory | None = None
         self._server: BlockServer | None = None
+        self._memory = open_memory(config, settings) if settings.uses_hixl else None
         if settings.serves:
             self._directory = RunDirectory()
             ports = config.cluster.port_range
             at = Place(settings.node_id, self._directory.path, settings.host, ports)
-            self._server = BlockServer(at, settings.token, tiers_of(config, place))
+            lent = None if self._memory is None else LentFiles(self._memory.lender)
+            try:
+                self._server = BlockServer(at, settings.token, tiers_of(config, place), lent)
+            except BaseException:
+                if self._memory is not None:
+                    self._memory.close(CLOSE_S)
+                raise
         # Made after the server, because these threads would remain if no port were free.
         self._look_ups = look_ups_of(tiers, states) if settings.finds else None
         self._fetches: BlockFetches | None = None
         if settings.finds and settings.fetches:
             self._fetches = BlockFetches(
-                config, settings.node_id, settings.token, settings.places, turn=settings.turn
+                config,
+                settings.node_id,
+                settings.token,
+                settings.places,
+                turn=settings.turn,
+                reader=self._memory,
             )
         self._answers: dict[int, Answer[int]] = {}
 
@@ -159,5 +198,8 @@ class NodeFiles:
             self._fetches.close(timeout_s)
         if self._server is not None:
             self._server.close(timeout_s)
+        if self._memory is not None:
+            is_lent = self._server is not None and not self._server.is_closed
+            self._memory.close(timeout_s, is_lent=is_lent)
         if self._directory is not None:
             self._directory.remove()

@@ -28,7 +28,7 @@ from dist_aclgraph.errors import DeviceError, DeviceFault, NotBoundError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 from dist_aclgraph.models.fusions import Fusions
-from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
+from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes, reserved_streams
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -71,7 +71,8 @@ def join_rank(
             nodes.
 
     Raises:
-        ConfigError: the chip is unknown, or does not support the configuration.
+        ConfigError: the chip is unknown, or does not support the configuration; or CANN has no
+            HIXL.
     """
     from dist_aclgraph.comm.marks import NO_MARKS, DeviceMarks
     from dist_aclgraph.device.npu import open_npu
@@ -85,6 +86,10 @@ def join_rank(
     check_partition(config.graph.mode, is_soft=is_soft_partition())
     chip = Chip(npu.name, npu.cann)
     _check_chip(config, spec, chip, npu.kind, rank)
+    if config.fetches_by_hixl:
+        from dist_aclgraph.device.hixl import import_hixl
+
+        import_hixl()  # an error before the weights are loaded
     exchange = ExchangeRule.from_config(config, spec, chip)
     streams = StreamLedger(npu)
     has_mc2 = exchange.mc2_buffer_mb is not None
@@ -455,7 +460,7 @@ class RunningRank:
             rank=joined.rank,
             available=joined.npu.available_streams(),
             counts_graphs=self.runner.free_streams is not None,
-            reserve=joined.config.graph.reserve_streams,
+            reserve=reserved_streams(joined.config),
             free_bytes=max(0, free_bytes),
             device=joined.npu.name,
             cann=joined.npu.cann,

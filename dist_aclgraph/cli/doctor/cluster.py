@@ -28,8 +28,8 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: a configuration whose ports (``cluster.ports``) are tried. If None, any free port is
-            tried.
+        config: a configuration whose ports (``cluster.ports``) are tried, and whose transport of
+            KV copies is checked. If None, any free port is tried.
         ray_address: see ``join_ray``.
 
     Raises:
@@ -41,7 +41,8 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
 
 def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
     """Ask all nodes, and return the findings. ``examine_cluster`` explains ``config``."""
-    facts = probes.call("answer", lambda node: [node_facts])
+    uses_hixl = config is not None and config.fetches_by_hixl
+    facts = probes.call("answer", lambda node: [partial(node_facts, uses_hixl=uses_hixl)])
     ports = ports_to_try(config)
     opened = probes.call("listen", lambda node: (node.address, ports))
     targets = {

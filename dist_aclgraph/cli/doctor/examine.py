@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -38,14 +39,20 @@ def examine(config: Config | None = None) -> list[Finding]:
     """Return all findings. Imports neither torch nor Ray, and starts no process.
 
     Args:
-        config: a configuration whose folders for copies of KV are checked.
+        config: a configuration whose folders for copies of KV are checked, and whose transport of
+            these copies.
     """
     folders = [] if config is None else kv_findings(config)
-    return [*machine_findings(), *folders, _port(8000), *_graphs()]
+    uses_hixl = config is not None and config.fetches_by_hixl
+    return [*machine_findings(uses_hixl=uses_hixl), *folders, _port(8000), *_graphs()]
 
 
-def machine_findings() -> list[Finding]:
-    """Return the findings about this machine, as a single node or as a node of a cluster."""
+def machine_findings(*, uses_hixl: bool = False) -> list[Finding]:
+    """Return the findings about this machine, as a single node or as a node of a cluster.
+
+    Args:
+        uses_hixl: whether copies of KV blocks are fetched over HIXL.
+    """
     npus = npus_here()
     is_built = not npus and emulator.is_built()
     device = device_finding(npus, is_emulator_built=is_built)
@@ -57,7 +64,8 @@ def machine_findings() -> list[Finding]:
     ascend = (
         [*npu_host_findings(npus), _cann(), cann_libraries_finding(), _driver()] if npus else []
     )
-    machine = [device, *ascend, compiler, _shared_memory(), _network()]
+    hixl = [hixl_finding(npus)] if uses_hixl else []
+    machine = [device, *ascend, compiler, _shared_memory(), _network(), *hixl]
     return [*packages, *machine]
 
 
@@ -98,6 +106,18 @@ def cann_libraries_finding() -> Finding:
     """Return the finding that says whether processes started from this shell can load CANN."""
     problem = load_problem()
     return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
+
+
+def hixl_finding(npus: list[str]) -> Finding:
+    """Return the finding that says whether this Python has CANN's package ``hixl``."""
+    name = "kv.transport=hixl"
+    if not npus:
+        return Finding(name, True, "the emulated NPU has the package hixl")
+    found = importlib.util.find_spec("hixl")
+    if found is not None:
+        return Finding(name, True, f"CANN's package hixl is {found.origin}")
+    remedy = "install a CANN that has it and source its set_env.sh, or set kv.transport to sockets"
+    return Finding(name, False, f"{sys.executable} does not find CANN's package hixl", remedy)
 
 
 def _driver() -> Finding:

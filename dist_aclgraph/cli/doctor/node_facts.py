@@ -38,7 +38,8 @@ class NodeFacts:
     findings: tuple[Finding, ...] = ()
 
 
-def node_facts() -> NodeFacts:
+def node_facts(*, uses_hixl: bool = False) -> NodeFacts:
+    """Return the facts about this node; see ``machine_findings``."""
     npus = tuple(npus_here())
     ascend = {
         "CANN": read_cann_version(ascend_toolkit()) or "none",
@@ -59,7 +60,7 @@ def node_facts() -> NodeFacts:
             "cores": str(len(os.sched_getaffinity(0))),
             "memory": f"{round(memory_bytes / (1 << 30))} GiB",
         },
-        findings=tuple(machine_findings()),
+        findings=tuple(machine_findings(uses_hixl=uses_hixl)),
     )
 
 

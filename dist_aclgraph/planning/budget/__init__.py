@@ -17,6 +17,12 @@ from dist_aclgraph.planning.budget.formula import (
     max_buckets,
 )
 from dist_aclgraph.planning.budget.legacy import LegacyBudget
+from dist_aclgraph.planning.budget.links import (
+    MAX_LINKS,
+    PART_BYTES,
+    reserved_streams,
+    streams_of_links,
+)
 from dist_aclgraph.planning.budget.model import BudgetModel, BudgetTerm, Limit, Price, total
 from dist_aclgraph.planning.budget.offer import (
     Probe,
@@ -27,6 +33,8 @@ from dist_aclgraph.planning.budget.offer import (
 from dist_aclgraph.planning.budget.workload import Workload
 
 __all__ = [
+    "MAX_LINKS",
+    "PART_BYTES",
     "BudgetModel",
     "BudgetTerm",
     "CalibratedBudget",
@@ -44,7 +52,9 @@ __all__ = [
     "make_budget_model",
     "max_buckets",
     "max_piecewise_sizes",
+    "reserved_streams",
     "share_cards",
+    "streams_of_links",
     "streams_per_domain",
     "streams_per_graph",
     "total",

@@ -117,6 +117,24 @@ def test_copies_of_a_block_take_the_bytes_of_all_ranks_with_different_heads(
     assert set(copies(2)) == {"disk"}
 
 
+def test_the_report_says_what_hixl_needs(checkpoint: Path) -> None:
+    def report(**kv: Any) -> tuple[dict[str, Any], str]:
+        parallel = {"tp": 2, "dp": 2, "prefill_groups": 1}
+        found = plan_report(make(checkpoint, parallel=parallel, kv={"host_gib": 1.0, **kv}))
+        out = io.StringIO()
+        render_plan(found, Console(file=out, width=300))
+        return found, out.getvalue()
+
+    sockets, text = report()
+    assert sockets["kv"]["hixl"] is None and "HIXL" not in text
+    hixl, text = report(transport="hixl", closed_network=True)
+    assert hixl["kv"]["hixl"] == {"streams": 40, "host_bytes": 512 << 20}
+    assert "40 streams of each rank are reserved for links" in text and "512 MiB" in text
+    before, after = (each["ranks"][0] for each in (sockets, hixl))
+    assert after["reserve"] == before["reserve"] + 40
+    assert after["usable"] == before["usable"] - 40
+
+
 @pytest.mark.parametrize(("tp", "node_npus", "files"), [(2, 1, 1), (4, 2, 1), (4, 3, 2)])
 def test_a_node_keeps_only_the_copies_of_its_own_ranks(
     checkpoint: Path, tp: int, node_npus: int, files: int

@@ -134,6 +134,20 @@ def test_a_node_that_the_source_does_not_use_has_a_route_to_each_data_parallel_r
             assert all(node in holders.blocks[index] for index, node in route.blocks.items())
 
 
+@given(layouts(HEADS, 1, has_state=False))
+def test_workers_serve_and_fetch_on_all_nodes_but_the_engines(layout: Layout) -> None:
+    files = layout.files
+    all_nodes = replace(files, only_workers=True)
+    assert [files.node_ids[rank] for rank in files.servers] == list(files.nodes[1:])
+    assert [files.node_ids[rank] for rank in all_nodes.servers] == list(files.nodes)
+    for dp_rank in range(files.num_dp):
+        there = {files.node_ids[rank] for rank in files.ranks_of(dp_rank)}
+        found = [files.node_ids[rank] for rank in all_nodes.finders(dp_rank)]
+        assert sorted(found) == sorted(there)
+        rest = [node_id for node_id in found if node_id != files.nodes[0]]
+        assert [files.node_ids[rank] for rank in files.finders(dp_rank)] == rest
+
+
 @given(pairs())
 def test_all_nodes_of_a_data_parallel_rank_together_read_all_its_files(
     pair: tuple[Layout, Layout],

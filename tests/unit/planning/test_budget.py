@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from dist_aclgraph.planning.budget import (
     make_budget_model,
     max_buckets,
     max_piecewise_sizes,
+    reserved_streams,
     share_cards,
     streams_per_domain,
     streams_per_graph,
@@ -121,6 +123,18 @@ def test_trimming_keeps_order_both_ends_and_the_limit(sizes: set[int], limit: in
     assert kept[-1] == ascending[-1]
     assert len(kept) == min(len(ascending), max(limit, 1))
     assert limit <= 1 or kept[0] == ascending[0]
+
+
+@pytest.mark.parametrize(("expansion", "streams"), [("AIV", 24), ("AICPU", 24), ("FFTS", 40)])
+def test_streams_of_links_over_hixl_are_kept_from_graphs(expansion: str, streams: int) -> None:
+    kv = {"transport": "hixl", "closed_network": True, "host_gib": 1.0}
+    graph, device = {"reserve_streams": 5}, {"hccl_expansion": expansion}
+    raw: dict[str, Any] = {"model": "m", "kv": kv, "graph": graph, "device": device}
+    assert reserved_streams(make_config(raw)) == 5, "without prefill groups, nothing is fetched"
+    raw["parallel"] = {"dp": 2, "prefill_groups": 1}
+    assert reserved_streams(make_config(raw)) == 5 + streams
+    raw["kv"] = {"host_gib": 1.0}
+    assert reserved_streams(make_config(raw)) == 5
 
 
 @each_record

@@ -34,14 +34,14 @@ class World:
     Workers 0 and 1 are on the nodes a and b; workers 2 and 3 on the nodes b and c.
     """
 
-    def __init__(self, node_ids: str = "abbc") -> None:
+    def __init__(self, node_ids: str = "abbc", *, only_workers: bool = False) -> None:
         self.here: set[bytes] = set()
         self.copies = GroupCopies(
             [BlockPool(64, 4) for _ in range(2)],
             LookUps(Files(self.here.__contains__)),
             2,
             WaitingRequests(),
-            GroupFiles(HALVES, tuple(node_ids)),
+            GroupFiles(HALVES, tuple(node_ids), only_workers),
         )
 
     def find(
@@ -66,6 +66,24 @@ def test_a_group_on_one_node_asks_no_worker() -> None:
     world.here.update(NAMES)
     assert world.find(0, source=SOURCE)() == world.find(1)() == len(NAMES)
     assert not any(world.copies.take_jobs(is_idle=True)) and not world.copies.is_running
+
+
+def test_workers_fetch_to_the_engines_node_if_the_transport_needs_a_device() -> None:
+    """Before the fetch, the engine would find too few files there."""
+    world = World("aaab", only_workers=True)
+    world.here.update(NAMES[:2])
+    assert world.find(0)() == 2, "without a source, no worker is asked"
+    answer = world.find(0, source=SOURCE)
+    assert world.job(0).source == MESSAGE and answer() is None
+    world.copies.end(0, 0, 4)
+    assert answer() == 4
+
+    answer = world.find(1, NAMES, 1, SOURCE)
+    job = world.job(1)
+    world.copies.end(job.number, 2, 3)
+    assert answer() is None, "the rank is on two nodes"
+    world.copies.end(job.number, 3, 2)
+    assert answer() == 3
 
 
 def test_without_a_source_only_the_engines_node_is_asked_if_it_has_a_worker() -> None:

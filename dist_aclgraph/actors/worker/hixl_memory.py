@@ -1,0 +1,258 @@
+"""HixlMemory: memory for files of KV blocks that move between nodes over HIXL.
+
+A worker's files are lent in one part of the memory, and other nodes read this part. The worker
+reads files of other nodes into the other part. One thread makes all calls of HIXL. After a failed
+transfer, the transfer's slot is given to no other file until the link has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Protocol
+
+from dist_aclgraph.actors.wire.addresses import bind_to_one, url_host
+from dist_aclgraph.actors.wire.lent_files import IDLE_S, Lender, LentFile, ReadError
+from dist_aclgraph.errors import DeviceError, DistAclGraphError, PlacementError, WorkerError
+from dist_aclgraph.kv.arena import Arena, Slot
+from dist_aclgraph.logs import event
+from dist_aclgraph.planning.budget import MAX_LINKS, PART_BYTES
+
+if TYPE_CHECKING:
+    from dist_aclgraph.device.hixl import HostMemory
+
+CONNECT_S = TRANSFER_S = DISCONNECT_S = 3.0  # limits of the calls
+
+logger = logging.getLogger(__name__)
+
+
+class Transfers(Protocol):
+    """The calls of ``HixlEngine``."""
+
+    def listen(self, name: str, memory: HostMemory) -> None: ...
+    def connect(self, name: str, timeout_s: float) -> None: ...
+    def read(
+        self, name: str, address: int, remote: int, num_bytes: int, timeout_s: float
+    ) -> None: ...
+    def disconnect(self, name: str, timeout_s: float) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Read:
+    lent: LentFile
+    slot: Slot
+    done: threading.Event = field(default_factory=threading.Event)
+    failure: str | None = "the worker leaves its group"
+
+
+class HixlMemory:
+    """Owns the memory, the engine and its thread. Any thread may call ``read``.
+
+    Args:
+        memory: memory of at least two times ``part_bytes``.
+        open_engine: makes the engine; the thread calls this.
+        host: the node's own address, where the engine listens.
+        ports: the ports to choose from; None for any free port.
+        timeout_s: limit for the beginning.
+
+    Attributes:
+        engine: name of the engine, as ``host:port``.
+        num_lost: number of slots that are never used again, because their links did not end.
+
+    Raises:
+        PlacementError: no port is free, or the address is a wildcard.
+        ConfigError: this CANN does not have HIXL.
+        DeviceError: HIXL cannot listen, or cannot register the memory.
+        WorkerError: HIXL did not answer in time.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        open_engine: Callable[[], Transfers],
+        host: str,
+        ports: range | None,
+        timeout_s: float,
+        *,
+        part_bytes: int = PART_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = ""
+        self.num_lost = 0
+        self._memory = memory
+        self._clock = clock
+        self._lent, self._read = Arena(0, part_bytes), Arena(part_bytes, 2 * part_bytes)
+        self._guard = threading.Lock()  # guards the arena for reads
+        # For each engine with a link, when the link was last used; the least recently used first.
+        self._links: dict[str, float] = {}
+        self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._is_closing = self._is_lent = False
+        self._problem: DistAclGraphError | None = None
+        self._began = threading.Event()
+        self._thread = threading.Thread(
+            target=self._serve, args=(open_engine, host, ports), name="kv-hixl", daemon=True
+        )
+        self._thread.start()
+        if not self._began.wait(timeout_s):
+            raise WorkerError(f"HIXL has not begun to listen at {host} within {timeout_s:g} s")
+        if self._problem is not None:
+            raise self._problem
+
+    @property
+    def lender(self) -> Lender:
+        """The part of the memory that other nodes read."""
+        return Lender(self.engine, self._memory.address, self._memory.view, self._lent)
+
+    @contextmanager
+    def read(self, lent: LentFile) -> Iterator[memoryview]:
+        """See ``MemoryReader``."""
+        with self._guard:
+            slot = None if self._is_closing else self._read.take(lent.num_bytes)
+            if slot is None:
+                raise ReadError(f"there is no room for {lent.num_bytes} bytes from {lent.engine}")
+            call = _Read(lent, slot)
+            self._reads.put(call)
+        call.done.wait()
+        if call.failure is not None:
+            raise ReadError(call.failure)  # the thread decides about the slot
+        try:
+            yield self._memory.view[slot.start : slot.end]
+        finally:
+            self._give_back(slot)
+
+    def _give_back(self, slot: Slot) -> None:
+        with self._guard:
+            self._read.give_back(slot)
+
+    def close(self, timeout_s: float, *, is_lent: bool = False) -> None:
+        """End all links, and stop listening. Reads that wait fail. If anything might still access
+        the memory, the memory remains until the process ends.
+
+        Args:
+            is_lent: whether a thread may still use the part of the memory that is lent.
+        """
+        with self._guard:
+            self._is_closing, self._is_lent = True, is_lent
+        self._reads.put(None)
+        self._thread.join(timeout_s)
+
+    # ---- the thread
+
+    def _serve(self, open_engine: Callable[[], Transfers], host: str, ports: range | None) -> None:
+        engine, call = None, None
+        try:
+            engine = open_engine()
+            self._listen(engine, host, ports)
+        except DistAclGraphError as e:
+            self._problem = e
+        except Exception as e:
+            self._problem = DeviceError(f"HIXL cannot listen at {host}: {e}")
+        self._began.set()
+        if self._problem is None:
+            assert engine is not None
+            while (call := self._next_read(engine)) is not None and not self._is_closing:
+                call.failure = self._run(engine, call)
+                call.done.set()
+        self._drop_reads(call)
+        if engine is not None:
+            for name in list(self._links):
+                self._end_link(engine, name)
+            engine.close()
+        with self._guard:
+            if not (self._is_lent or self._read.is_used):
+                self._memory.free()
+
+    def _listen(self, engine: Transfers, host: str, ports: range | None) -> None:
+        if ip_address(host).is_unspecified:
+            raise PlacementError(
+                f"HIXL would listen at all addresses of this machine ({host}); start Ray with the "
+                "address of the node (--node-ip-address)"
+            )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        found = 0
+
+        def try_port(port: int) -> None:
+            nonlocal found
+            with socket.socket(family) as probe:
+                probe.bind((host, port))
+                found = probe.getsockname()[1]
+
+        bind_to_one(ports, host, try_port)
+        self.engine = f"{url_host(host)}:{found}"
+        engine.listen(self.engine, self._memory)
+        event(logger, "kv_hixl_listens", engine=self.engine)
+
+    def _next_read(self, engine: Transfers) -> _Read | None:
+        """Return the next read; None if the thread ends. Unused links end after a while."""
+        while True:
+            late_s = self._clock() - IDLE_S
+            for name in [name for name, used_s in self._links.items() if used_s <= late_s]:
+                self._end_link(engine, name)
+            with contextlib.suppress(queue.Empty):
+                return self._reads.get(timeout=IDLE_S if self._links else None)
+
+    def _drop_reads(self, call: _Read | None) -> None:
+        """Let a read and all waiting reads fail; no further read is possible."""
+        with self._guard:
+            self._is_closing = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if call is not None:
+                    self._give_back(call.slot)
+                    call.done.set()
+                call = self._reads.get_nowait()
+
+    def _run(self, engine: Transfers, call: _Read) -> str | None:
+        """Read a file; return why this failed. After a failure, the slot is given back as soon as
+        nothing writes to it.
+        """
+        name, slot = call.lent.engine, call.slot
+        try:
+            self._link(engine, name)
+        except Exception as e:  # no transfer has begun
+            self._give_back(slot)
+            return str(e)
+        try:
+            address, num_bytes = self._memory.address + slot.start, slot.end - slot.start
+            engine.read(name, address, call.lent.address, num_bytes, TRANSFER_S)
+        except Exception as e:
+            if self._end_link(engine, name):
+                self._give_back(slot)
+            else:
+                self.num_lost += 1
+                event(logger, "kv_slot_lost", logging.WARNING, engine=name, lost=self.num_lost)
+            return str(e)
+        return None
+
+    def _link(self, engine: Transfers, name: str) -> None:
+        if name not in self._links:
+            if len(self._links) >= MAX_LINKS:
+                self._end_link(engine, next(iter(self._links)))
+            try:
+                engine.connect(name, CONNECT_S)
+            except DeviceError:
+                # If a part of the link exists, the next attempt would fail.
+                with contextlib.suppress(DeviceError):
+                    engine.disconnect(name, DISCONNECT_S)
+                raise
+        self._links.pop(name, None)
+        self._links[name] = self._clock()
+
+    def _end_link(self, engine: Transfers, name: str) -> bool:
+        """End a link; return whether nothing can access memory through it any longer."""
+        self._links.pop(name, None)
+        try:
+            engine.disconnect(name, DISCONNECT_S)
+        except Exception as e:
+            logger.warning("a link to %s did not end: %s", name, e)
+            return False
+        return True

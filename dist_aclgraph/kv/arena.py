@@ -1,0 +1,43 @@
+"""Arena: divides one memory into slots of any size. A slot is given to one owner at a time."""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import NamedTuple
+
+ALIGNMENT = 4096  # bytes; each slot begins at a multiple of it
+
+
+class Slot(NamedTuple):
+    """The bytes from ``start`` up to ``end``, relative to the beginning of the memory."""
+
+    start: int
+    end: int
+
+
+class Arena:
+    """Owns the bytes from ``start`` up to ``end`` of a memory. One thread at a time may call it."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._start, self._end = start, end
+        self._taken: list[Slot] = []  # sorted
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any slot has an owner."""
+        return bool(self._taken)
+
+    def take(self, num_bytes: int) -> Slot | None:
+        """Return a slot that no other owner has; None if no gap is large enough."""
+        start = self._start
+        for slot in (*self._taken, Slot(self._end, self._end)):
+            if start + num_bytes <= slot.start:
+                taken = Slot(start, start + num_bytes)
+                insort(self._taken, taken)
+                return taken
+            start = -(-slot.end // ALIGNMENT) * ALIGNMENT
+        return None
+
+    def give_back(self, slot: Slot) -> None:
+        """Let other owners have the slot, because nothing accesses it any longer."""
+        self._taken.remove(slot)
