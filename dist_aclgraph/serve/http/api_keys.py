@@ -9,10 +9,7 @@ import hashlib
 import hmac
 import logging
 import math
-import os
 import re
-import shlex
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.key_files import read_key_file, unreadable
 
+FILE_KEY = "serve.api_keys_file"
 MIN_KEY_CHARS = 16
 MAX_FILE_BYTES = 1 << 20
 LOOK_S = 1.0  # seconds between two checks of the file
 OPTIONS = "name=NAME, requests_per_minute=N, running=N"
-# Mode bits that let other users read or change the keys. The file's group may read the keys.
-_OPEN_MODES = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _LIMIT = re.compile(r"[1-9][0-9]{0,8}")
 
@@ -122,7 +119,7 @@ class ApiKeys:
         try:
             state = path.stat()
         except OSError as e:
-            raise _unreadable(path, e) from e
+            raise unreadable(FILE_KEY, path, e) from e
         seen = state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
         if seen == self._seen:
             return False
@@ -138,7 +135,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         ConfigError: the file cannot be read; other users can read or change the file; a line is
             wrong; or the file contains no key.
     """
-    lines = _read_text(path).splitlines()
+    lines = read_key_file(FILE_KEY, path, MAX_FILE_BYTES).splitlines()
     numbered = [(number, line.split()) for number, line in enumerate(lines, 1)]
     keys = [
         _parse(words, f"line {number} of serve.api_keys_file {path}")
@@ -161,34 +158,6 @@ def check_length(key: str, where: str) -> None:
             f"{where} has a key of {len(key)} characters; keys have at least {MIN_KEY_CHARS}, "
             "as of: openssl rand -hex 16"
         )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        # Without O_NONBLOCK, ``os.open`` of a named pipe would wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):
-                raise ConfigError(f"serve.api_keys_file {path} is not a regular file")
-            if state.st_mode & _OPEN_MODES:
-                raise ConfigError(
-                    f"serve.api_keys_file {path} has mode {stat.S_IMODE(state.st_mode):04o}, so "
-                    "other users can read or change the keys; run: chmod 600 "
-                    f"{shlex.quote(str(path))}"
-                )
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as e:
-        raise _unreadable(path, e) from e
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"serve.api_keys_file {path} exceeds {MAX_FILE_BYTES} bytes")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"serve.api_keys_file {path} is not text: {e}") from e
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot read serve.api_keys_file {path}: {error.strerror}")
 
 
 def _parse(words: list[str], where: str) -> ApiKey:
