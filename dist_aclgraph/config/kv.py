@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dist_aclgraph.config.kv_events import KVEventsConfig
 from dist_aclgraph.config.section import Section
@@ -81,6 +82,18 @@ class KVConfig(Section):
         "kv.transport=hixl needs this, because everyone who reaches its ports can read and change "
         "KV of requests",
     )
+    peers_key_file: str | None = Field(
+        None,
+        description="file with a secret key, at the same path on every node, with mode 0600. "
+        "Services with the same key fetch copies of KV blocks from each other, if a router sends "
+        "them kv_transfer_params",
+    )
+    peers_host: str | None = Field(
+        None,
+        description="address of this machine at which other services fetch copies of KV blocks, "
+        "for a service whose groups have one node each. null uses the address with which the node "
+        "joined Ray, which is loopback for a Ray that the service has started",
+    )
     events: KVEventsConfig = KVEventsConfig()
 
     @model_validator(mode="after")
@@ -95,6 +108,50 @@ class KVConfig(Section):
             raise ValueError(
                 f"kv.closed_network is true, but has no effect with kv.transport "
                 f"{self.transport}: set kv.transport to hixl, or remove kv.closed_network"
+            )
+        return self
+
+    @field_validator("peers_host")
+    @classmethod
+    def _check_peers_host(cls, host: str | None) -> str | None:
+        if host is None:
+            return None
+        try:
+            address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            address = None
+        if address is None or address.is_unspecified:
+            raise ValueError(
+                f"peers_host is {host!r}; other services connect to it, so it must be one address "
+                "of this machine, such as 10.0.0.5"
+            )
+        return str(address)
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> KVConfig:
+        path = self.peers_key_file
+        if path is None:
+            if self.peers_host is not None:
+                raise ValueError(
+                    f"kv.peers_host is {self.peers_host}, but has no effect without "
+                    "kv.peers_key_file: set both, or remove kv.peers_host"
+                )
+            return self
+        if not path.startswith("/"):
+            raise ValueError(
+                f"kv.peers_key_file is {path!r}; it must be an absolute path, because processes on "
+                "all nodes read it"
+            )
+        if not self.keeps_copies:
+            raise ValueError(
+                "kv.peers_key_file lets other services fetch copies of KV blocks, but no copies "
+                "are kept: set kv.host_gib or kv.disk, or remove kv.peers_key_file"
+            )
+        if self.transport != "sockets":
+            raise ValueError(
+                f"kv.transport is {self.transport}, but with kv.peers_key_file, services fetch "
+                "over encrypted connections: set kv.transport to sockets, or remove "
+                "kv.peers_key_file"
             )
         return self
 

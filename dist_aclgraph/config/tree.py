@@ -201,6 +201,11 @@ class Config(Section):
         """Whether workers fetch copies of KV blocks from other nodes over HIXL."""
         return self.kv.transport == "hixl" and self.parallel.prefill_groups > 0
 
+    @property
+    def sends_files(self) -> bool:
+        """Whether groups send copies of KV blocks to other groups, or to other services."""
+        return self.parallel.prefill_groups > 0 or self.kv.peers_key_file is not None
+
     @model_validator(mode="after")
     def _check_prefix_cache(self) -> Config:
         why = "recovery.exact=true" if self.recovery.exact else "scheduler.prefix_cache=false"

@@ -38,6 +38,9 @@ class RequestDelta(msgspec.Struct, frozen=True):
     embedding: bytes = b""  # float32 [hidden], in the only delta of a request for a hidden state
     # In the first delta: time from the end of the wait in the engine's queue to the first token.
     prefill_s: float = 0.0
+    # In the last delta of a request whose prompt another service continues: name of the group that
+    # has computed the prompt. The engine's client sets it.
+    group: str = ""
 
     @property
     def tokens(self) -> list[int]:

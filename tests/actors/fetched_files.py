@@ -58,6 +58,8 @@ class World:
         place: CachePlace = PLACE,
         lent: LentFiles | None = None,
         reader: MemoryReader | None = None,
+        peer_token: str | None = None,
+        peer_key: bytes | None = None,
         **server: Any,
     ) -> None:
         self.place = place
@@ -74,7 +76,7 @@ class World:
         self.here = tiers_of(here, place)
         self.now_s = 100.0
         at = Place(NODE, str(folder), **server)
-        self.server = BlockServer(at, TOKEN, self.there, lent)
+        self.server = BlockServer(at, TOKEN, self.there, lent, peer_token, peer_key)
         files = one_node(place)
         self.holders = files.holders
         self.fetches = BlockFetches(
@@ -103,9 +105,12 @@ class World:
                 assert all(tiers.write(name, memoryview(contents(name, place))) for name in wanted)
 
     def fetch(
-        self, names: list[bytes] = NAMES, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        names: list[bytes] = NAMES,
+        is_wanted: Callable[[], bool] = lambda: True,
+        source: str | BlockSource = GROUP,
     ) -> None:
-        fetch = self.fetches.ways_from(GROUP, is_wanted)[0]
+        fetch = self.fetches.ways_from(source, is_wanted)[0]
         assert fetch is not None
         ended, end_s = fetch(names, 0), time.monotonic() + WAIT_S
         while not ended():

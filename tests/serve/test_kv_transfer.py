@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint, PeerKeys
+from dist_aclgraph.actors.wire.block_server import BlockSource
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
+from dist_aclgraph.actors.wire.peers import TICKET_S, PeersKey
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.kv.group_files import Holders
+from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.scheduler.routing import block_hashes
-from tests.serve.conftest import Service, serving
+from tests.serve.conftest import Service, serving, until
 from tests.serve.test_errors import assert_error
 
 # The parameters that vLLM's proxies send to the service that computes the prompt.
@@ -21,6 +29,14 @@ DECODE_ELSEWHERE = {
     "remote_host": None,
     "remote_port": None,
 }
+SECRET = "0123456789abcdef" * 4
+KEYS = PeerKeys(b"p" * 40, b"c" * 40, b"s" * 40)
+SOURCE = BlockSource(
+    (Address("node", Endpoint("ipc://x"), Endpoint("tcp://10.0.0.5:20001", KEYS)),),
+    "identity",
+    CachePlace(num_heads=2, num_kv_heads=2, num_ranks=1),
+    (Holders(((0,),)),),
+)
 PROMPT = list(range(5, 305))
 MODEL = "tiny-qwen3"
 
@@ -30,6 +46,21 @@ def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Yield a service that keeps copies of KV; the fake engine writes no files."""
     folder = str(tmp_path_factory.mktemp("files"))
     with serving(kv={"host_gib": 0.01, "host_path": folder}) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Yield a service that shares a secret with others, and whose group sends files."""
+    folder = tmp_path_factory.mktemp("shared")
+    key = folder / "key"
+    key.touch(mode=0o600)
+    key.write_text(SECRET)
+    kv = {"host_gib": 0.01, "host_path": str(folder), "peers_key_file": str(key)}
+    with serving(kv=kv, serve={"strict": True}) as service:
+        entry = GroupEntry("0", service.engine.address, 100, 16, blocks=SOURCE)
+        service.engine.groups = GroupList(1, (entry,))
+        until(lambda: service.state.client.blocks_of("0") is not None)
         yield service
 
 
@@ -102,3 +133,79 @@ def test_a_service_without_copies_only_continues(service: Service) -> None:
     assert "kv.host_gib or kv.disk" in assert_error(reply)["message"]
     params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "tp_size": 8}
     assert complete(service, params).status_code == 200
+
+
+def test_services_with_a_secret_send_a_ticket(sharing: Service) -> None:
+    params = complete(sharing, DECODE_ELSEWHERE).json()["kv_transfer_params"]
+    reply = complete(sharing, params, max_tokens=3)
+
+    assert (params["remote_host"], params["remote_port"]) == ("10.0.0.5", 20001)
+    assert reply.status_code == 200, "strict services know the field"
+    peer = sharing.engine.submitted[-1].peer
+    assert peer is not None and peer.token == PeersKey(SECRET).token
+    assert peer.addresses[0].tcp is not None and peer.addresses[0].tcp.url == "tcp://10.0.0.5:20001"
+    assert (peer.identity, peer.place, peer.holders) == (
+        SOURCE.identity,
+        SOURCE.place,
+        SOURCE.holders,
+    )
+
+
+def test_chats_take_tickets_too(sharing: Service) -> None:
+    params = complete(sharing, DECODE_ELSEWHERE).json()["kv_transfer_params"]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+    sharing.http.post("/v1/chat/completions", json={**body, "kv_transfer_params": params})
+
+    assert sharing.engine.submitted[-1].peer is not None
+
+
+def forged(now_s: float = 0.0, secret: str = SECRET) -> dict[str, Any]:
+    offer = PeersKey(secret).offer(SOURCE, now_s or time.time())
+    assert offer is not None
+    return {f"remote_{name}": value for name, value in offer._asdict().items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"remote_ticket": "AAAA"}, "not signed"),
+        ({"remote_ticket": 5}, "expected str"),
+        ({"remote_ticket": "A" * 70_000}, "more than 65536 characters"),
+        ({"remote_host": "10.6.6.6"}, "remote_host and remote_port"),
+        ({"remote_port": "x"}, "expected int"),
+        (forged(secret="f" * 64), "not signed"),
+        (forged(now_s=time.time() - TICKET_S - 60), "it expired"),
+    ],
+)
+def test_a_ticket_that_cannot_be_used_is_ignored_with_one_event(
+    sharing: Service, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], cause: str
+) -> None:
+    params = complete(sharing, DECODE_ELSEWHERE).json()["kv_transfer_params"]
+
+    reply = complete(sharing, {**params, **changes}, max_tokens=3)
+
+    assert reply.status_code == 200
+    assert sharing.engine.submitted[-1].peer is None
+    (record,) = [r for r in caplog.records if "kv_ticket_refused" in str(vars(r))]
+    assert cause in str(vars(record))
+
+
+def test_services_without_a_secret_ignore_tickets(keeping: Service) -> None:
+    params = {"do_remote_prefill": True, **forged()}
+    assert complete(keeping, params, max_tokens=3).status_code == 200
+    assert keeping.engine.submitted[-1].peer is None
+
+
+def test_a_group_that_sends_no_files_gets_no_ticket(sharing: Service) -> None:
+    lonely = GroupEntry("0", sharing.engine.address, 100, 16)
+    before, after = sharing.engine.groups, GroupList(2, (lonely,))
+    assert before is not None
+    try:
+        sharing.engine.groups = after
+        until(lambda: sharing.state.client.blocks_of("0") is None)
+        params = complete(sharing, DECODE_ELSEWHERE).json()["kv_transfer_params"]
+        assert params["remote_host"] is None and "remote_ticket" not in params
+    finally:
+        sharing.engine.groups = msgspec.structs.replace(before, version=3)
+        until(lambda: sharing.state.client.blocks_of("0") is not None)

@@ -132,6 +132,35 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
             "kv.closed_network is true, .* set kv.transport to hixl, or remove kv.closed_network",
         ),
         (
+            {"model": "m", "kv": {"peers_key_file": "key", "host_gib": 1}},
+            "kv.peers_key_file is 'key'; it must be an absolute path",
+        ),
+        (
+            {"model": "m", "kv": {"peers_key_file": "/key"}},
+            "no copies are kept: set kv.host_gib or kv.disk, or remove kv.peers_key_file",
+        ),
+        (
+            {
+                "model": "m",
+                "kv": {
+                    "peers_key_file": "/key",
+                    "host_gib": 1,
+                    "transport": "hixl",
+                    "closed_network": True,
+                },
+            },
+            "kv.transport is hixl, but .*: set kv.transport to sockets, or remove kv.peers_key",
+        ),
+        (
+            {"model": "m", "kv": {"peers_host": "10.0.0.5"}},
+            "kv.peers_host is 10.0.0.5, but has no effect without kv.peers_key_file",
+        ),
+        (
+            {"model": "m", "kv": {"peers_host": "0.0.0.0"}},
+            "peers_host is '0.0.0.0'; .* one address of this machine, such as 10.0.0.5",
+        ),
+        ({"model": "m", "kv": {"peers_host": "host"}}, "peers_host is 'host'; other services"),
+        (
             {"model": "m", "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},
             r"scheduler.max_num_batched_tokens \(8\) must be at least max_num_seqs \(9\)",
         ),

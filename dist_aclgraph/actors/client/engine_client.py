@@ -32,6 +32,7 @@ from dist_aclgraph.actors.client.request_table import STOPPING, RequestTable
 from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest, TransferRole
 from dist_aclgraph.actors.host.liveness import beat_s
 from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.context import make_context
 from dist_aclgraph.actors.wire.engine_link import (
     LOSS_KINDS,
@@ -134,6 +135,7 @@ class EngineClient:
         cache_salt: str = "",
         output: bytes = b"",
         role: TransferRole = "",
+        peer: BlockSource | None = None,
     ) -> None:
         """Send a request to the engine that the router chooses.
 
@@ -145,6 +147,7 @@ class EngineClient:
             cache_salt: only requests with the same salt share cached blocks.
             output: tokens that the request already has, int32; the engine continues after them.
             role: see ``TransferRole``.
+            peer: see ``OpenRequest``.
 
         Raises:
             EngineDeadError: no engine is alive, and no engine will be started.
@@ -164,6 +167,7 @@ class EngineClient:
             cache_salt,
             on_delta,
             role=role,
+            peer=peer,
         )
         request.append(output)
         with self._lock:
@@ -177,6 +181,12 @@ class EngineClient:
         """Return the names of the files with the KV of a prompt."""
         with self._lock:
             return self._table.router.block_names(pack_ints(prompt_ids), cache_salt)
+
+    def blocks_of(self, group: str) -> BlockSource | None:
+        """Return where others fetch the blocks of a group; None if this is not possible."""
+        with self._lock:
+            found = (each.blocks for each in self._table.engines.values() if each.name == group)
+            return next(found, None)
 
     def abort(self, request_id: str) -> None:
         """Abort a request whose deltas nobody reads; ignore unknown ids."""
@@ -420,7 +430,8 @@ class EngineClient:
                     continue
                 try:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
-                    self._table.engines[url].prefill_from = entry.prefill_from
+                    engine = self._table.engines[url]
+                    engine.prefill_from, engine.blocks = entry.prefill_from, entry.blocks
                 except PlacementError as e:  # other clients may be able to reach this engine
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 

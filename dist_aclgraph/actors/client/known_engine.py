@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dist_aclgraph.actors.client.token_log import OpenRequest
+from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.engine_link import EngineLink
 
 SeenGroupState = Literal["serving", "draining", "lost"]
@@ -23,6 +24,7 @@ class KnownEngine:
         is_proven: whether the engine has run a step since this link was opened.
         prefill_from: a prefill group computes a prompt for another group if the prompt has at least
             this number of uncached tokens; 0 for the other groups.
+        blocks: see ``GroupEntry``.
         is_listed: whether the deployment's last group list contains the engine.
         names: maps the number of each request on this engine to the request's id.
     """
@@ -36,6 +38,7 @@ class KnownEngine:
     is_proven: bool = False
     is_listed: bool = True
     prefill_from: int = 0
+    blocks: BlockSource | None = None
     requests: dict[str, OpenRequest] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     num_submitted: int = 0

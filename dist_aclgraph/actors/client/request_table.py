@@ -167,6 +167,8 @@ class RequestTable:
             if self._trials.is_turn and not request.is_suspect:
                 self._trials.leave(delta.request_id)
             self.router.begun(delta.request_id)
+            if request.role == "prefill" and delta.finish_reason == "length":
+                delta = replace_fields(delta, group=engine.name)
             told.append((request.on_delta, delta))
             if delta.finish_reason is not None:
                 self.forget(delta.request_id)

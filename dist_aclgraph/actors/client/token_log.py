@@ -14,6 +14,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.sampling import SamplingParams
@@ -47,6 +48,7 @@ class OpenRequest:
         role: the role that an external router has chosen; see ``TransferRole``. If the engine of a
             "prefill" request is lost after the last token, another engine generates one superfluous
             token.
+        peer: the group of another service that has computed the prompt; None if there is none.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
 
@@ -66,6 +68,7 @@ class OpenRequest:
     source: str = ""
     is_probe: bool = False
     role: TransferRole = ""
+    peer: BlockSource | None = None
     _num_prompt_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,4 +164,5 @@ class OpenRequest:
             self.cache_salt,
             self.hands_over or self.role == "prefill",
             self.source,
+            self.peer,
         )

@@ -17,6 +17,7 @@ from dist_aclgraph.actors.engine.engine import EngineSettings, EngineSockets
 from dist_aclgraph.actors.wire.block_server import NodeServer
 from dist_aclgraph.actors.worker.node_files import NodeFilesSettings
 from dist_aclgraph.actors.worker.worker_group import fetch
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.planning.chip import Chip
@@ -73,6 +74,7 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         files=files,
         servers=servers,
         token=token,
+        files_host=_files_host(planner.config, leader.node_ip),
         report=report,
     )
     serving: Any = group.engine.serve.remote(settings)
@@ -86,21 +88,33 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     group.opened_at, group.blocks_at = sockets.clients, sockets.blocks
 
 
+def _files_host(config: Config, node_ip: str) -> str | None:
+    """Return the address at which an engine's server of files listens; None if only processes of
+    the engine's node connect.
+
+    Args:
+        node_ip: the node's own address, as Ray knows it.
+    """
+    if config.kv.peers_key_file is not None:
+        return config.kv.peers_host or node_ip
+    return node_ip if placement.may_have_others(node_ip) else None
+
+
 def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[NodeServer, ...]:
     """Let workers be responsible for the files of KV blocks on nodes without the group's engine, or
     on all nodes (``GroupFiles.only_workers``).
 
     Returns:
         The servers from which other groups fetch the files of these nodes, in the order of
-        ``files.nodes``; empty without prefill groups.
+        ``files.nodes``; empty if nobody fetches files.
 
     Raises:
         WorkerError: a worker did not answer in time.
         DistAclGraphError: the error of a worker.
     """
     workers, config = group.workers, group.planner.config
-    has_roles = config.parallel.prefill_groups > 0
-    servers = files.servers if has_roles else []
+    sends_files = config.sends_files
+    servers = files.servers if sends_files else []
     finders = {rank for dp_rank in range(files.num_dp) for rank in files.finders(dp_rank)}
     group.file_ranks = [GroupRank(rank) for rank in sorted(finders.union(servers))]
     opening = {}
@@ -113,7 +127,7 @@ def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tup
             files.places_beside(rank),
             files.nodes.index(info.node_id),
             finds=rank in finders,
-            fetches=has_roles,
+            fetches=sends_files,
             serves=rank in servers,
             uses_hixl=files.only_workers,
         )

@@ -90,14 +90,15 @@ class LockstepGroup:
     @property
     def entry(self) -> GroupEntry:
         """The facts about the group that are sent to clients."""
+        config = self.planner.config
         return GroupEntry(
             str(self.number),
             self.address,
             self.num_blocks * self.planner.layout.within_group.dp,
             self.planner.cache_spec.tokens_per_block,
             self.state is GroupState.DRAINING,
-            self.planner.config.parallel.prefill_from_tokens if self.prefills else 0,
-            self.blocks_at if self.prefills else None,
+            config.parallel.prefill_from_tokens if self.prefills else 0,
+            self.blocks_at if self.prefills or config.kv.peers_key_file else None,
         )
 
     @property

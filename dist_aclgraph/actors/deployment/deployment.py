@@ -26,6 +26,7 @@ from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
 from dist_aclgraph.actors.host import run_directory
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Reach
+from dist_aclgraph.actors.wire.peers import PeersKey
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -211,6 +212,7 @@ def start(
     """
     tell = on_progress or (lambda progress: None)
     check_startable(config)
+    PeersKey.read(config)  # a file that cannot be used is reported before anything is started
     owns_connection = not ray.is_initialized()
     # In an existing cluster, this node needs no device, and workers check their own devices.
     is_local = owns_connection and ray_address() is None

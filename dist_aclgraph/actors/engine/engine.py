@@ -33,6 +33,7 @@ from dist_aclgraph.actors.wire.block_server import (
 )
 from dist_aclgraph.actors.wire.client_links import ClientLinks
 from dist_aclgraph.actors.wire.messages import GroupList
+from dist_aclgraph.actors.wire.peers import open_server
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.actors.worker.worker_group import ask_workers, stop_devices
 from dist_aclgraph.config import Config
@@ -77,6 +78,8 @@ class EngineSettings:
     # the servers of files that workers run, see ``GroupFiles.servers``
     servers: tuple[NodeServer, ...]
     token: str
+    # the address at which the engine's server of files listens; None if only its node connects
+    files_host: str | None
     report: dict[str, Any]
 
 
@@ -271,22 +274,24 @@ class Engine:
         return EngineSockets(clients.address, blocks)
 
     def _share_blocks(self, settings: EngineSettings, files: GroupFiles) -> BlockSource | None:
-        """With prefill groups, serve the files of blocks on this node to other nodes, and prepare
-        to fetch files from other nodes. Return where other groups fetch the group's files.
+        """If groups or services fetch files from each other, serve the files of blocks on this node
+        to other nodes, and prepare to fetch files from other nodes. Return where others fetch the
+        group's files.
 
         If only workers fetch files, the engine only tells them from where.
         """
         config, at, place = self._config, self._clients_at, files.places[0]
-        if not config.parallel.prefill_groups:
+        if not config.sends_files:
             return None
         assert at is not None
+        at = replace(at, host=settings.files_host)
         places = () if files.only_workers else files.places_beside(0)
         self._fetches = BlockFetches(
             config, at.node_id, settings.token, places, str(settings.group)
         )
         if files.only_workers:
             return source_of(settings.servers, files)
-        self._block_server = BlockServer(at, settings.token, tiers_of(config, place))
+        self._block_server = open_server(config, at, settings.token, tiers_of(config, place))
         here = NodeServer(self._block_server.address, cache_identity(config))
         return source_of([here, *settings.servers], files)
 

@@ -443,9 +443,9 @@ class EngineLoop:
                 cache_salt=submit.cache_salt,
                 hands_over=submit.hands_over and self._copies is not None,
             )
-            if submit.source and self._fetches is not None:
+            if (source := submit.peer or submit.source) and self._fetches is not None:
                 request.fetch, request.source = self._fetches.ways_from(
-                    submit.source, lambda: not request.is_over
+                    source, lambda: not request.is_over
                 )
             self._scheduler.add(request)
         except DistAclGraphError as e:

@@ -130,13 +130,17 @@ class Listener:
     """Binds the sockets of one channel; they share one server key pair and one client key pair.
 
     Owns the thread that checks the keys of connecting peers.
+
+    Args:
+        other_client: a public client key, in Z85, that is also accepted; None if there is none.
     """
 
-    def __init__(self, context: Context, place: Place) -> None:
+    def __init__(self, context: Context, place: Place, other_client: bytes | None = None) -> None:
         self._place = place
         self._server_public, self._server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         self._keys = PeerKeys(self._server_public, client_public, client_secret)
+        self._clients = {client_public, other_client}
         self._authenticator: ThreadAuthenticator | None = None
         if place.host is not None:
             # CURVE proves only that a client has some key pair; the authenticator checks the key.
@@ -146,7 +150,7 @@ class Listener:
 
     def callback(self, domain: str, client_key: bytes) -> bool:
         """Return whether a client may connect. The authenticator calls this."""
-        return client_key == self._keys.client_public
+        return client_key in self._clients
 
     def bind(
         self, owned: zmq.Socket[bytes], name: str, max_bytes: int = MAX_MESSAGE_BYTES

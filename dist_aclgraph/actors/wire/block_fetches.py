@@ -67,6 +67,7 @@ class _Fetch:
         names: the hashes of the blocks, in the order of the prompt.
         depth: number of blocks before the first of these blocks in the prompt.
         is_wanted: a function that returns whether the request still waits.
+        token: what the source expects in requests.
         deadline_s: the time at which the request stops waiting for a free thread, or for the end of
             the fetch.
     """
@@ -76,6 +77,7 @@ class _Fetch:
     names: Sequence[BlockHash]
     depth: int
     is_wanted: Callable[[], bool]
+    token: str
     deadline_s: float
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -154,21 +156,34 @@ class BlockFetches:
             )
 
     def ways_from(
-        self, group: str, is_wanted: Callable[[], bool]
+        self, group: str | BlockSource, is_wanted: Callable[[], bool]
     ) -> tuple[FetchBlocks | None, Source | None]:
         """Return the function with which this node fetches blocks from a group, and the source from
         which the other nodes of this group fetch blocks. Both are None if the group is no source;
         the function is also None if this node needs no file of the source.
 
         Args:
-            group: name of the group that has computed the blocks.
+            group: name of the group that has computed the blocks; or the source, if another
+                service has computed them.
             is_wanted: see ``fetch_of``.
         """
-        source = self._sources.get(group)
+        source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)
         if source is None:
             return None, None
         message = msgspec.msgpack.encode(source)
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
+
+    def _of_peer(self, source: BlockSource) -> BlockSource | None:
+        """Return the source of another service, if this node has equal files of the model."""
+        if source.identity == self._identity:
+            return source
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "no KV blocks are fetched from another service: its files of the model (names, "
+                "sizes, times) or its settings are not those of this service"
+            )
+        return None
 
     def decode_source(self, message: bytes) -> BlockSource | None:
         """Return the source in a message of the group's engine; None if the message is empty, or if
@@ -199,7 +214,7 @@ class BlockFetches:
         here = nodes.index(self._node_id) if self._node_id in nodes else None
         found = routes(source.place, source.holders, self._places, here=here, turn=self._turn)
         ways = [way for way in (self._resolve(source, each) for each in found) if way is not None]
-        return partial(self._begin, source.place, ways, is_wanted) if ways else None
+        return partial(self._begin, source, ways, is_wanted) if ways else None
 
     def _resolve(self, source: BlockSource, route: Route) -> Endpoints | None:
         """Return the endpoints of a route; None if a node cannot be reached from this node."""
@@ -216,7 +231,7 @@ class BlockFetches:
 
     def _begin(
         self,
-        place: CachePlace,
+        source: BlockSource,
         ways: Sequence[Endpoints],
         is_wanted: Callable[[], bool],
         names: Sequence[BlockHash],
@@ -225,7 +240,9 @@ class BlockFetches:
         if self._hangs():
             return lambda: True
         deadline_s = self._clock() + QUEUE_S
-        fetch = _Fetch(place, ways, names, depth, is_wanted, deadline_s)
+        fetch = _Fetch(
+            source.place, ways, names, depth, is_wanted, source.token or self._token, deadline_s
+        )
         self._fetches.put(fetch)
         return partial(self._has_ended, fetch)
 
@@ -277,15 +294,21 @@ class BlockFetches:
         files, count = self._files_at(fetch.place), 0
         for way in ways:
             try:
-                links = SourceLinks(context, way, self._token, SILENCE_S, self._reader)
+                links = SourceLinks(context, way, fetch.token, SILENCE_S, self._reader)
                 with closing(links):
                     count += self._read(links, fetch, way, files, count)
             except SourceError as e:
-                self._paused[e.url] = self._clock() + PAUSE_S
+                self._pause(e.url)
                 self._count_failure()
                 event(logger, "kv_source_silent", logging.WARNING, cause=str(e), pause_s=PAUSE_S)
             if count == len(fetch.names) or not self._goes_on(fetch):
                 return
+
+    def _pause(self, url: str) -> None:
+        now_s = self._clock()
+        # Sources come and go, so that the pauses that have ended would fill the memory.
+        self._paused = {each: end_s for each, end_s in self._paused.items() if end_s > now_s}
+        self._paused[url] = now_s + PAUSE_S
 
     def _is_paused(self, way: Endpoints) -> bool:
         urls = {each.url for part in way.values() for each in part.values() if each is not None}

@@ -60,12 +60,14 @@ class BlockSource(msgspec.Struct, frozen=True):
             files.
         place: the part of the cache that the group's first worker keeps.
         holders: the nodes that have the files; see ``GroupFiles.holders``.
+        token: what requests must contain; "" stands for the deployment's token.
     """
 
     addresses: tuple[Address, ...]
     identity: str
     place: CachePlace
     holders: tuple[Holders, ...]
+    token: str = ""
 
 
 class NodeServer(NamedTuple):
@@ -102,7 +104,7 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     is in the server's memory, the second frame is empty, and a third frame contains a ``LentFile``.
 
     Attributes:
-        token: the deployment's token.
+        token: the deployment's token, or that of other services.
         place: index among the places of ``kind``; see ``tiers_of``.
         name: hash of the block.
         reader: name of the reader's engine if the reader can read the server's memory; else "".
@@ -155,6 +157,8 @@ class BlockServer:
         token: the deployment's token, which each request must contain.
         files: the files; see ``tiers_of``.
         lent: copies files into memory that readers can read; None if answers contain the files.
+        peer_token: the token of other services; None if they may not fetch files.
+        peer_key: the public CURVE key of other services, in Z85; None if they may not connect.
 
     Attributes:
         address: where other engines connect.
@@ -169,14 +173,16 @@ class BlockServer:
         token: str,
         files: Mapping[FileKind, Sequence[KVTiers]],
         lent: LentFiles | None = None,
+        peer_token: str | None = None,
+        peer_key: bytes | None = None,
     ) -> None:
-        self._token = token.encode()
+        self._tokens = [each.encode() for each in (token, peer_token) if each is not None]
         self._files = files
         self._lent = lent
         self._context = make_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
-        self._listener = Listener(self._context, at)
+        self._listener = Listener(self._context, at, peer_key)
         self.address = self._listener.bind(self._socket, "blocks", MAX_REQUEST_BYTES)
         self._wakeup = Wakeup()
         self._is_closing = False
@@ -203,7 +209,8 @@ class BlockServer:
             request = read_frame(_decoder, b"".join(requests))
         except NotAMessageError:
             return
-        if not secrets.compare_digest(request.token.encode(), self._token):
+        given = request.token.encode()
+        if not any(secrets.compare_digest(given, token) for token in self._tokens):
             return
         self._was_asked.set()
         if isinstance(request, EndReads):

@@ -76,6 +76,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     # end when the KV of the prompt is in files.
     hands_over: bool = False
     source: str = ""  # name of the group that has computed the prompt for this group
+    peer: BlockSource | None = None  # the group of another service that has computed the prompt
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -127,7 +128,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         is_draining: whether the group accepts no new requests.
         prefill_from: a prefill group computes a prompt for another group if the prompt has at least
             this number of uncached tokens; 0 for the other groups.
-        blocks: for a prefill group, where other groups fetch the KV of prompts.
+        blocks: where other groups or services fetch the KV of prompts; None if they do not fetch
+            from this group.
     """
 
     name: str

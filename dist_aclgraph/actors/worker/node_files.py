@@ -18,6 +18,7 @@ from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.block_server import BlockServer, NodeServer, tiers_of
 from dist_aclgraph.actors.wire.lent_files import LentFiles
+from dist_aclgraph.actors.wire.peers import open_server
 from dist_aclgraph.actors.worker.hixl_memory import HixlMemory
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
@@ -104,7 +105,8 @@ class NodeFiles:
             at = Place(settings.node_id, self._directory.path, settings.host, ports)
             lent = None if self._memory is None else LentFiles(self._memory.lender)
             try:
-                self._server = BlockServer(at, settings.token, tiers_of(config, place), lent)
+                files = tiers_of(config, place)
+                self._server = open_server(config, at, settings.token, files, lent)
             except BaseException:
                 if self._memory is not None:
                     self._memory.close(CLOSE_S)

@@ -200,7 +200,7 @@ def port_findings(opened: Mapping[str, OpenPorts], config: Config | None) -> lis
             findings.append(Finding(name, True, found))
             continue
         found = f"{found}, in use: {', '.join(map(str, ports.in_use))}"
-        num_needed = PORTS_OF_A_GROUP + bool(config.parallel.prefill_groups)
+        num_needed = PORTS_OF_A_GROUP + config.sends_files
         is_enough = len(ports.listening) >= num_needed
         remedy = f"widen cluster.ports: a group takes up to {num_needed}"
         findings.append(Finding(name, is_enough, found, remedy, is_warning=is_enough))

@@ -14,7 +14,7 @@ from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.body import note_ignored, read_body
 from dist_aclgraph.serve.openai.errors import json_response, prompt_in
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
-from dist_aclgraph.serve.openai.kv_transfer import check_role, transfer_of
+from dist_aclgraph.serve.openai.kv_transfer import check_transfer, transfer_of
 from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs, rows_of
 from dist_aclgraph.serve.openai.reply import Reply, joined, reply
 from dist_aclgraph.serve.openai.sampling_fields import ends_without_effect
@@ -55,8 +55,8 @@ async def completions(state: ApiState, request: Request) -> Response:
     state.check_prompt_logprobs(
         body.asked_prompt_logprobs, prompts, body.num_choices, body.name_of_prompt_logprobs
     )
-    role = body.role(len(prompts))
-    check_role(state, role)
+    transfer = body.transfer(len(prompts))
+    peer = check_transfer(state, transfer)
     # The engine generates at least one token. If ``max_tokens`` is 0, the answer omits this token.
     max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
     usual = None if body.is_unlimited else DEFAULT_MAX_TOKENS
@@ -83,7 +83,8 @@ async def completions(state: ApiState, request: Request) -> Response:
         body.cache_salt or "",
         journal,
         account=request.scope.get(ACCOUNT),
-        role=role,
+        role=transfer.role,
+        peer=peer,
     )
     shape = _CompletionReply(state, body, given, prompts, journal.chance)
     return await reply(request, generation, shape, stream=bool(body.stream))

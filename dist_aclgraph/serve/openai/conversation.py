@@ -10,7 +10,6 @@ from typing import Any
 
 from starlette.types import Scope
 
-from dist_aclgraph.actors.client.token_log import TransferRole
 from dist_aclgraph.errors import InvalidParameterError, UnusableToolError
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
@@ -18,7 +17,7 @@ from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.body import note_ignored
 from dist_aclgraph.serve.openai.errors import prompt_in
 from dist_aclgraph.serve.openai.generation import Generation
-from dist_aclgraph.serve.openai.kv_transfer import check_role
+from dist_aclgraph.serve.openai.kv_transfer import NO_TRANSFER, Transfer, check_transfer
 from dist_aclgraph.serve.openai.sampling_fields import ends_without_effect
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.tools import ToolUse
@@ -76,7 +75,7 @@ class Conversation:
     off_param: str = ""
     most_prompt_tokens: int | None = None
     truncated: Callable[[list[int]], list[int]] = _all_of
-    role: TransferRole = ""
+    transfer: Transfer = NO_TRANSFER
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         InvalidParameterError: the request is wrong.
         RequestTooLongError: the prompt and the answer together exceed the context.
     """
-    check_role(state, asked.role)
+    peer = check_transfer(state, asked.transfer)
     tools, answers = asked.tools, state.answers
     if tools is not None and answers.name is None:
         raise InvalidParameterError(
@@ -153,7 +152,8 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         ),
         max_calls=None if tools is None else tools.max_calls,
         account=scope.get(ACCOUNT),
-        role=asked.role,
+        role=asked.transfer.role,
+        peer=peer,
     )
     return OpenConversation(prompt_ids, generation, journal.chance)
 

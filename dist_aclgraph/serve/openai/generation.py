@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Receive
 
 from dist_aclgraph.actors.client.token_log import TransferRole
+from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.formats.events import Event
@@ -89,6 +90,7 @@ class _Choice:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_done: bool = False
+    group: str = ""  # see ``RequestDelta.group``
     has_prompt_logprobs: bool = False
     # Tokens (int32) that a previous process has received from an engine.
     tokens_before: bytearray = field(default_factory=bytearray)
@@ -130,6 +132,7 @@ class Generation:
         make_reader: returns a new reader for a choice's answer; None if answers are only text.
         max_calls: an answer ends with this number of calls; None if there is no limit.
         role: what a router outside the deployment has chosen; see ``OpenRequest.role``.
+        peer: see ``OpenRequest.peer``.
         account: the request's account; None without an access log and traces.
     """
 
@@ -143,6 +146,7 @@ class Generation:
     max_calls: int | None = None
     account: RequestAccount | None = None
     role: TransferRole = ""
+    peer: BlockSource | None = None
     _choices: list[_Choice] = field(default_factory=list)
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
@@ -196,6 +200,11 @@ class Generation:
                 self._finish(choice, "abort", time.monotonic())
 
     @property
+    def group(self) -> str:
+        """Name of the group that has computed the prompt; see ``RequestDelta.group``."""
+        return self._choices[0].group
+
+    @property
     def usage(self) -> Usage:
         firsts = self._choices[:: self.num_choices]
         return Usage(
@@ -241,6 +250,7 @@ class Generation:
             cache_salt=self.cache_salt,
             output=bytes(choice.tokens_before),
             role=self.role,
+            peer=self.peer,
         )
 
     def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
@@ -284,6 +294,7 @@ class Generation:
             raise error_of(delta)
         piece = choice.output.add_tokens(delta.tokens, delta.logprobs, reason)
         choice.num_tokens += len(piece.token_ids)
+        choice.group = delta.group
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:
             # A stop string has ended the choice. The engine does not find stop strings, and would

@@ -1,20 +1,26 @@
 """vLLM's ``kv_transfer_params``: a router lets one service compute the KV of a prompt, and another
 service generate the answer.
 
-The services share files with copies of KV. The first service answers when the files are complete.
-The second service finds the files by the hashes of the prompt's tokens, so it needs no parameter;
-it computes the tokens whose files it does not find.
+The first service answers when the prompt's blocks are in files. The second service finds the files
+by the hashes of the prompt's tokens, so it needs no parameter if both services share files. If they
+share a secret instead (``kv.peers_key_file``), the answer has a ticket, with which the second
+service fetches the files. The second service computes the tokens whose files it does not find.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Raw
 
 from dist_aclgraph.actors.client.token_log import TransferRole
+from dist_aclgraph.actors.wire.block_server import BlockSource
+from dist_aclgraph.actors.wire.peers import Offer, TicketError
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.logs import event
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode, is_empty
 from dist_aclgraph.serve.openai.generation import Generation
@@ -22,19 +28,37 @@ from dist_aclgraph.serve.openai.state import ApiState
 
 PARAM = "kv_transfer_params"
 
+logger = logging.getLogger(__name__)
+
 
 class TransferParams(Body):
-    """The parameters of a request. The ``remote_*`` parameters have no effect."""
+    """The parameters of a request."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     remote_engine_id: Annotated[Raw, schemas.IGNORED] = ABSENT
     remote_block_ids: Annotated[Raw, schemas.IGNORED] = ABSENT
-    remote_host: Annotated[Raw, schemas.IGNORED] = ABSENT
-    remote_port: Annotated[Raw, schemas.IGNORED] = ABSENT
+    remote_host: Raw = ABSENT
+    remote_port: Raw = ABSENT
+    remote_ticket: Raw = ABSENT
 
 
-def read_role(raw: Raw, *, is_whole: bool) -> TransferRole:
+class Transfer(NamedTuple):
+    """What a router has chosen for a request.
+
+    Attributes:
+        role: see ``TransferRole``.
+        params: the parameters of a request that another service has begun.
+    """
+
+    role: TransferRole = ""
+    params: TransferParams = TransferParams()
+
+
+NO_TRANSFER = Transfer()
+
+
+def read_transfer(raw: Raw, *, is_whole: bool) -> Transfer:
     """Return what the service does for a router: "prefill" computes the prompt, and "decode"
     generates the answer; "" if the request has no such parameters.
 
@@ -45,7 +69,7 @@ def read_role(raw: Raw, *, is_whole: bool) -> TransferRole:
         InvalidParameterError: the parameters are wrong, or the request wants more than one answer.
     """
     if is_empty(raw, b"{}"):
-        return ""
+        return NO_TRANSFER
     params: TransferParams = decode(raw, TransferParams, PARAM)
     if params.do_remote_decode and params.do_remote_prefill:
         raise InvalidParameterError(
@@ -60,22 +84,35 @@ def read_role(raw: Raw, *, is_whole: bool) -> TransferRole:
             PARAM,
         )
     if params.do_remote_decode:
-        return "prefill"
-    return "decode" if params.do_remote_prefill else ""
+        return Transfer("prefill")
+    return Transfer("decode", params) if params.do_remote_prefill else NO_TRANSFER
 
 
-def check_role(state: ApiState, role: TransferRole) -> None:
+def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
     """Check that the service keeps copies of KV, if another service needs the KV that it computes.
+    Return where the prompt's blocks can be fetched; None if the parameters have no valid ticket.
 
     Raises:
         InvalidParameterError: the service keeps no copies.
     """
-    if role == "prefill" and not state.config.kv.keeps_copies:
+    if transfer.role == "prefill" and not state.config.kv.keeps_copies:
         raise InvalidParameterError(
             f"{PARAM}: do_remote_decode is true, but this service keeps no copies of KV: set "
             "kv.host_gib or kv.disk, or send the request without it",
             PARAM,
         )
+    params = transfer.params
+    if state.peers is None or is_empty(params.remote_ticket, b'""'):
+        return None
+    # A wrong ticket is no error of the request, because the prompt can be computed.
+    try:
+        ticket = decode(params.remote_ticket, str, "remote_ticket")
+        host = decode(params.remote_host, str, "remote_host")
+        port = decode(params.remote_port, int, "remote_port")
+        return state.peers.open(Offer(host, port, ticket), time.time())
+    except (InvalidParameterError, TicketError) as e:
+        event(logger, "kv_ticket_refused", logging.WARNING, cause=str(e))
+        return None
 
 
 def transfer_of(generation: Generation, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -98,4 +135,9 @@ def transfer_of(generation: Generation, choices: Sequence[dict[str, Any]]) -> di
         "remote_host": None,
         "remote_port": None,
     }
+    source = state.client.blocks_of(generation.group)
+    if state.peers is not None and source is not None:
+        offer = state.peers.offer(source, time.time())
+        if offer is not None:
+            params |= {f"remote_{name}": value for name, value in offer._asdict().items()}
     return {PARAM: params}

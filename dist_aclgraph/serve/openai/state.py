@@ -15,6 +15,7 @@ from starlette.types import Scope
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import AskOutlook, Recovery
 from dist_aclgraph.actors.wire.addresses import Reach
+from dist_aclgraph.actors.wire.peers import PeersKey
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -67,6 +68,7 @@ class ApiState:
         self.task = read_task(config)
         self.reranker = RerankPrompts(tokenizer) if self.task.name == "rerank" else None
         self.client = client
+        self.peers = PeersKey.read(config)
         self.created_s = int(time.time())
         self.sampling_defaults = read_sampling_defaults(config)
         self.context_len = config.max_model_len or tokenizer.context_len

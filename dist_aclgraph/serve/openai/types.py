@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
-from dist_aclgraph.actors.client.token_log import TransferRole
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import (
     MAX_ALLOWED_IDS,
@@ -40,7 +39,7 @@ from dist_aclgraph.serve.openai.counted import (
     decode_prompts,
     decode_strings,
 )
-from dist_aclgraph.serve.openai.kv_transfer import read_role
+from dist_aclgraph.serve.openai.kv_transfer import Transfer, read_transfer
 from dist_aclgraph.serve.openai.sampling_fields import (
     BUDGETS,
     first_given,
@@ -139,7 +138,7 @@ class GenerateRequest(Body, kw_only=True):
     kv_transfer_params: Annotated[Raw, schemas.KV_TRANSFER] = ABSENT
 
     def check_fields(self) -> None:
-        self.role()
+        self.transfer()
         if len(self.cache_salt or "") > MAX_CACHE_SALT_CHARS:
             raise InvalidParameterError(
                 f"cache_salt has {len(self.cache_salt or '')} characters; at most "
@@ -154,10 +153,10 @@ class GenerateRequest(Body, kw_only=True):
             )
         check_truncation(self.truncate_prompt_tokens)
 
-    def role(self, num_prompts: int = 1) -> TransferRole:
-        """Return what a router has chosen for this request; see ``read_role``."""
+    def transfer(self, num_prompts: int = 1) -> Transfer:
+        """Return what a router has chosen for this request; see ``read_transfer``."""
         is_whole = not self.stream and num_prompts * self.num_choices == 1
-        return read_role(self.kv_transfer_params, is_whole=is_whole)
+        return read_transfer(self.kv_transfer_params, is_whole=is_whole)
 
     @property
     def num_choices(self) -> int:
@@ -342,7 +341,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
             off_param=asked.effort_param if asked.effort == "none" else "",
             most_prompt_tokens=self.most_prompt_tokens(context_len),
             truncated=partial(self.truncated, context_len=context_len),
-            role=self.role(),
+            transfer=self.transfer(),
         )
 
     def chat_options(self, *, continues: bool = False) -> ChatOptions:
