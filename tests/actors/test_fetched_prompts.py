@@ -16,6 +16,7 @@ from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, tiers_of
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
+from dist_aclgraph.actors.wire.peers import PeersKey, open_server
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.tiers import KVTiers, cache_identity
@@ -34,9 +35,14 @@ NUM_FULL = sum(len(prompt) // BLOCK for prompt in PROMPTS)
 PREFILL, DECODE = "0", "1"
 
 
-def configure(checkpoint: Path, folder: Path, tp: int, dcp: int = 1) -> Config:
+def configure(
+    checkpoint: Path, folder: Path, tp: int, dcp: int = 1, secret: str | None = None
+) -> Config:
     folder.mkdir(exist_ok=True)
-    kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(folder), "host_gib": 0.1}
+    kv = {
+        "num_blocks": 128, "block_size": BLOCK, "host_path": str(folder), "host_gib": 0.1,
+        "peers_key_file": secret,
+    }  # fmt: skip
     return make_deployment_config(checkpoint, kv=kv, parallel={"tp": tp, "dcp": dcp})
 
 
@@ -46,6 +52,7 @@ class Pair:
 
     Attributes:
         wanted: the tokens of all prompts, as the first group alone computes them.
+        peer: the first group, if it belongs to another service.
     """
 
     prefill: ServingRanks
@@ -54,12 +61,13 @@ class Pair:
     fetches: BlockFetches
     client: EngineClient
     wanted: list[list[int]]
+    peer: BlockSource | None
 
     def answer(self, prefix: str, prompts: Sequence[list[int]]) -> list[list[int]]:
         answers = [Answer() for _ in prompts]
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             params = greedy_params(TOKENS)
-            self.client.submit(f"{prefix}{index}", prompt, params, [], answer.take)
+            self.client.submit(f"{prefix}{index}", prompt, params, [], answer.take, peer=self.peer)
         return tokens_of(ANSWER_S, answers)
 
     def copied(self, group: str) -> dict[str, int]:
@@ -82,13 +90,18 @@ def serving_pair(
     prefill_tp: int = 1,
     nodes: tuple[int, int] = (1, 1),
     dcp: int = 1,
+    secret: str | None = None,
 ) -> Iterator[Pair]:
     """Args:
     prefill_tp: number of ranks of the first group. The second group has a rank on each node.
     nodes: number of nodes of the first group, and of the second group.
+    secret: file with the secret of the groups, which then belong to different services.
     """
     from_nodes, to_nodes = (
-        {f"{name}{n}": configure(checkpoint, folder / f"{name}{n}", tp, dcp) for n in range(count)}
+        {
+            f"{name}{n}": configure(checkpoint, folder / f"{name}{n}", tp, dcp, secret)
+            for n in range(count)
+        }
         for name, tp, count in (("there", prefill_tp, nodes[0]), ("here", nodes[1], nodes[1]))
     )
     there, here = from_nodes["there0"], to_nodes["here0"]
@@ -105,10 +118,17 @@ def serving_pair(
         ]
         wanted = tokens_of(ANSWER_S, answers)
         at, place = Place("there0", str(folder), LOOPBACK), from_files.places[0]
-        server = BlockServer(at, TOKEN, tiers_of(there, place))
+        server = open_server(there, at, TOKEN, tiers_of(there, place))
         stack.callback(server.close)
         addresses = (server.address, *prefill.servers)
         source = BlockSource(addresses, cache_identity(there), place, from_files.holders)
+        if (key := PeersKey.read(there)) is not None:
+            client = EngineClient([decode.address], TOKEN, node_id=NODE, link_s=WAIT_S)
+            stack.callback(client.close)
+            offer = key.offer(source, 0.0)
+            assert offer is not None
+            yield Pair(prefill, decode, server, fetches, client, wanted, key.open(offer, 0.0))
+            return
         first = GroupEntry(PREFILL, prefill.address, 128, BLOCK, prefill_from=64, blocks=source)
         groups = GroupList(1, (first, GroupEntry(DECODE, decode.address, 128, BLOCK)))
         for service in (prefill, decode):
@@ -117,7 +137,7 @@ def serving_pair(
         stack.callback(client.close)
         wait_until(lambda: client.capacity().prefill == 1, "no roles are known")
         wait_until(lambda: len(client.query("metrics")) == 2, "an engine is silent")
-        yield Pair(prefill, decode, server, fetches, client, wanted)
+        yield Pair(prefill, decode, server, fetches, client, wanted, None)
 
 
 @pytest.mark.slow
@@ -179,6 +199,23 @@ def test_groups_on_several_nodes_fetch_from_each_other(
         assert pair.fetches.counts.failures == 0
         metrics = pair.client.query("metrics")[DECODE]
         assert (metrics["kv_failed_fetches"], metrics["kv_fetched_bytes"] > 0) == (0, nodes[1] > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_service_on_two_nodes_fetches_from_the_two_nodes_of_another_service(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "key"
+    secret.touch(mode=0o600)
+    secret.write_text("0123456789abcdef" * 4)
+    with serving_pair(checkpoint, tmp_path, 2, (2, 2), secret=str(secret)) as pair:
+        assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
+        (metrics,) = pair.client.query("metrics").values()
+        counts = metrics["kv_copied_blocks"]
+        assert (counts["loaded"], counts["missed"]) == (NUM_FULL, 0)
+        assert (metrics["kv_failed_fetches"], metrics["kv_fetched_bytes"] > 0) == (0, True)
+        assert (pair.fetches.counts.failures, pair.fetches.counts.blocks) == (0, NUM_FULL)
 
 
 @pytest.mark.parametrize(
