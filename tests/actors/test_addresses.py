@@ -246,8 +246,8 @@ def test_the_next_port_is_taken_where_one_is_in_use() -> None:
 def test_an_address_of_another_machine_is_refused(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    listener = Listener(context, Place(NODE, str(tmp_path), "203.0.113.1"))
+    listener = Listener(context, Place(NODE, str(tmp_path), "203.0.113.1", remedy="change it"))
 
-    with pytest.raises(PlacementError, match="no address of this machine"):
+    with pytest.raises(PlacementError, match="no address of this machine; change it"):
         listener.bind(context.socket(zmq.PULL), "s")
     listener.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.actors.wire import block_fetches
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.block_server import BlockSource
@@ -20,10 +21,11 @@ from dist_aclgraph.actors.wire.peers import (
     PeersKey,
     TicketError,
 )
+from dist_aclgraph.cli.doctor.examine import peers_findings
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.tiers import cache_identity
-from tests.actors.fetched_files import NAMES, PLACE, WAIT_S, World
+from tests.actors.fetched_files import MODEL, NAMES, PLACE, WAIT_S, World
 from tests.actors.kv_sockets import LOOPBACK, free_ports
 
 SECRET, OTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
@@ -206,9 +208,12 @@ def test_a_file_that_protects_nothing_is_refused(
         path.write_text(text)
         path.chmod(mode)
     kv = {"peers_key_file": str(path), "host_gib": 1}
+    config = make_config({"model": str(MODEL), "kv": kv})
     with pytest.raises(ConfigError, match=words) as e:
-        PeersKey.read(make_config({"model": "m", "kv": kv}))
+        deployment.start(config)
     assert SECRET not in str(e.value)
+    (finding,) = peers_findings(config)
+    assert (finding.is_ok, finding.found) == (False, str(e.value))
 
 
 def test_both_services_derive_the_same_keys_from_a_file(tmp_path: Path) -> None:
@@ -216,7 +221,10 @@ def test_both_services_derive_the_same_keys_from_a_file(tmp_path: Path) -> None:
     path.write_text(f"{SECRET}\n")
     path.chmod(0o600)
     kv = {"peers_key_file": str(path), "host_gib": 1}
-    key, other = PeersKey.read(make_config({"model": "m", "kv": kv})), PeersKey(SECRET)
+    config = make_config({"model": "m", "kv": kv})
+    key, other = PeersKey.read(config), PeersKey(SECRET)
     assert key is not None
     assert (key.token, key.client_public) == (other.token, other.client_public)
-    assert PeersKey.read(make_config({"model": "m"})) is None
+    assert [each.is_ok for each in peers_findings(config)] == [True]
+    without = make_config({"model": "m"})
+    assert PeersKey.read(without) is None and not peers_findings(without)

@@ -285,6 +285,8 @@ class Engine:
             return None
         assert at is not None
         at = replace(at, host=settings.files_host)
+        if config.kv.peers_host is not None:
+            at = replace(at, remedy="set kv.peers_host to an address of this machine")
         places = () if files.only_workers else files.places_beside(0)
         self._fetches = BlockFetches(
             config, at.node_id, settings.token, places, str(settings.group)

@@ -30,6 +30,7 @@ MAX_WAITING_CONNECTIONS = 64
 # While all ports are in use, the pause between two attempts grows from the first to the second
 # number of seconds.
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
+REMEDY = "start Ray there with its own --node-ip-address"
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 
 
@@ -118,12 +119,14 @@ class Place:
         directory: directory of the socket files.
         host: the node's own address, for peers on other nodes; None if there are no such peers.
         ports: the ports to choose from; None for any free port.
+        remedy: what the user must change if this machine does not have the address ``host``.
     """
 
     node_id: str
     directory: str
     host: str | None = None
     ports: range | None = None
+    remedy: str = REMEDY
 
 
 class Listener:
@@ -182,7 +185,12 @@ class Listener:
         owned.curve_secretkey = self._server_secret
         owned.setsockopt(zmq.IPV6, int(":" in place.host))
         host = url_host(place.host)
-        bind_to_one(place.ports, place.host, lambda port: owned.bind(f"tcp://{host}:{port}"))
+        bind_to_one(
+            place.ports,
+            place.host,
+            lambda port: owned.bind(f"tcp://{host}:{port}"),
+            remedy=place.remedy,
+        )
         url = owned.getsockopt_string(zmq.LAST_ENDPOINT)
         return Address(place.node_id, Endpoint(file), Endpoint(url, self._keys))
 
@@ -222,7 +230,7 @@ def bind_to_one(
     host: str,
     bind: Callable[[int], object],
     keys: str = "cluster.ports, of which each lockstep group takes up to five",
-    remedy: str = "start Ray there with its own --node-ip-address",
+    remedy: str = REMEDY,
 ) -> None:
     """Call ``bind`` with one port after another until a port is free; port 0 means any port.
 

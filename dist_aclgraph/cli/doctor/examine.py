@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 
+from dist_aclgraph.actors.wire.peers import PeersKey
 from dist_aclgraph.cli.doctor.ascend_versions import (
     DRIVER,
     MIN_DRIVER,
@@ -29,6 +30,7 @@ from dist_aclgraph.device.cann import load_problem, load_remedy
 from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import ascend_toolkit, network_variables
+from dist_aclgraph.errors import ConfigError
 
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
@@ -40,9 +42,9 @@ def examine(config: Config | None = None) -> list[Finding]:
 
     Args:
         config: a configuration whose folders for copies of KV are checked, and whose transport of
-            these copies.
+            these copies, and its file with a secret.
     """
-    folders = [] if config is None else kv_findings(config)
+    folders = [] if config is None else [*kv_findings(config), *peers_findings(config)]
     uses_hixl = config is not None and config.fetches_by_hixl
     return [*machine_findings(uses_hixl=uses_hixl), *folders, _port(8000), *_graphs()]
 
@@ -118,6 +120,19 @@ def hixl_finding(npus: list[str]) -> Finding:
         return Finding(name, True, f"CANN's package hixl is {found.origin}")
     remedy = "install a CANN that has it and source its set_env.sh, or set kv.transport to sockets"
     return Finding(name, False, f"{sys.executable} does not find CANN's package hixl", remedy)
+
+
+def peers_findings(config: Config) -> list[Finding]:
+    """Return the finding about the secret with which other services fetch copies of KV."""
+    path = config.kv.peers_key_file
+    if path is None:
+        return []
+    try:
+        PeersKey.read(config)
+    except ConfigError as e:
+        remedy = "write the secret of all services into it, as of: openssl rand -hex 32"
+        return [Finding("kv.peers_key_file", False, str(e), remedy)]
+    return [Finding("kv.peers_key_file", True, f"{path} has a key")]
 
 
 def _driver() -> Finding:
