@@ -95,7 +95,10 @@ class World:
         """Replace the group list, so that files are fetched from a source at this address."""
         source = BlockSource((at,), cache_identity(self.config), self.place, self.holders)
         source = msgspec.structs.replace(source, **changes)
-        entries = (GroupEntry("3", at, 1, 1), GroupEntry(GROUP, at, 1, 1, blocks=source))
+        entries = (
+            GroupEntry("3", at, 1, 1),
+            GroupEntry(GROUP, at, 1, 1, prefill_from=1, blocks=source),
+        )
         self.fetches.set_groups(GroupList(1, entries))
 
     def write(self, *names: bytes, states: tuple[bytes, ...] = ()) -> None:

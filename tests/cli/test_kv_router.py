@@ -20,6 +20,7 @@ from tests.cli.test_recovery import Service
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 BLOCK, NUM_TOKENS = 16, 12
+HOST = "127.0.0.5"  # where the first service sends files
 FILES = f"kv.block_size={BLOCK}", "kv.host_gib=0.05", "graph.sizes=[4]"
 firsts = count(300)  # the first token of each prompt, so that no prompt begins like another one
 Params = dict[str, Any]
@@ -84,16 +85,11 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     key = tmp_path_factory.mktemp("secret") / "key"
     key.touch(mode=0o600)
     key.write_text("0123456789abcdef" * 4)
-    services = []
-    for name in ("prefill", "decode"):
-        folder = tmp_path_factory.mktemp(name)
-        logs = folder / "logs"
-        services.append(
-            Service(
-                *FILES, f"kv.host_path={folder}", f"kv.peers_key_file={key}",
-                f"logging.directory={logs}",
-            )
-        )  # fmt: skip
+    folders = [tmp_path_factory.mktemp(name) for name in ("prefill", "decode")]
+    services = [
+        Service(*FILES, f"kv.host_path={folder}", f"kv.peers_key_file={key}", *more)
+        for folder, more in zip(folders, ([f"kv.peers_host={HOST}"], []), strict=True)
+    ]
     try:
         for service in services:
             service.wait_until_ready()
@@ -110,7 +106,7 @@ def test_the_second_service_fetches_the_blocks_of_the_first(router: Router) -> N
     tokens, cached, num_fetched = router.go_on(body, params)
 
     num_blocks = len(body["prompt"]) // BLOCK
-    assert (params["remote_host"], params["remote_port"] > 0) == ("127.0.0.1", True)
+    assert (params["remote_host"], params["remote_port"] > 0) == (HOST, True)
     assert (cached, num_fetched) == (num_blocks * BLOCK, num_blocks)
     assert tokens == post(router.prefill, body)["choices"][0]["token_ids"]
 

@@ -135,11 +135,13 @@ class BlockFetches:
             thread.start()
 
     def set_groups(self, groups: GroupList) -> None:
-        """Let blocks be fetched from the groups in the list whose blocks this group can read.
+        """Let blocks be fetched from the prefill groups in the list whose blocks this group can
+        read.
 
         Calls can arrive in any order: the list with the highest version is used.
         """
-        offers = {each.name: each.blocks for each in groups.groups if each.blocks is not None}
+        prefill = [each for each in groups.groups if each.prefill_from]
+        offers = {each.name: each.blocks for each in prefill if each.blocks is not None}
         offers.pop(self._group, None)
         sources = {n: source for n, source in offers.items() if source.identity == self._identity}
         others = offers.keys() - sources.keys()
