@@ -27,6 +27,8 @@ from dist_aclgraph.shapes.families.glm import (
     read_glm,
     read_glm4,
     read_glm4_moe,
+    read_glm4v,
+    read_glm4v_moe,
     read_solar_open,
 )
 from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
@@ -110,8 +112,8 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "YoutuForCausalLM": read_deepseek_v3,
     "Qwen2VLForConditionalGeneration": beside_images(read_qwen2_without_windows, OLDER_NAMES),
     "Qwen2_5_VLForConditionalGeneration": beside_images(read_qwen2_without_windows, OLDER_NAMES),
-    "Glm4vForConditionalGeneration": beside_images(read_glm4, INNER_NAMES),
-    "Glm4vMoeForConditionalGeneration": beside_images(read_glm4_moe, INNER_NAMES),
+    "Glm4vForConditionalGeneration": beside_images(read_glm4v, INNER_NAMES),
+    "Glm4vMoeForConditionalGeneration": beside_images(read_glm4v_moe, INNER_NAMES),
     "Exaone4ForCausalLM": read_exaone4,
     "CohereForCausalLM": read_cohere,
     "Cohere2ForCausalLM": read_cohere2,

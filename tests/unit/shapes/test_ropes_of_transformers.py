@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from dist_aclgraph.errors import UnsupportedModelError
+from dist_aclgraph.errors import ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_config import FULL_ATTENTION, SLIDING_ATTENTION
 from dist_aclgraph.shapes.rope_spec import RopeSpec
@@ -23,6 +23,7 @@ GEMMA, OLMO = ("Gemma3ForCausalLM", "gemma3_text"), ("Olmo3ForCausalLM", "olmo3"
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 DEFAULT = {"rope_type": "default"}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def write(directory: Path, family: tuple[str, str], **keys: Any) -> None:
@@ -82,3 +83,36 @@ def test_an_embedding_that_transformers_ignores_is_refused(
         read_model_spec(tmp_path)
     overridden = read_model_spec(tmp_path, {"rope_scaling": LINEAR, "rope_theta": 1e6})
     assert values(overridden.rope) == ("linear", 1e6, 8.0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        ("GlmForCausalLM", "glm"),
+        ("Glm4ForCausalLM", "glm4"),
+        ("Glm4MoeForCausalLM", "glm4_moe"),
+        ("Glm4vForConditionalGeneration", "glm4v"),
+        ("Glm4vMoeForConditionalGeneration", "glm4v_moe"),
+    ],
+    ids=lambda family: family[0],
+)
+@pytest.mark.parametrize("keys", [{}, {"partial_rotary_factor": 0.25}], ids=["absent", "quarter"])
+def test_the_rotated_part_is_that_of_transformers(
+    tmp_path: Path, family: tuple[str, str], keys: dict[str, Any]
+) -> None:
+    write(tmp_path, family, **keys, **EXPERTS, head_dim=32)
+    rope = AutoConfig.from_pretrained(tmp_path).get_text_config().rope_parameters
+
+    assert read_model_spec(tmp_path).rotary_dim == 32 * rope.get("partial_rotary_factor", 1.0)
+
+
+def test_sections_that_do_not_fit_the_rotated_part_are_refused(tmp_path: Path) -> None:
+    """transformers cannot run such a model, so it is not known which part is meant."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    family = ("Glm4vForConditionalGeneration", "glm4v")
+    write(tmp_path, family, head_dim=32, rope_parameters={**rope, "partial_rotary_factor": 0.5})
+    assert read_model_spec(tmp_path).rotary_dim == 16
+
+    write(tmp_path, family, head_dim=32, rope_parameters=rope)
+    with pytest.raises(ModelError, match=r"mrope_section has 8 frequencies.*32 elements.*16"):
+        read_model_spec(tmp_path)
