@@ -6,22 +6,23 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.int4_shares import check_int4_shares
-from dist_aclgraph.shapes.model_facts import check_drafts
+from dist_aclgraph.shapes.model_facts import check_model
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 def read_servable_spec(config: Config) -> ModelSpec:
     """Return the shape of a deployment's model.
 
-    ``check_model`` has the checks that need only the facts of a model of any architecture.
+    Every command reads the shape here before anything starts, so that ``plan`` and ``simulate``
+    refuse the same models as ``serve``.
 
     Raises:
-        ConfigError: the configuration needs a feature that this decoder does not support.
+        ConfigError: the configuration needs a feature that this decoder does not support; see also
+            ``check_model``.
         ModelError: as ``read_model_spec``.
     """
     spec, parallel = read_model_spec(config.model, config.model_overrides), config.parallel
-    # config.json can describe next-token modules that our code for this family does not load.
-    check_drafts(config, spec)
+    check_model(config, spec)
     if spec.has_sinks and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(
             f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of heads "
