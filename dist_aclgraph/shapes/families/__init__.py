@@ -163,6 +163,8 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
             implemented.
     """
     config = read_model_config(directory, overrides)
+    if not config.has("architectures"):
+        raise config.unsupported(_why_unknown(config))
     architecture = config.architecture
     if architecture in REFUSED:
         raise config.unsupported(
@@ -194,6 +196,16 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
             "a checkpoint in bfloat16 or int8"
         )
     return spec
+
+
+def _why_unknown(config: ModelConfig) -> str:
+    remedy = "set architectures to one of the names in docs/use/models.md"
+    if not config.has("model_type"):
+        return f"it has neither architectures nor model_type; {remedy}"
+    kind = config.text("model_type", "")
+    return (
+        f"it has no architectures, and no supported model has the model_type {kind:.80}; {remedy}"
+    )
 
 
 def _similar(architecture: str) -> list[str]:

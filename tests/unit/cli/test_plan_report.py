@@ -248,7 +248,7 @@ def test_the_report_is_json_and_renders_as_text(checkpoint: Path) -> None:
         (None, "no such directory"),
         ("", "is not JSON"),
         ("[]", "must hold an object"),
-        ("{}", "architecture .none. is not supported"),
+        ("{}", "has neither architectures nor model_type"),
         ("missing", "cannot read"),
     ],
 )
