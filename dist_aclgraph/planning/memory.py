@@ -129,6 +129,7 @@ class RankMemory:
             element_bytes=element_bytes,
             num_tokens=eager.num_tokens,
             chunk_tokens=min(chunk, config.scheduler.max_num_seqs * max_len),
+            int8_latents=config.kv.dtype == "int8",
         )
         return cls(
             device_bytes=device_bytes,

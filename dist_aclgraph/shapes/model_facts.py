@@ -170,7 +170,7 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         num_prompt_ranks=config.parallel.pcp,
         is_latent=facts.mla,
     )
-    check_kv_dtype(config, is_latent=facts.mla, is_sparse=facts.indexer is not None)
+    check_kv_dtype(config, is_latent=facts.mla)
     if facts.indexer is not None:
         facts.indexer.check(config.kv.block_size, config.parallel.dcp)
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel

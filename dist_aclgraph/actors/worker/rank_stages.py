@@ -279,6 +279,7 @@ class JoinedRank:
                 note=note,
                 experts=self._make_expert_setup(),
                 fusions=fusions,
+                int8_latents=config.kv.dtype == "int8",
             )
         self.npu.synchronize()
         self.npu.give_back()  # frees the temporary memory that loading used
