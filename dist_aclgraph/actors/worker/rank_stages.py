@@ -450,7 +450,9 @@ class RunningRank:
         joined = self.joined
         # Gives back the temporary memory of eager steps, which ``eager_bytes`` already counts.
         joined.npu.give_back()
-        free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
+        # Before graphs are captured, other caches replace the caches of the trial steps.
+        free_bytes = joined.npu.memory().free_bytes + self.runner.caches.num_bytes
+        free_bytes -= self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
             rank=joined.rank,
