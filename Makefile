@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-paused test-all test-clients test-cluster test-upstream test-versions test-vllm-ascend lint demo-model bench-arrivals bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
+	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-rehearsal bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
 	setup-dev setup-vllm emulator emulator-wheel python
 
 help: ## Show the targets
@@ -187,6 +187,9 @@ bench-kv: setup-bench emulator ## Measure prompts whose KV is in files, and step
 
 bench-hybrid: setup-bench emulator ## Compare a hybrid, a sparse and a dense model of equal width
 	$(BIN)/python -m benchmarks.hybrid
+
+bench-rehearsal: setup-bench emulator ## Run large deployments of configs/ at full shape, without weights and NPUs
+	$(BIN)/python -m benchmarks.rehearsal
 
 perf-gate: setup-bench emulator ## Compare launches, updates, uploads and modelled time of steps with known numbers
 	$(BIN)/python -m benchmarks.perf_gate

@@ -89,6 +89,7 @@ class OneRank:
             max_len=self._max_len,
             drafts=config.speculative.num_tokens > 0,
             fusions=Fusions.decide(config, Chip(self.npu.name, self.npu.cann), installed_name()),
+            int8_latents=config.kv.dtype == "int8",
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:

@@ -144,17 +144,21 @@ def make_qwen2_vl(directory: Path, *, has_windows: bool = False) -> Any:
     return model
 
 
-def make_glm4v(directory: Path, *, has_experts: bool = False) -> Any:
+def make_glm4v(directory: Path, *, has_experts: bool = False, part: float | None = 0.5) -> Any:
     """Return a seeded GLM-4.1V, or a GLM-4.5V, of transformers with its image encoder; write it.
 
     Args:
         has_experts: whether the decoder has experts, as in GLM-4.5V.
+        part: rotated part of a head; None means the default of transformers.
     """
     import transformers
 
     name = "Glm4vMoe" if has_experts else "Glm4v"
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    text = {**USUAL, "rope_parameters": {**rope, "mrope_section": [2, 3, 3]}, "pad_token_id": None}
+    section = [2, 3, 3] if part else [4, 6, 6]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
+    if part:
+        rope["partial_rotary_factor"] = part
+    text = {**USUAL, "rope_parameters": rope, "pad_token_id": None}
     if has_experts:
         experts = SPECIAL["Glm4MoeForCausalLM"]
         text |= {key: experts[key] for key in experts if key not in ("use_qk_norm", "head_dim")}

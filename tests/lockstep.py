@@ -98,6 +98,11 @@ class Lockstep:
         self.restart()
 
     @property
+    def num_blocks(self) -> int:
+        """Number of KV blocks of each rank."""
+        return self._group.num_blocks
+
+    @property
     def shares_contexts(self) -> bool:
         """Whether several ranks share the cache, or the computation, of a request."""
         parallel = self._planner.config.parallel

@@ -8,15 +8,13 @@ from dist_aclgraph.device.decision import decide_device
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_task import read_task
-from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
 
 
 def check_deployment(config: Config) -> Config:
     """Return the configuration with the chosen device; raise an error if a deployment cannot start.
 
-    A plan needs only a model's configuration. To be served, a model also needs a supported
-    architecture and files of weights.
+    A plan needs only a model's configuration. To be served, a model also needs files of weights.
 
     Raises:
         DeviceError: this machine lacks NPUs for the ranks.
@@ -25,13 +23,12 @@ def check_deployment(config: Config) -> Config:
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     config = decide_device(config, "here" if ray_address() is None else "cluster")
-    read_servable_spec(config)
-    if config.weights == "checkpoint":
-        check_weight_files(config.model)
-    read_task(config)
     if config.device.kind == "auto":
         # checks only the shapes, because the memory of the cluster's devices is unknown here
         Planner.from_config(config)
     else:
         plan_report(config)
+    if config.weights == "checkpoint":
+        check_weight_files(config.model)
+    read_task(config)
     return config

@@ -33,7 +33,7 @@ class KVConfig(Section):
     dtype: Literal["auto", "int8"] = Field(
         "auto",
         description="type of cached keys: auto is that of the key `dtype`. int8 is possible only "
-        "with sparse latent attention (DeepSeek V3.2, GLM-5): latents are stored in int8, with a "
+        "with latent attention (DeepSeek, Kimi K2, GLM-5): latents are stored in int8, with a "
         "scale for each 128 values",
     )
     checkpoints: int | None = Field(

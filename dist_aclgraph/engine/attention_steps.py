@@ -60,10 +60,10 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # The cache from which rows that attend directly read keys. If attention reads lengths on
-        # the device, this is an undivided cache: every rank has all keys.
-        self._rows_place = place.whole if kind.reads_device_rows else place
-        self._remaps_choices = kind.reads_device_rows and place.is_sharded
+        # The cache from which rows that attend directly read keys. If attention chooses keys, this
+        # is the undivided cache of index keys: every rank has all of them.
+        self._rows_place = place.whole if kind.chooses_keys else place
+        self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
 
     def of_graph(
@@ -161,7 +161,7 @@ class AttentionSteps:
                 split,
                 rank,
                 self._max_tokens,
-                cuts_requests=not self._kind.reads_device_rows,
+                cuts_requests=not self._kind.chooses_keys,
             )
         chunks = [chunk for part in parts for chunk in part.chunks]
         reads = [
@@ -198,7 +198,9 @@ class AttentionSteps:
             on_shards = self._shard_rows(by_token[: tokens.num_tokens])
         on_device = None
         if has_device_rows:
-            on_device = DeviceRows(next(sent), next(sent), self._index_slots(written))
+            slots = self._index_slots(written)
+            num_seen = self._num_seen(step.positions[: rows.num_tokens])
+            on_device = DeviceRows(next(sent), next(sent), slots, num_seen)
         return AttentionMetadata(
             num_tokens=inputs.num_tokens,
             written=self._slots(written),
@@ -245,7 +247,7 @@ class AttentionSteps:
         on_device = None
         if self._kind.reads_device_rows and num_reqs:
             device_lens = (positions[:, -1] + 1).clamp(min=num_places) + ahead
-            on_device = self._uniform_rows(positions, device_lens, written)
+            on_device = self._uniform_rows(positions, device_lens, written, ahead)
         return AttentionMetadata(
             num_tokens=num_tokens,
             written=self._slots(written),
@@ -295,7 +297,18 @@ class AttentionSteps:
         n = len(block_table)
         return ShardRows(self._place, block_table, block_table.new_full((1,), n))
 
-    def _uniform_rows(self, positions: Tensor, kv_lens: Tensor, slots: Tensor) -> DeviceRows:
+    def _num_seen(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
+        """Return the number of keys that each query sees, or None if an indexer chooses keys.
+
+        Args:
+            positions: positions of the queries, in any shape.
+            ahead: number of tokens by which drafting has made requests longer.
+        """
+        return None if self._kind.chooses_keys else positions.reshape(-1) + (1 + ahead)
+
+    def _uniform_rows(
+        self, positions: Tensor, kv_lens: Tensor, slots: Tensor, ahead: int = 0
+    ) -> DeviceRows:
         """Return the rows of requests that all have the same number of queries, computed on the
         device.
 
@@ -304,11 +317,13 @@ class AttentionSteps:
             kv_lens: [num_reqs] int32. The KV length of a padding request includes its queries, as
                 in the host's lengths.
             slots: [num_tokens] int32.
+            ahead: number of tokens by which drafting has made requests longer.
         """
         num_reqs, query_len = positions.shape
         stop, device = num_reqs * query_len + 1, positions.device
         ends = torch.arange(query_len, stop, query_len, dtype=torch.int32, device=device)
-        return DeviceRows(ends, kv_lens, self._index_slots(slots))
+        num_seen = self._num_seen(positions, ahead)
+        return DeviceRows(ends, kv_lens, self._index_slots(slots), num_seen)
 
     def _rows_of_graph(
         self, inputs: DeviceStep, query_len: int, iteration: int, written: Tensor
@@ -322,7 +337,7 @@ class AttentionSteps:
         # Lengths are computed from first positions, because a view of last positions would begin at
         # an address that operators read slowly.
         device_lens = positions[:, 0] + (query_len + iteration)
-        return self._uniform_rows(positions, device_lens, written)
+        return self._uniform_rows(positions, device_lens, written, iteration)
 
     def _arrays_of(self, chunk: Chunk, reads: Reads) -> Iterator[IntArray]:
         """Yield a chunk's arrays for the device, in the order that ``_on_device`` expects."""
@@ -330,7 +345,7 @@ class AttentionSteps:
             yield reads.own
         for launch, keys in zip(chunk.launches, reads.launches, strict=True):
             yield keys
-            if self._kind.reads_device_rows:
+            if self._kind.chooses_keys:
                 yield np.array(launch.query_ends, np.int32)
                 yield np.array(launch.kv_ends, np.int32)
 
@@ -344,7 +359,7 @@ class AttentionSteps:
                 second part, and so on.
             sent: for all chunks in order, the arrays of ``_arrays_of`` as tensors.
         """
-        has_ends = self._kind.reads_device_rows
+        has_ends = self._kind.chooses_keys
 
         def on_device(launch: Launch) -> DeviceLaunch:
             return DeviceLaunch(launch, next(sent), (next(sent), next(sent)) if has_ends else None)

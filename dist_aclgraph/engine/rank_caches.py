@@ -39,10 +39,15 @@ class RankCaches:
         """Replace all caches by empty caches."""
         # The old caches are freed first, because the memory might be too small for two.
         self.free()
+        self.npu.give_back()
         room = CacheRoom(num_blocks, self.block_size, self.dtype, self.num_slots, self.int8_latents)
         self.decoder += self.model.make_caches(room)
         if self.drafts is not None:
             self.drafts.make_cache(room)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of all caches, including the next-token module's cache."""

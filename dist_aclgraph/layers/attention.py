@@ -96,11 +96,14 @@ class DeviceRows:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
         slots: [num_written, 1] int32, whole slots. Padding has a slot of the dummy block, because
             an operator that writes rows by their indices refuses slot -1.
+        num_seen: [num_direct] int32, number of keys that each query sees; None for attention to
+            keys that an indexer chooses.
     """
 
     query_ends: Tensor
     kv_lens: Tensor
     slots: Tensor
+    num_seen: Tensor | None = None
 
 
 @dataclass(frozen=True)

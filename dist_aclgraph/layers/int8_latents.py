@@ -1,31 +1,41 @@
-"""Sparse latent attention over a cache whose latents are int8.
+"""Latent attention over a cache whose latents are int8.
 
 A token's row contains the values of its latent in int8, the bytes of its rotated key, and a float32
 scale for each 128 values. ``npu_dynamic_quant`` quantises the normalised latents when they are
 written; ``npu_kv_quant_sparse_flash_attention`` reads the rows. This operator returns no
 log-sum-exps, so ranks cannot share such a cache.
+
+The operator attends to the keys that it gets by their indices. Attention without an indexer names
+all keys that a query sees, in blocks of 16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dist_aclgraph.layers.attention import SPARSE_MODE_CAUSAL, DeviceRows
-from dist_aclgraph.layers.latent_attention import NORM_EPS
-from dist_aclgraph.shapes.int8_latents import TILE
+from dist_aclgraph.layers.attention import SPARSE_MODE_CAUSAL, AttentionMetadata, DeviceRows
+from dist_aclgraph.layers.latent_attention import (
+    NORM_EPS,
+    LatentAttention,
+    compute_values,
+    pad_heads,
+)
+from dist_aclgraph.shapes.int8_latents import ROPE_DIM, TILE
 
 BY_TILE = 2  # quantisation mode of keys and values: one scale for each tile
 IN_ROWS = 1  # the scales are in the rows of the keys
 ABSORBED_MODE = 2  # the only value of attention_mode that the operator accepts
+KEY_BLOCK = 16  # the largest number of keys that the operator takes by one index
 
 
 @dataclass(frozen=True)
-class Int8SparseCache:
+class Int8LatentCache:
     """One layer's rows, [num_blocks, block_size, 1, row bytes] int8, and index keys, [num_blocks,
-    block_size, 1, 128]. A layer that uses the choice of an earlier layer has no index keys.
+    block_size, 1, 128]. A layer without an indexer has no index keys.
     """
 
     rows: Tensor
@@ -73,12 +83,14 @@ def attend_to_int8_latents(
     scale: float,
     block_table: Tensor,
     rows: DeviceRows,
+    key_block: int = 1,
 ) -> Tensor:
     """Return the attended latents, [n, heads, 512].
 
     Args:
         query: [n, heads, 512 + 64], absorbed and rotated.
-        chosen: [n, 1, top_k] int32, the positions of each query's keys, followed by -1.
+        chosen: [n, 1, top_k] int32, the indices of each query's blocks of keys, followed by -1.
+        key_block: number of keys in a block; if 1, the indices are positions.
     """
     attended: Tensor = torch.ops.npu.npu_kv_quant_sparse_flash_attention(
         query,
@@ -91,6 +103,7 @@ def attend_to_int8_latents(
         block_table=block_table,
         actual_seq_lengths_query=rows.query_ends,
         actual_seq_lengths_kv=rows.kv_lens,
+        sparse_block_size=key_block,
         layout_query="TND",
         layout_kv="PA_BSND",
         sparse_mode=SPARSE_MODE_CAUSAL,
@@ -99,3 +112,79 @@ def attend_to_int8_latents(
         tile_size=TILE,
     )
     return attended
+
+
+def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
+    """Return the blocks of ``KEY_BLOCK`` keys that each query sees, followed by -1.
+
+    Args:
+        num_seen: [n] int32, number of keys that each query sees.
+        num_keys: number of keys for which block tables have room.
+
+    Returns:
+        [n, 1, num_keys / KEY_BLOCK] int32.
+    """
+    count = -(-num_keys // KEY_BLOCK)
+    index = torch.arange(count, dtype=torch.int32, device=num_seen.device)
+    is_seen = index * KEY_BLOCK < num_seen.unsqueeze(1)
+    return torch.where(is_seen, index, -1).unsqueeze(1)
+
+
+def read_int8_latents(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the latents [n, rank] and the rotated keys [n, 64] of rows [n, row bytes] int8."""
+    key_bytes = ROPE_DIM * dtype.itemsize
+    values, keys, scales = torch.split(
+        rows, [rank, key_bytes, rows.shape[1] - rank - key_bytes], dim=1
+    )
+    factors = scales.contiguous().view(torch.float32)
+    latents = values.float().view(len(rows), -1, TILE) * factors.unsqueeze(2)
+    return latents.flatten(1).to(dtype), keys.contiguous().view(dtype)
+
+
+@dataclass(frozen=True)
+class Int8LatentAttention(LatentAttention):
+    """Latent attention of this rank's heads to all keys that a query sees."""
+
+    def write(
+        self,
+        kv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: Int8LatentCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert metadata.on_device is not None
+        write_int8_latents(kv, self.norm, rope, cache.rows, metadata.on_device.slots)
+
+    def attend_directly(
+        self,
+        absorbed: Tensor,
+        q_rope: Tensor,
+        out: Tensor,
+        cache: Int8LatentCache,
+        metadata: AttentionMetadata,
+        earlier: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the latents of the cache, see ``LatentAttention.attend_directly``.
+
+        Args:
+            earlier: the blocks that each query sees, if an earlier layer has computed them.
+
+        Returns:
+            The blocks that each query sees, for the next layers.
+        """
+        rows, table = metadata.on_device, metadata.block_table
+        assert rows is not None and rows.num_seen is not None
+        if earlier is None:
+            earlier = seen_blocks(rows.num_seen, table.shape[1] * cache.block_size)
+        query = torch.cat(pad_heads(absorbed, q_rope), -1)
+        attended = attend_to_int8_latents(
+            query, cache.rows, earlier, self.scale, table, rows, KEY_BLOCK
+        )
+        compute_values(attended.transpose(0, 1)[: self.num_heads], self.values, out)
+        return earlier
+
+    def stored(self, cache: Int8LatentCache) -> list[Tensor]:
+        return [cache.rows.flatten(0, 2)]
+
+    def read(self, rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return read_int8_latents(rows[0], self.norm.shape[0], dtype)

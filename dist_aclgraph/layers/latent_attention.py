@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,9 +87,10 @@ class LatentAttention:
         kv: Tensor,
         out: Tensor,
         rope: tuple[Tensor, Tensor],
-        cache: LatentCache,
+        cache: Any,
         metadata: AttentionMetadata,
-    ) -> None:
+        earlier: Tensor | None = None,
+    ) -> Tensor | None:
         """Write latents and rotated keys to the cache, then attend.
 
         For tokens that attend directly, queries are multiplied by the key matrices first; then the
@@ -101,39 +103,67 @@ class LatentAttention:
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
             metadata: its slots are int64.
+            earlier: the result of the previous layer; None in the first layer.
+
+        Returns:
+            Data for the next layers, see ``attend_directly``.
         """
         if metadata.is_idle:
-            return
+            return None
         if n := metadata.num_exchanged:
             assert metadata.written_rope is not None
             kv, rope = self.context.gather_new(kv, n), metadata.written_rope
-        write_latents(kv, self.norm, rope, cache, metadata.written)
+        self.write(kv, rope, cache, metadata)
+        found = None
         if n := metadata.num_direct:
-            self.attend_directly(absorb(q[:n], self.keys), q_rope[:n], out[:n], cache, metadata)
+            absorbed = absorb(q[:n], self.keys)
+            found = self.attend_directly(absorbed, q_rope[:n], out[:n], cache, metadata, earlier)
         if metadata.parts:
             assert metadata.tasks is None, "graphs hold the direct form only"
             self._attend_parts(q, q_rope, out, cache, metadata)
+        return found
+
+    def write(
+        self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: Any, metadata: AttentionMetadata
+    ) -> None:
+        """Write the step's latents and rotated keys to the cache."""
+        write_latents(kv, self.norm, rope, cache, metadata.written)
+
+    def stored(self, cache: Any) -> list[Tensor]:
+        """Return the tensors of the cache, [num_slots, width] each."""
+        return [x.view(-1, x.shape[-1]) for x in (cache.latents, cache.rope_keys)]
+
+    def read(self, rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return latents [n, 512] and rotated keys [n, 64].
+
+        Args:
+            rows: the same rows of each tensor of ``stored``.
+        """
+        latents, rope_keys = rows
+        return latents, rope_keys
 
     def attend_directly(
         self,
         absorbed: Tensor,
         q_rope: Tensor,
         out: Tensor,
-        cache: LatentCache,
+        cache: Any,
         metadata: AttentionMetadata,
-    ) -> None:
+        earlier: Tensor | None = None,
+    ) -> Tensor | None:
         """Attend to the latents of the cache, for the first tokens of the step.
 
         Args:
             absorbed: [num_direct, heads, 512], queries multiplied by the key matrices.
             q_rope: [num_direct, heads, 64], rotated.
             out: [num_direct, heads, 128].
+            earlier: the result of the previous layer.
+
+        Returns:
+            Data that the next layers use, too; None if there are no such data.
         """
         context, is_empty = self.context, metadata.is_empty
-        if added := padded_latent_heads(self.num_heads) - self.num_heads:
-            # The operator accepts only a power of two as number of heads. So heads of zeros are
-            # added, and their results are not used.
-            absorbed, q_rope = (pad(x, (0, 0, 0, added)) for x in (absorbed, q_rope))
+        absorbed, q_rope = pad_heads(absorbed, q_rope)
         sums = None
         if is_empty is not None:
             absorbed, q_rope = gather_queries(context, absorbed, q_rope)
@@ -160,13 +190,14 @@ class LatentAttention:
             merged = context.merge(attended.transpose(0, 1), sums, is_empty)
             attended = merged.to(out.dtype).transpose(0, 1)
         compute_values(attended[: self.num_heads], self.values, out)
+        return None
 
     def _attend_parts(
         self,
         q: Tensor,
         q_rope: Tensor,
         out: Tensor,
-        cache: LatentCache,
+        cache: Any,
         metadata: AttentionMetadata,
     ) -> None:
         heads = self.num_heads
@@ -175,7 +206,7 @@ class LatentAttention:
             each: DeviceLaunch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None
         ) -> None:
             run = each.launch
-            latents, rope_keys = rows
+            latents, rope_keys = self.read(rows, q.dtype)
             # The weights of all heads are contiguous, so one product is enough.
             key, value = (
                 torch.mm(latents, weight.flatten(0, 1).t()).view(len(latents), heads, -1)
@@ -205,8 +236,7 @@ class LatentAttention:
             }
             run_now(FUSED_ATTENTION_V2, arguments, found, sums)
 
-        caches = [x.view(-1, x.shape[-1]) for x in (cache.latents, cache.rope_keys)]
-        attend_parts(metadata.parts, caches, self.context, attend, out)
+        attend_parts(metadata.parts, self.stored(cache), self.context, attend, out)
 
 
 def attend_whole_heads(
@@ -279,6 +309,17 @@ def write_latents(
         epsilon=NORM_EPS,
         cache_mode="PA",
     )
+
+
+def pad_heads(absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries [n, heads, ...] with heads of zeros after them, if the operators of latent
+    attention do not accept the number of heads. They accept powers of two only; the results of
+    added heads are not used.
+    """
+    heads = absorbed.shape[1]
+    if added := padded_latent_heads(heads) - heads:
+        return pad(absorbed, (0, 0, 0, added)), pad(q_rope, (0, 0, 0, added))
+    return absorbed, q_rope
 
 
 def gather_queries(

@@ -32,7 +32,7 @@ from dist_aclgraph.layers.attention import (
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.int8_latents import (
     ABSORBED_MODE,
-    Int8SparseCache,
+    Int8LatentCache,
     attend_to_int8_latents,
     write_int8_latents,
 )
@@ -143,7 +143,7 @@ class SparseLatentAttention:
         out: Tensor,
         index: IndexRows | None,
         rope: tuple[Tensor, Tensor],
-        cache: SparseCache | Int8SparseCache,
+        cache: SparseCache | Int8LatentCache,
         metadata: AttentionMetadata,
         chosen: Choice | None,
     ) -> Choice | None:
@@ -186,7 +186,7 @@ class SparseLatentAttention:
         kv: Tensor,
         index: IndexRows | None,
         rope: tuple[Tensor, Tensor],
-        cache: SparseCache | Int8SparseCache,
+        cache: SparseCache | Int8LatentCache,
         metadata: AttentionMetadata,
         rows: DeviceRows,
     ) -> None:
@@ -199,7 +199,7 @@ class SparseLatentAttention:
                 kv = torch.cat([kv, keys], 1)
             kv, *others = torch.split(self.context.gather_new(kv, n), widths, 1)
             kv, keys = kv.contiguous(), others[0].contiguous() if others else None
-        if isinstance(cache, Int8SparseCache):
+        if isinstance(cache, Int8LatentCache):
             write_int8_latents(kv, self.norm, rope, cache.rows, rows.slots)
         else:
             write_latents(kv, self.norm, rope, cache, metadata.written)
@@ -212,7 +212,7 @@ class SparseLatentAttention:
     def _choose(
         self,
         index: IndexRows,
-        cache: SparseCache | Int8SparseCache,
+        cache: SparseCache | Int8LatentCache,
         metadata: AttentionMetadata,
         rows: DeviceRows,
     ) -> Choice:
@@ -242,12 +242,12 @@ class SparseLatentAttention:
         q_rope: Tensor,
         out: Tensor,
         chosen: Choice,
-        cache: SparseCache | Int8SparseCache,
+        cache: SparseCache | Int8LatentCache,
         metadata: AttentionMetadata,
         rows: DeviceRows,
     ) -> None:
         n, table = metadata.num_direct, metadata.block_table
-        if isinstance(cache, Int8SparseCache):
+        if isinstance(cache, Int8LatentCache):
             query = torch.cat([absorb(q[:n], self.keys), q_rope[:n]], -1)
             attended = attend_to_int8_latents(
                 query, cache.rows, chosen.keys, self.scale, table, rows

@@ -27,7 +27,7 @@ class CacheRoom:
         num_slots: number of slots of recurrent states, slot 0 for padding included; 0 if the model
             has no such state.
         dtype: type of keys and values.
-        int8_latents: whether sparse latent attention stores latents in int8.
+        int8_latents: whether latent attention stores latents in int8.
     """
 
     num_blocks: int
@@ -100,14 +100,16 @@ class PagedKind(AttentionKind, Protocol):
             cache is not sharded.
         ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
         reads_device_rows: whether attention reads the lengths of requests on the device. This is
-            true for attention to chosen keys. If the cache is sharded, the lengths are numbers of
-            index keys, of which every rank has all.
+            true for attention to chosen keys, and to latents in int8. If the cache is sharded, the
+            lengths are numbers of index keys, of which every rank has all.
+        chooses_keys: whether an indexer chooses the keys to which a query attends.
     """
 
     slot_dtype: torch.dtype
     takes_long_queries: bool
     ropes_written: bool
     reads_device_rows: bool
+    chooses_keys: bool
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary rows of [n] int32 positions."""

@@ -9,7 +9,7 @@ from dist_aclgraph.models.attention_kind import AttentionKind, PagedKind
 from dist_aclgraph.models.gated_delta import GatedDeltaKind
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.kimi_delta import KimiDelta
-from dist_aclgraph.models.mla import MultiHeadLatent
+from dist_aclgraph.models.mla import Int8Latent, MultiHeadLatent
 from dist_aclgraph.models.sparse_mla import ChosenLatent, SparseLatent
 from dist_aclgraph.shapes.model_spec import LayerKind, ModelSpec
 
@@ -36,16 +36,21 @@ class AttentionKinds:
         device: torch.device,
         dtype: torch.dtype,
         max_len: int,
+        int8_latents: bool = False,
     ) -> None:
         """Make each kind that a layer has.
+
+        Args:
+            int8_latents: whether caches store latents in int8.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
         """
         self._spec = spec
-        self.paged: PagedKind = PAGED[spec.paged_kind](
-            spec, groups, device=device, dtype=dtype, max_len=max_len
-        )
+        paged = PAGED[spec.paged_kind]
+        if int8_latents and paged is MultiHeadLatent:
+            paged = Int8Latent
+        self.paged: PagedKind = paged(spec, groups, device=device, dtype=dtype, max_len=max_len)
         self._made: dict[LayerKind, AttentionKind] = {spec.paged_kind: self.paged}
         if isinstance(self.paged, SparseLatent):
             self._made["chosen"] = ChosenLatent(self.paged)

@@ -39,6 +39,7 @@ class Decoder:
         note: NotePlaced = note_nothing,
         experts: ExpertSetup | None = None,
         fusions: Fusions | None = None,
+        int8_latents: bool = False,
     ) -> None:
         """Load this rank's slices.
 
@@ -47,6 +48,7 @@ class Decoder:
             note: called with the number of bytes of each weight after the weight is on the device.
             experts: how the rank runs its layers of experts; None means ``ExpertSetup``'s defaults.
             fusions: the fused operators that layers may use; None means none.
+            int8_latents: whether caches store latents in int8.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
@@ -66,7 +68,12 @@ class Decoder:
         self._embedding = _load_embedding(slices, spec)
         norm = load_norm(slices, spec, "model.norm.weight")
         self._kinds = AttentionKinds(
-            spec, groups, device=device, dtype=norm.weight.dtype, max_len=max_len
+            spec,
+            groups,
+            device=device,
+            dtype=norm.weight.dtype,
+            max_len=max_len,
+            int8_latents=int8_latents,
         )
         layers = [load_layer(slices, spec, self._kinds.of(i), i) for i in range(spec.num_layers)]
         self._stack = LayerStack(self.kind.rope, layers, norm)

@@ -135,6 +135,7 @@ class GroupedQuery:
     takes_long_queries = True
     ropes_written = False
     reads_device_rows = False
+    chooses_keys = False
 
     def __init__(
         self,

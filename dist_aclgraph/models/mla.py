@@ -4,7 +4,7 @@ that ``layers/latent_attention.py`` needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.context_parallel import ContextParallel
+from dist_aclgraph.layers.int8_latents import Int8LatentAttention, Int8LatentCache
 from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, quantised
 from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentAttention, LatentCache
 from dist_aclgraph.layers.latent_prologue import HEADS, SIZES, LatentPrologue
@@ -20,6 +21,7 @@ from dist_aclgraph.layers.rotary import RotaryTables, score_factor
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.shapes.heads import heads_per_rank
+from dist_aclgraph.shapes.int8_latents import int8_row_bytes
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
 
@@ -93,19 +95,21 @@ class MultiHeadLatentAttention:
         self,
         inputs: tuple[Tensor, ...],
         rope: Rope,
-        cache: LatentCache,
+        cache: LatentCache | Int8LatentCache,
         metadata: AttentionMetadata,
-        earlier: None,
-    ) -> None:
+        earlier: Tensor | None,
+    ) -> Tensor | None:
         if self.prologue is None or not _has_int8_rows(inputs):
             q, q_rope, kv, out = inputs
-            self.latent(q, q_rope, kv, out, rope, cache, metadata)
-        elif not metadata.is_idle:
+            return self.latent(q, q_rope, kv, out, rope, cache, metadata, earlier)
+        if not metadata.is_idle:
+            assert isinstance(cache, LatentCache)
             values, scales, out = inputs
             rows = Int8Rows(values, scales, out.dtype)
             queries = self.prologue(rows, rope, cache, metadata.written)
             n = metadata.num_direct
             self.latent.attend_directly(*queries, out[:n], cache, metadata)
+        return None
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.output_product(inputs[-1].flatten(1))
@@ -206,6 +210,11 @@ class LatentKind:
         norm = slices.whole(f"{prefix}.kv_a_layernorm.weight", (sizes.kv_rank,))
         return norm, slices.place(keys), slices.place(values)
 
+    def _int8_rows(self, room: CacheRoom) -> Tensor:
+        """Return the rows of a cache with latents in int8."""
+        width = int8_row_bytes(self._sizes.kv_rank + self._sizes.rope_dim, room.dtype.itemsize)
+        return self._zeros(replace(room, dtype=torch.int8), width)
+
     def _zeros(self, room: CacheRoom, width: int) -> Tensor:
         """Return a tensor of a cache. Some operators read whole blocks, so a NaN after the last key
         would spread.
@@ -220,6 +229,8 @@ class MultiHeadLatent(LatentKind):
     # In direct attention, the operator accepts only a small number of queries.
     takes_long_queries = False
     reads_device_rows = False
+    chooses_keys = False
+    _attention: type[LatentAttention] = LatentAttention
 
     def load(self, slices: WeightSlices, index: int) -> MultiHeadLatentAttention:
         prefix, rank = f"model.layers.{index}.self_attn", self._sizes.q_rank
@@ -244,7 +255,7 @@ class MultiHeadLatent(LatentKind):
             down=down,
             q_norm=q_norm,
             q_up=q_up,
-            latent=LatentAttention(
+            latent=self._attention(
                 norm, keys, values, self._scale, self._context, self._sizes.has_whole_heads
             ),
             output_product=self._output(slices, prefix),
@@ -262,6 +273,21 @@ class MultiHeadLatent(LatentKind):
             and slices.fusions.use("latent_prologue", self._spec.hidden_size)
         )
 
-    def make_cache(self, room: CacheRoom) -> LatentCache:
+    def make_cache(self, room: CacheRoom) -> LatentCache | Int8LatentCache:
         sizes = self._sizes
         return LatentCache(self._zeros(room, sizes.kv_rank), self._zeros(room, sizes.rope_dim))
+
+
+class Int8Latent(MultiHeadLatent):
+    """State of the layers in which a query attends to all keys that it sees, and latents are stored
+    in int8.
+    """
+
+    reads_device_rows = True
+    _attention = Int8LatentAttention
+
+    def make_cache(self, room: CacheRoom) -> Int8LatentCache:
+        return Int8LatentCache(self._int8_rows(room))
+
+    def _suits_prologue(self, slices: WeightSlices, matrices: list[MatrixPart]) -> bool:
+        return False  # The prologue writes latents in floats.

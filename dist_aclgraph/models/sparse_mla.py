@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from dist_aclgraph.layers.attention import AttentionMetadata
-from dist_aclgraph.layers.int8_latents import Int8SparseCache
+from dist_aclgraph.layers.int8_latents import Int8LatentCache
 from dist_aclgraph.layers.int8_rows import Rows, in_floats
 from dist_aclgraph.layers.latent_attention import NORM_EPS
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
@@ -28,7 +28,6 @@ from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.models.mla import LatentKind
 from dist_aclgraph.shapes.indexer_spec import IndexerSpec
-from dist_aclgraph.shapes.int8_latents import int8_row_bytes
 from dist_aclgraph.shapes.model_spec import LatentSpec
 
 
@@ -127,7 +126,7 @@ class MultiHeadSparseAttention:
         self,
         inputs: tuple[Tensor, ...],
         rope: Rope,
-        cache: SparseCache | Int8SparseCache,
+        cache: SparseCache | Int8LatentCache,
         metadata: AttentionMetadata,
         earlier: Choice | None,
     ) -> Choice | None:
@@ -145,6 +144,7 @@ class SparseLatent(LatentKind):
 
     takes_long_queries = True
     reads_device_rows = True
+    chooses_keys = True
 
     @property
     def _indexer(self) -> IndexerSpec:
@@ -230,15 +230,14 @@ class SparseLatent(LatentKind):
 
     def make_cache(
         self, room: CacheRoom, *, has_indexer: bool = True
-    ) -> SparseCache | Int8SparseCache:
+    ) -> SparseCache | Int8LatentCache:
         """Return one layer's cache, with index keys if the layer has an indexer."""
         sizes = self._sizes
         # Every shard keeps the index keys of all shards.
         whole = replace(room, block_size=room.block_size * self._context.dcp.size)
         index_keys = self._zeros(whole, self._indexer.head_dim) if has_indexer else None
         if room.int8_latents:
-            width = int8_row_bytes(sizes.kv_rank + sizes.rope_dim, room.dtype.itemsize)
-            return Int8SparseCache(self._zeros(replace(room, dtype=torch.int8), width), index_keys)
+            return Int8LatentCache(self._int8_rows(room), index_keys)
         return SparseCache(
             self._zeros(room, sizes.kv_rank), self._zeros(room, sizes.rope_dim), index_keys
         )
@@ -257,5 +256,5 @@ class ChosenLatent:
     def load(self, slices: WeightSlices, index: int) -> MultiHeadSparseAttention:
         return self.sparse.load_layer(slices, index, has_indexer=False)
 
-    def make_cache(self, room: CacheRoom) -> SparseCache | Int8SparseCache:
+    def make_cache(self, room: CacheRoom) -> SparseCache | Int8LatentCache:
         return self.sparse.make_cache(room, has_indexer=False)

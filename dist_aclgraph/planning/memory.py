@@ -32,7 +32,6 @@ from dist_aclgraph.planning.buckets import (
 from dist_aclgraph.planning.copy_slots import slot_bytes
 from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS, input_sizes, table_width
 from dist_aclgraph.shapes.activation_sizes import activation_bytes, prompt_bytes
-from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from dist_aclgraph.topology import ParallelLayout
@@ -76,7 +75,7 @@ class RankMemory:
     def from_config(
         cls,
         config: Config,
-        model: ModelFacts,
+        model: ModelSpec,
         device_bytes: int,
         *,
         has_hccl_buffers: bool,
@@ -85,8 +84,6 @@ class RankMemory:
         """Return the memory of a rank.
 
         Args:
-            model: a ``ModelSpec`` if the decoder's shape is known; otherwise the sizes of the
-                checkpoint's files are used as sizes of weights.
             device_bytes: all bytes of the device, or its free bytes before the model is loaded.
             has_hccl_buffers: whether HCCL's buffers will be allocated in ``device_bytes``; on the
                 emulator they are not in device memory.
@@ -94,9 +91,6 @@ class RankMemory:
         """
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
-        if not isinstance(model, ModelSpec):
-            files = MemoryPart(WEIGHTS, model.weight_bytes // parallel.tp, "its files over tp")
-            return cls(device_bytes=device_bytes, parts=(files, *hccl))
         element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
         weights = weight_parts(
             model,
@@ -135,6 +129,7 @@ class RankMemory:
             element_bytes=element_bytes,
             num_tokens=eager.num_tokens,
             chunk_tokens=min(chunk, config.scheduler.max_num_seqs * max_len),
+            int8_latents=config.kv.dtype == "int8",
         )
         return cls(
             device_bytes=device_bytes,

@@ -108,6 +108,10 @@ def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) ->
             facts.indexer is not None,
             "sparse attention reads lengths on the device, so it needs no updates",
         ),
+        (
+            config.kv.dtype == "int8",
+            "attention to latents in int8 reads lengths on the device, so it needs no updates",
+        ),
         (facts.mla, "the operator of latent attention accepts no mask of its own"),
         (
             facts.window_within(facts.max_model_len(config)) is not None,

@@ -23,7 +23,8 @@ from dist_aclgraph.planning.negotiation import fit_memory, keep_room, negotiate
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, choose_again
 from dist_aclgraph.planning.traffic import Traffic
-from dist_aclgraph.shapes.model_facts import ModelFacts, check_model, read_model_facts
+from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.topology import ParallelLayout
 
 
@@ -57,7 +58,7 @@ class Planner:
 
     config: Config
     mode_reasons: tuple[str, ...]
-    facts: ModelFacts
+    facts: ModelSpec
     layout: ParallelLayout
     budget_model: BudgetModel
     cache_spec: KVCacheSpec
@@ -67,14 +68,13 @@ class Planner:
 
     @classmethod
     def from_config(cls, config: Config, *, launch_blocking: bool = False) -> Planner:
-        """Read the model's facts, and check that the configuration can serve the model.
+        """Read the model's shape, and check that the configuration can serve the model.
 
         Raises:
             ConfigError, ModelError: the configuration cannot serve the model; the message names the
                 key or file, and the remedy.
         """
-        facts = read_model_facts(config.model, config.model_overrides)
-        check_model(config, facts)
+        facts = read_servable_spec(config)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking)
         max_model_len, context = facts.max_model_len(config), facts.context_len
         if max_model_len > context:

@@ -74,6 +74,7 @@ def prompt_bytes(
     element_bytes: int,
     num_tokens: int,
     chunk_tokens: int,
+    int8_latents: bool = False,
 ) -> int:
     """Return the bytes that a step with parts of prompts needs in addition: for cached keys, which
     are read chunk by chunk, and for new keys, which PCP ranks exchange.
@@ -83,6 +84,7 @@ def prompt_bytes(
         num_tokens: number of tokens of the rank's batch.
         chunk_tokens: number of tokens in a chunk of cached keys. With an indexer, all keys of a
             request are one chunk.
+        int8_latents: whether cached latents are int8.
     """
     # New keys exist three times: the rank's own keys, the keys of all ranks in one tensor, and the
     # keys and values of all ranks as separate tensors.
@@ -118,7 +120,12 @@ def prompt_bytes(
     # Two chunks' results are in memory when they are merged into a third tensor.
     floats = 4 * heads * value_dim + 3 * heads if chunk_tokens else 0
     elements = keys + num_tokens * (forms * kept + found)
-    return elements * element_bytes + num_tokens * floats * FLOAT32_BYTES
+    total = elements * element_bytes + num_tokens * floats * FLOAT32_BYTES
+    if spec.latent and int8_latents:
+        # Rows are selected. Then their values exist three times: in float32, multiplied by the
+        # scales, and in the type of the activations, which ``kept`` counts.
+        total += chunk_tokens * (2 * spec.latent.kv_rank * FLOAT32_BYTES + kept * element_bytes)
+    return total
 
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """Latents in int8 in the KV cache: the size of a row, and the models that can have such a cache.
 
-Each token's latent is quantised when it is written, and the operator of sparse latent attention
-reads the scales from the rows of the cache. So no calibration is needed.
+Each token's latent is quantised when it is written, and the operator reads the scales from the rows
+of the cache. So no calibration is needed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def int8_row_bytes(latent_size: int, element_bytes: int) -> int:
     return values + ROPE_DIM * element_bytes + values // TILE * SCALE_BYTES
 
 
-def check_kv_dtype(config: Config, *, is_latent: bool, is_sparse: bool) -> None:
+def check_kv_dtype(config: Config, *, is_latent: bool) -> None:
     """Refuse ``kv.dtype: int8`` if no operator of attention can read such a cache.
 
     Args:
-        is_latent, is_sparse: whether the model has latent attention, and whether it is sparse.
+        is_latent: whether the model has latent attention.
 
     Raises:
         ConfigError: the message has the reason and the key to change.
@@ -38,17 +38,12 @@ def check_kv_dtype(config: Config, *, is_latent: bool, is_sparse: bool) -> None:
         return
     if not is_latent:
         raise ConfigError(
-            "kv.dtype is int8; only the latents of sparse attention (DeepSeek V3.2, GLM-5) are "
+            "kv.dtype is int8; only the latents of latent attention (DeepSeek, Kimi K2, GLM-5) are "
             "stored in int8: set kv.dtype=auto"
-        )
-    if not is_sparse:
-        raise ConfigError(
-            "kv.dtype is int8; latent attention that is not sparse reads int8 latents only with "
-            "int8 queries and calibrated scales: set kv.dtype=auto"
         )
     if config.parallel.dcp > 1:
         raise ConfigError(
             f"kv.dtype is int8 and parallel.dcp {config.parallel.dcp}; attention to latents in "
-            "int8 gives no sums, which are needed to merge shards: set kv.dtype=auto, or "
-            "parallel.dcp=1"
+            "int8 gives no sums, which are needed to merge shards: set kv.dtype=auto, whose shards "
+            "take less memory than int8 without parallel.dcp"
         )

@@ -20,7 +20,12 @@ from dist_aclgraph.errors import (
     ModelError,
     UnsupportedModelError,
 )
-from dist_aclgraph.shapes.family_keys import FAMILY_DEFAULTS, HAS_DRAFTS, KEY_NAMES
+from dist_aclgraph.shapes.family_keys import (
+    ARCHITECTURES,
+    FAMILY_DEFAULTS,
+    HAS_DRAFTS,
+    KEY_NAMES,
+)
 from dist_aclgraph.shapes.json_files import read_json_object
 
 DEFAULT_CONTEXT = 2048
@@ -280,12 +285,20 @@ def read_model_config(
     if not exists(path):
         _explain_no_config(directory)
     shape = _overridden(path, _joined(read_json_object(path)), _joined(overrides or {}))
+    if not shape.get("architectures"):
+        shape["architectures"] = _usual_architectures(shape.get("model_type"))
     config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
     names = KEY_NAMES.get(config.architecture, {})
     # A family that has its own name for a key ignores the usual name.
     usual = {key: value for key, value in shape.items() if key not in names}
     renamed = {names[key]: value for key, value in shape.items() if key in names}
     return replace(config, raw=FAMILY_DEFAULTS.get(config.architecture, {}) | usual | renamed)
+
+
+def _usual_architectures(model_type: object) -> list[str]:
+    """Return the architecture of a supported type of model, or an empty list."""
+    known = isinstance(model_type, str) and model_type in ARCHITECTURES
+    return [ARCHITECTURES[str(model_type)]] if known else []
 
 
 def _explain_no_config(directory: Path) -> None:
@@ -308,13 +321,15 @@ def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return all keys of an object.
 
     Keys of the text part replace the same keys at the top level, but the stop tokens of both levels
-    are used. As in transformers, ``architectures`` and ``tie_word_embeddings`` of the top level are
-    used.
+    are used. As in transformers, ``architectures``, ``model_type`` and ``tie_word_embeddings`` of
+    the top level are used.
     """
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return {**raw}
-    of_whole = {"architectures"} | {key for key in (TIED,) if raw.get(key) is not None}
+    of_whole = {"architectures", "model_type"} | {
+        key for key in (TIED,) if raw.get(key) is not None
+    }
     joined = {**raw, **{key: value for key, value in text.items() if key not in of_whole}}
     if ends := [*_listed(text.get(EOS)), *_listed(raw.get(EOS))]:
         joined[EOS] = ends

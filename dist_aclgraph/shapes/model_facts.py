@@ -70,7 +70,6 @@ class ModelFacts:
         latent_head_dim: width of a query head of latent attention, with its rotated part.
         linear: layers of linear attention; None if all layers keep keys.
         indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
-        weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether the safetensors files contain int8 matrices.
         holds_int4: whether the checkpoint has matrices of four bits.
         quant_method: name of the format of quantised weights in config.json; "" without a name.
@@ -98,7 +97,6 @@ class ModelFacts:
     linear: LinearSpec | None = None
     indexer: IndexerSpec | None = None
     is_encoder_decoder: bool = False
-    weight_bytes: int = 0
     holds_int8: bool = False
     holds_int4: bool = False
     quant_method: str = ""
@@ -172,7 +170,7 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         num_prompt_ranks=config.parallel.pcp,
         is_latent=facts.mla,
     )
-    check_kv_dtype(config, is_latent=facts.mla, is_sparse=facts.indexer is not None)
+    check_kv_dtype(config, is_latent=facts.mla)
     if facts.indexer is not None:
         facts.indexer.check(config.kv.block_size, config.parallel.dcp)
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
@@ -242,7 +240,6 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         is_encoder_decoder=config.flag("is_encoder_decoder", False),
         hidden_size=hidden_size,
         experts=_experts(config),
-        weight_bytes=sum(file.stat().st_size for file in files),
         holds_int8=any(_has_int8(file, int4) for file in files),
         holds_int4=bool(int4),
         quant_method=(config.part("quantization_config") or config.empty_part()).text(

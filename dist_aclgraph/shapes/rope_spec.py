@@ -10,6 +10,7 @@ from typing import Any
 
 from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import (
+    FULL_ATTENTION,
     MAX_CONTEXT,
     ROPE_ORIGINAL,
     SLIDING_ATTENTION,
@@ -104,7 +105,8 @@ def read_rope_spec(
         rope_dim: number of rotated elements of a head.
         rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
         by_type: whether layers with a window may have a separate embedding, which
-            ``read_window_rope`` reads.
+            ``read_window_rope`` reads. Such a family is refused if ``rope_parameters`` has values
+            for all layers, because transformers ignores these values.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -121,7 +123,16 @@ def read_rope_spec(
             f"partial_rotary_factor is {partial:g}; partial rotary embeddings are not supported"
         )
     theta = config.positive("rope_theta", 10000.0)
-    return _read(config, config.rope, rope_dim, theta)
+    spec = _read(config, config.rope, rope_dim, theta)
+    if by_type and config.separate_ropes is None:
+        older = config.part("rope_scaling") or config.empty_part()
+        if spec != _read(config, older, rope_dim, theta):  # as transformers reads the same file
+            raise config.unsupported(
+                "rope_parameters has no object for each type of layer, so transformers ignores its "
+                f"{', '.join(sorted(config.rope.raw))[:80]}; move them into an object "
+                f"{FULL_ATTENTION} of rope_parameters, or set model_overrides.rope_scaling"
+            )
+    return spec
 
 
 def read_window_rope(config: ModelConfig, rope_dim: int, theta: float) -> RopeSpec:

@@ -12,7 +12,7 @@ from dist_aclgraph.config import Config, GraphMode
 from dist_aclgraph.config.chips import CHIP_FAMILIES, family_of
 from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.environment import launch_blocking
-from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.block_files import HEADER
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.tiers import DISK, GIB, HOST
@@ -27,8 +27,6 @@ from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.planner import Planner, content_of
-from dist_aclgraph.shapes.families import read_model_spec
-from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.topology import ParallelLayout
 
@@ -63,15 +61,12 @@ class AssumedDeployment:
     Attributes:
         planner: computes plans from configuration and model.
         memory: memory of the rank with the least memory.
-        unknown_shape: why the decoder's shape is unknown, so that the sizes of weights are not
-            computed from it; "" if the shape is known.
         offers: offers of all ranks, in the order of ranks.
         exchange: chooses how tokens are exchanged between ranks with different experts.
     """
 
     planner: Planner
     memory: RankMemory
-    unknown_shape: str
     offers: list[StreamOffer]
     exchange: ExchangeRule
 
@@ -89,7 +84,6 @@ class AssumedDeployment:
         _check_nodes(config)
         planner = Planner.from_config(config, launch_blocking=launch_blocking())
         config, facts = planner.config, planner.facts
-        spec, unknown_shape = _read_shape(config)
         ranks = range(planner.layout.world_size)
         emulator = config.device.emulator
         is_npu = config.device.kind == "npu"
@@ -99,7 +93,7 @@ class AssumedDeployment:
         exchange = ExchangeRule.from_config(config, facts, chip)
         memory = RankMemory.from_config(
             config,
-            spec or facts,
+            facts,
             min(_device_bytes(config, rank) for rank in ranks),
             has_hccl_buffers=is_npu,
             mc2_buffer_mb=exchange.mc2_buffer_mb,
@@ -108,7 +102,7 @@ class AssumedDeployment:
         has_mc2 = exchange.mc2_buffer_mb is not None
         needed = memory.taken_bytes + memory.eager_bytes
         offers = [_offer(planner, rank, needed, has_mc2=has_mc2) for rank in ranks]
-        return cls(planner, memory, unknown_shape, offers, exchange)
+        return cls(planner, memory, offers, exchange)
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
         """Return the same deployment in another graph mode."""
@@ -121,7 +115,7 @@ class AssumedDeployment:
         return self.planner.config
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelSpec:
         return self.planner.facts
 
     @property
@@ -235,12 +229,6 @@ class AssumedDeployment:
         """The assumptions about the devices, as sentences."""
         device = self.config.device
         found: list[str] = []
-        if self.unknown_shape:
-            found.append(
-                "weights take the size of the checkpoint's files divided by tp, and graphs "
-                "and eager steps take nothing: "
-                f"{self.unknown_shape}"
-            )
         if family_of(device.chip) is None:
             found.append(
                 f"nothing is known about the chip {device.chip}: its streams, its HCCL and its "
@@ -299,14 +287,6 @@ def _check_nodes(config: Config) -> None:
             "set parallel.tp_across_nodes=true if the links between nodes are those between the "
             "NPUs of one node"
         )
-
-
-def _read_shape(config: Config) -> tuple[ModelSpec | None, str]:
-    """Return the decoder's shape and "", or None and the reason why the shape is unknown."""
-    try:
-        return read_model_spec(config.model, config.model_overrides), ""
-    except ModelError as e:
-        return None, str(e)
 
 
 def _offer(planner: Planner, rank: int, needed_bytes: int, *, has_mc2: bool) -> StreamOffer:

@@ -175,3 +175,10 @@ def test_without_strictness_ids_below_zero_do_what_the_kernel_does(run_script, c
     else:  # negative ids come first; the kernel writes no counts, so new memory keeps its -1
         assert index == [7, 4, 0, 1, 6, 5, 2, 3] and counts == [-1] * 3
         assert rows == [[2, 3], [2, 3], [6, 7], [6, 7]]
+
+
+@pytest.mark.parametrize("kernels", ["skip", "timed"])
+def test_without_arithmetic_ids_are_not_checked(run_script, kernels):
+    """Ranks exchange ids and rows in one tensor, which contains no values without arithmetic."""
+    status, output = run_script(ROUTE, kernels=kernels)
+    assert status == 0 and "ROUTED" in output, output

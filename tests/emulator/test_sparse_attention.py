@@ -268,6 +268,24 @@ def test_attention_to_latents_in_int8_is_attention_to_their_values(dtype, heads,
     assert_close(out, step.attend(chosen).cpu())
 
 
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("mode", [0, 3])
+def test_blocks_of_latents_in_int8_are_all_their_keys_that_a_row_sees(block, mode):
+    step = Step(heads=4)
+    rows, count = step.pack(), -(-max(LENGTHS) // block) + 1
+    blocks, keys = (torch.full((step.rows, 1, n), -1, dtype=torch.int32) for n in (count, 48))
+    for row, request, seen in step.each_row():
+        seen = seen if mode == 3 else LENGTHS[request]
+        whole = torch.randperm(seen // block).int()  # the last block may be a part of a block
+        named = torch.cat([whole, torch.arange(seen // block, -(-seen // block)).int()])
+        blocks[row, 0, : len(named)] = named
+        keys[row, 0, :seen] = torch.arange(seen)
+
+    out = step.attend_to_packed(blocks, rows, sparse_block_size=block, sparse_mode=mode)
+
+    assert_close(out, step.attend_to_packed(keys, rows, sparse_mode=mode).cpu())
+
+
 def test_int8_changes_each_latent_by_half_a_scale_at_most():
     step = Step(heads=1)
     exact = step.pages["latent"].float()
@@ -293,7 +311,9 @@ def test_int8_changes_each_latent_by_half_a_scale_at_most():
         ("quant_scale_repo_mode must be 1", {"quant_scale_repo_mode": 0}),
         ("tile_size must be 128", {"tile_size": 64}),
         ("rope_head_dim must be 64", {"rope_head_dim": 32}),
-        ("sparse_block_size 2", {"sparse_block_size": 2}),
+        ("sparse_block_size 0 must be", {"sparse_block_size": 0}),
+        ("sparse_block_size 12 must be a power of two", {"sparse_block_size": 12}),
+        ("sparse_block_size 32 must be a power of two", {"sparse_block_size": 32}),
         ("are not emulated, only TND", {"layout_kv": "TND"}),
         ("sparse_mode 1", {"sparse_mode": 1}),
         ("has 4 entries for 3 requests", {"actual_seq_lengths_query": ints(3, 4, 19, 20)}),
@@ -318,6 +338,8 @@ FAILURES = {
     "behind a -1": "step.attend(choice(0, -1, 1))",
     "name key 38; the row sees 38": "step.attend(choice(38, 0, -1))",
     "name key -2": "step.attend(choice(-2, 0, -1))",
+    "key 32 before other": "packed(choice(2, 0, 1), step.pack(), **blocks)",
+    "name key 48; the row sees 38": "packed(choice(3, -1, -1), step.pack(), **blocks)",
     "name key 7 twice": "step.attend(choice(7, 3, 7))",
     "has 16 query rows, more than its 3": "step.attend(choice(0, 1, 2), "
     "actual_seq_lengths_kv=ints(40, 5, 3))",
@@ -341,6 +363,7 @@ def test_values_that_no_operator_may_get_stop_the_device(run_script):
             chosen[0, 0, : len(keys)] = ints(*keys)
             return chosen
         step = Step()
+        packed, blocks = step.attend_to_packed, {{"sparse_block_size": 16}}
         KEYS = {{name: torch.cat(step.tokens[name]).unsqueeze(1) for name in ("latent", "rope")}}
         for device, code in enumerate({list(FAILURES.values())!r}):
             torch.npu.set_device(device)

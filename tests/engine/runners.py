@@ -72,6 +72,7 @@ def make_runner(
         max_len=MAX_LEN,
         drafts=num_drafts > 0,
         fusions=fusions or Fusions.decide(config, Chip(npu.name, npu.cann), installed_name()),
+        int8_latents=config.kv.dtype == "int8",
     )
     return ModelRunner(
         config,

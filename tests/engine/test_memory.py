@@ -27,7 +27,9 @@ from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_reference
+from tests.deployments import make_deployment_config
 from tests.engine.runners import make_runner
+from tests.lockstep import lockstep
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 NEWER = ("Glm4Moe", "MiniMaxM2", "GptOss", "KimiLinear", "GlmMoeDsa")
@@ -190,3 +192,27 @@ def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
 
         assert all(bool(t.isnan().any()) == keeps_kv for t in runner.caches.tensors())
     runner.close()
+
+
+def test_blocks_get_the_memory_of_the_trial_caches(npu: Any, tmp_path: Path) -> None:
+    """Offers are made while caches for trials exist, whose states are as large as the later ones.
+
+    The device has room for the states and for all useful blocks, but not for twice the states.
+    """
+    make_reference("Qwen3NextForCausalLM", tmp_path)
+    config = make_deployment_config(
+        tmp_path,
+        dtype="bfloat16",
+        max_model_len=512,
+        kv={"block_size": 16, "num_blocks": None},
+        scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64},
+        graph={"sizes": [1, 2, 4]},
+        device={"emulator": {"memory_mb": 150}},
+    )
+    spec = KVCacheSpec.from_config(config, read_model_facts(tmp_path))
+
+    with lockstep(config) as group:
+        num_blocks = group.num_blocks
+
+    assert spec.state_bytes > 50e6
+    assert num_blocks == 64 * 512 // 16 + 1

@@ -35,7 +35,6 @@ from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import EngineDeadError, RayDiedError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_task import read_task
-from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK
 
@@ -181,7 +180,6 @@ def check_startable(config: Config) -> None:
         DeviceError: torch is built for CUDA.
     """
     Planner.from_config(config)
-    read_servable_spec(config)
     if config.weights == "checkpoint":
         check_weight_files(config.model)
     read_task(config)

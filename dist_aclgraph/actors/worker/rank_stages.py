@@ -284,6 +284,7 @@ class JoinedRank:
                 note=note,
                 experts=self._make_expert_setup(),
                 fusions=fusions,
+                int8_latents=config.kv.dtype == "int8",
             )
         self.npu.synchronize()
         self.npu.give_back()  # frees the temporary memory that loading used
@@ -454,7 +455,9 @@ class RunningRank:
         joined = self.joined
         # Gives back the temporary memory of eager steps, which ``eager_bytes`` already counts.
         joined.npu.give_back()
-        free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
+        # Before graphs are captured, other caches replace the caches of the trial steps.
+        free_bytes = joined.npu.memory().free_bytes + self.runner.caches.num_bytes
+        free_bytes -= self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
             rank=joined.rank,

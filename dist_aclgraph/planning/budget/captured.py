@@ -51,6 +51,9 @@ REMAPPED = 26
 # copies, a rotation, the quantisation, a join and the scatter. One operator joins the parts of
 # queries.
 INT8_LATENTS = 7
+# Without an indexer, the first layer with latents in int8 also computes the blocks that each query
+# sees: indices, a product, a comparison, a constant and a choice.
+SEEN_BLOCKS = 5
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
 HEAD = 3  # operators of the head: product, argmax, and copy to the static buffer
@@ -141,6 +144,8 @@ def _model_shapes(
         if workload.dcp > 1:
             attention += SHARDED + (REMAPPED if workload.has_indexers else 0)
         main = embedding + layers * (layer + attention) + head + (MASK if is_padded else 0)
+        if workload.int8_latents and not workload.has_indexers:
+            main += 1 + SEEN_BLOCKS  # and one sum, the number of keys that each query sees
         copies = workload.num_kv_sizes if is_padded else 1
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         beside *= steps * layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Probe
@@ -94,8 +95,13 @@ def _sparse(bench: Bench) -> Answer:
     return bench.compare(got, torch.stack(want), BFLOAT16)
 
 
-def _sparse_int8(bench: Bench) -> Answer:
-    """Compare attention to latents in int8. The operator reads the scales from the rows of keys."""
+def _sparse_int8(bench: Bench, key_block: int = 1) -> Answer:
+    """Compare attention to latents in int8. The operator reads the scales from the rows of keys.
+
+    Args:
+        key_block: number of keys of an index. If it is 1, an indexer chooses keys; if it is more,
+            all keys are chosen.
+    """
     torch, heads, scale = bench.torch, 16, 0.05
     query = _random(bench, 2, heads, LATENT + ROTATED)
     keys, turned = (_random(bench, 2 * COLUMNS, BLOCK, 1, d) for d in (LATENT, ROTATED))
@@ -103,9 +109,12 @@ def _sparse_int8(bench: Bench) -> Answer:
     parts = (values.view(keys.shape), turned.npu(), scales.view(*keys.shape[:3], -1))
     rows = torch.cat([part.view(torch.int8) for part in parts], -1)
     chosen = torch.full((2, 1, CHOSEN), -1, dtype=torch.int32)
+    seen = []
     for row, length in zip(chosen, LENGTHS, strict=True):
-        count = min(length, CHOSEN)
-        row[0, :count] = torch.randperm(length)[:count]
+        count = min(-(-length // key_block), CHOSEN)
+        order = torch.randperm(length) if key_block == 1 else torch.arange(length)
+        row[0, :count] = order[:count]
+        seen.append(order[: count * key_block])
     got = torch.ops.npu.npu_kv_quant_sparse_flash_attention(
         query.npu(),
         rows,
@@ -117,6 +126,7 @@ def _sparse_int8(bench: Bench) -> Answer:
         block_table=blocks_in_order(bench, keys, 2),
         actual_seq_lengths_query=_ints(bench, 1, 2),
         actual_seq_lengths_kv=_ints(bench, *LENGTHS),
+        sparse_block_size=key_block,
         layout_query="TND",
         layout_kv="PA_BSND",
         sparse_mode=3,
@@ -126,8 +136,8 @@ def _sparse_int8(bench: Bench) -> Answer:
     )
     stored = (values.cpu().float() * scales.cpu().view(-1, 1)).view(keys.shape)
     want = []
-    for i, row in enumerate(chosen[:, 0].long()):
-        k, r = (c.view(2, -1, c.shape[-1])[i][row[row >= 0]].float() for c in (stored, turned))
+    for i, keys_of_row in enumerate(seen):
+        k, r = (c.view(2, -1, c.shape[-1])[i][keys_of_row].float() for c in (stored, turned))
         scores = (query[i].float() @ torch.cat([k, r], -1).t()) * scale
         want.append(scores.softmax(-1) @ k)
     return bench.compare(got, torch.stack(want), BFLOAT16)
@@ -280,6 +290,12 @@ PROBES = tuple(
             "sparse_attention_in_int8",
             "npu_kv_quant_sparse_flash_attention with latents in int8 (kv.dtype)",
             _sparse_int8,
+            "aclnnKvQuantSparseFlashAttention",
+        ),
+        (
+            "attention_in_int8_by_blocks",
+            "npu_kv_quant_sparse_flash_attention of all keys, in blocks of 16 (kv.dtype)",
+            partial(_sparse_int8, key_block=16),
             "aclnnKvQuantSparseFlashAttention",
         ),
         (

@@ -27,6 +27,8 @@ from dist_aclgraph.shapes.families.glm import (
     read_glm,
     read_glm4,
     read_glm4_moe,
+    read_glm4v,
+    read_glm4v_moe,
     read_solar_open,
 )
 from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
@@ -110,8 +112,8 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "YoutuForCausalLM": read_deepseek_v3,
     "Qwen2VLForConditionalGeneration": beside_images(read_qwen2_without_windows, OLDER_NAMES),
     "Qwen2_5_VLForConditionalGeneration": beside_images(read_qwen2_without_windows, OLDER_NAMES),
-    "Glm4vForConditionalGeneration": beside_images(read_glm4, INNER_NAMES),
-    "Glm4vMoeForConditionalGeneration": beside_images(read_glm4_moe, INNER_NAMES),
+    "Glm4vForConditionalGeneration": beside_images(read_glm4v, INNER_NAMES),
+    "Glm4vMoeForConditionalGeneration": beside_images(read_glm4v_moe, INNER_NAMES),
     "Exaone4ForCausalLM": read_exaone4,
     "CohereForCausalLM": read_cohere,
     "Cohere2ForCausalLM": read_cohere2,
@@ -161,6 +163,8 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
             implemented.
     """
     config = read_model_config(directory, overrides)
+    if not config.has("architectures"):
+        raise config.unsupported(_why_unknown(config))
     architecture = config.architecture
     if architecture in REFUSED:
         raise config.unsupported(
@@ -192,6 +196,16 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
             "a checkpoint in bfloat16 or int8"
         )
     return spec
+
+
+def _why_unknown(config: ModelConfig) -> str:
+    remedy = "set architectures to one of the names in docs/use/models.md"
+    if not config.has("model_type"):
+        return f"it has neither architectures nor model_type; {remedy}"
+    kind = config.text("model_type", "")
+    return (
+        f"it has no architectures, and no supported model has the model_type {kind:.80}; {remedy}"
+    )
 
 
 def _similar(architecture: str) -> list[str]:

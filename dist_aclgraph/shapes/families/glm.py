@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.families.decoder import read_decoder
 from dist_aclgraph.shapes.families.experts import read_deepseek_experts
 from dist_aclgraph.shapes.families.joined_weights import join_gate_up
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
+from dist_aclgraph.shapes.rope_spec import MROPE_SECTION
 
 ROTATED_PART = 0.5  # rotated part of a head, if config.json has no value
 
 
-def read_glm(config: ModelConfig) -> ModelSpec:
+def read_glm(config: ModelConfig, rotated_part: float = ROTATED_PART) -> ModelSpec:
     """Read a decoder in which gate and up are one stored matrix, and neighbouring elements of a
     head are rotated as pairs.
+
+    Args:
+        rotated_part: rotated part of a head, if config.json has no value.
     """
-    spec = read_decoder(config, rotated_part=ROTATED_PART)
+    spec = read_decoder(config, rotated_part=rotated_part)
     return replace(
         spec,
         has_qkv_bias=config.flag("attention_bias", True),
@@ -29,9 +34,18 @@ def read_glm(config: ModelConfig) -> ModelSpec:
     )
 
 
-def read_glm4(config: ModelConfig) -> ModelSpec:
+def read_glm4(config: ModelConfig, rotated_part: float = ROTATED_PART) -> ModelSpec:
     """Read a decoder that also normalises the results of attention and of the MLP."""
-    return replace(read_glm(config), has_output_norms=True)
+    return replace(read_glm(config, rotated_part), has_output_norms=True)
+
+
+def read_glm4v(config: ModelConfig) -> ModelSpec:
+    """Read the decoder of GLM-4.1V. If config.json has no rotated part, whole heads are rotated."""
+    return _with_checked_sections(config, read_glm4(config, rotated_part=1.0))
+
+
+def read_glm4v_moe(config: ModelConfig) -> ModelSpec:
+    return _with_checked_sections(config, read_glm4_moe(config))
 
 
 def read_glm4_moe(config: ModelConfig) -> ModelSpec:
@@ -58,3 +72,20 @@ def read_dots1(config: ModelConfig) -> ModelSpec:
     spec = read_decoder(config, experts=read_deepseek_experts(config, is_v3=True))
     has_bias = config.flag("attention_bias", False)
     return replace(spec, has_qkv_bias=has_bias, has_output_bias=has_bias, has_qk_norm=True)
+
+
+def _with_checked_sections(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the decoder of a model with images, or raise ModelError if the positions of an image
+    cannot share its frequencies. transformers cannot run such a decoder, so probably the rotated
+    part is wrong.
+    """
+    if config.rope.has(MROPE_SECTION):
+        count = sum(config.rope.positive_numbers(MROPE_SECTION))
+        rotary_dim = spec.rotary_dim or spec.head_dim
+        if 2 * count != rotary_dim:
+            raise ModelError(
+                f"{config.path}: {MROPE_SECTION} has {count:g} frequencies, but {rotary_dim} "
+                f"elements of a head are rotated, which have {rotary_dim // 2} frequencies; is "
+                "partial_rotary_factor missing?"
+            )
+    return spec

@@ -90,26 +90,30 @@ void write_greatest(const float *totals, int64_t keys, int64_t wanted, int32_t *
   std::fill(chosen + count, chosen + wanted, -1);
 }
 
-// Copies the chosen keys of a row to `valid`; returns their number.
-int64_t read_chosen(const SparseAttention &a, int64_t row, int64_t seen, int32_t *valid) {
+// Writes the keys of the blocks that a row names to `valid`.
+void read_chosen(const SparseAttention &a, int64_t row, int64_t seen, std::vector<int32_t> &valid) {
   static thread_local std::vector<int64_t> named_by;  // the number of the last call that named a key
   static thread_local int64_t call = 0;
   named_by.resize(std::max<size_t>(named_by.size(), seen), 0);
   call++;
+  valid.clear();
   const int32_t *chosen = a.chosen + row * a.wanted;
   int64_t count = std::find(chosen, chosen + a.wanted, -1) - chosen;
   for (int64_t i = count; i < a.wanted; i++)
     if (chosen[i] != -1)
       fail("sparse_indices of row ", row, " name key ", chosen[i], " behind a -1");
   for (int64_t i = 0; i < count; i++) {
-    int64_t key = chosen[i];
+    int64_t key = chosen[i] * a.block, end = std::min(key + a.block, seen);
     if (key < 0 || key >= seen)
       fail("sparse_indices of row ", row, " name key ", key, "; the row sees ", seen, " keys");
     if (std::exchange(named_by[key], call) == call)
       fail("sparse_indices of row ", row, " name key ", key, " twice");
-    valid[i] = chosen[i];
+    if (end < key + a.block && i + 1 < count)
+      fail("sparse_indices of row ", row, " name key ", key, " before other blocks; the row sees ",
+           end - key, " keys of its block");
+    for (; key < end; key++)
+      valid.push_back(static_cast<int32_t>(key));
   }
-  return count;
 }
 
 struct Softmax {
@@ -159,9 +163,8 @@ void load_key(const SparseAttention &a, int64_t slot, float *to) {
 void attend_row(const SparseAttention &a, const Request &request, int64_t row) {
   static thread_local std::vector<int32_t> valid;
   static thread_local Scratch query_room, key_room, score_room, out_room;
-  valid.resize(a.wanted);
-  int64_t count = read_chosen(a, row, request.seen_by(a.requests, row), valid.data());
-  int64_t width = a.dim + a.rope_dim;
+  read_chosen(a, row, request.seen_by(a.requests, row), valid);
+  int64_t count = valid.size(), width = a.dim + a.rope_dim;
   float *queries = query_room.of(a.heads * width), *keys = key_room.of(count * width);
   float *scores = score_room.of(a.heads * count), *out = out_room.of(a.heads * a.dim);
   for (int64_t h = 0; h < a.heads; h++)

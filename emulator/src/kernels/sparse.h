@@ -41,16 +41,19 @@ struct SparseAttention {
   Data query, query_rope;   // [rows, heads, dim], [rows, heads, rope_dim]
   Data latents, rope_keys;  // pages of [page_size, dim] and [page_size, rope_dim]
   Int8Latents packed;       // in place of latents and rope_keys; query is [rows, heads, dim + rope_dim]
-  const int32_t *chosen;    // [rows, wanted], as choose_keys writes them
+  const int32_t *chosen;    // [rows, wanted], as choose_keys writes them; indices of blocks
   Data out;                 // [rows, heads, dim]
   // [rows, heads]: the greatest score, and the sum of exp(score - greatest score); null if the
   // caller does not need them. No source defines them for rows without keys, so they are NaN there.
   float *greatest, *sums;
   int64_t heads, dim, rope_dim, wanted;
   float scale;
+  int64_t block = 1;  // number of neighbouring keys in a block
 };
-// Attends to the chosen latents, which are keys and values. Throws if a row names a key that it
-// does not see, names a key twice, or names a key after a -1.
+// Attends to the keys of the chosen blocks that a row sees; the latents are keys and values. Throws
+// if a row names a block of which it sees no key, names a block twice, or names a block after a -1.
+// The device reads as many keys as the row sees, so it would lose keys of the last block in a row
+// if an earlier block in the row were not whole; the kernel here throws.
 void attend_to_chosen(const SparseAttention &a);
 
 }  // namespace emu::kernels

@@ -186,7 +186,7 @@ OP(aclnnMoeInitRoutingV3,
        Tensor ids = experts.contiguous();
        kernels::Routing r{ids.data_ptr<int32_t>(), ids.numel(), range[0], range[1],
                           drop_pad ? capacity : 0};
-       for (int64_t i = 0; settings().strict && i < r.count; i++)
+       for (int64_t i = 0; settings().strict && !skipping() && i < r.count; i++)
          TORCH_CHECK(r.experts[i] >= 0 && r.experts[i] < expert_num, "expert_idx ", r.experts[i],
                      " is not 0 to expert_num - 1, ", expert_num - 1);
        std::vector<int64_t> counts, to = kernels::route(r, counts);

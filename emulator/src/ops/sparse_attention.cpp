@@ -126,7 +126,7 @@ TimedTask attend_task(const kernels::SparseAttention &a) {
   timed.rope_dim = a.rope_dim;
   kernels::Sequence one{};
   one.query_count = 1;
-  one.kv_count = std::min(a.wanted, static_cast<int64_t>(longest_keys(a.requests)));
+  one.kv_count = std::min(a.wanted * a.block, static_cast<int64_t>(longest_keys(a.requests)));
   timed.sequences.assign(a.requests.rows, one);
   return {arithmetic([a] { kernels::attend_to_chosen(a); }), attention_ns(timed)};
 }
@@ -242,8 +242,9 @@ OP(aclnnSparseFlashAttention,
 // Rules: README and kv_quant_sparse_flash_attention_tiling.cpp of ops-transformer. query [T, N, 576]:
 // 512 elements for latents and 64 rotated ones; N is 1, 2, 4, ... or 128. A key is a row of 656
 // bytes: 512 values of int8, 64 elements of the query's type, and 4 floats, one for each 128 values.
-// attention_out is [T, N, 512]. The aclnn function of the release that torch_npu calls returns no
-// sums.
+// attention_out is [T, N, 512]. sparse_indices name blocks of sparse_block_size keys: 1, 2, 4, 8 or
+// 16, each of which divides the pages' size, a multiple of 16. The aclnn function of the release that
+// torch_npu calls returns no sums.
 OP(aclnnKvQuantSparseFlashAttention,
    [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor key_scale,
       OptTensor value_scale, OptTensor block_table, OptTensor query_lengths, OptTensor kv_lengths,
@@ -261,8 +262,9 @@ OP(aclnnKvQuantSparseFlashAttention,
      refuse_unless(scale_mode == 1, "quant_scale_repo_mode must be 1, got ", scale_mode);
      refuse_unless(tile == 128, "tile_size must be 128, got ", tile);
      refuse_unless(rope == 64, "rope_head_dim must be 64, got ", rope);
-     refuse_unless(sparse_block_size == 1, "sparse_block_size ", sparse_block_size,
-                   " is not emulated, only 1");
+     demand(sparse_block_size > 0 && sparse_block_size <= 16 &&
+                !(sparse_block_size & (sparse_block_size - 1)),
+            "sparse_block_size ", sparse_block_size, " must be a power of two up to 16");
      refuse_unless(layout_query == "TND" && layout_kv == "PA_BSND", "layouts ", layout_query,
                    " and ", layout_kv, " are not emulated, only TND and PA_BSND");
      require_heads(heads);
@@ -290,5 +292,6 @@ OP(aclnnKvQuantSparseFlashAttention,
      a.rope_dim = rope;
      a.wanted = chosen.size(2);
      a.scale = static_cast<float>(scale);
+     a.block = sparse_block_size;
      return attend_task(a);
    })

@@ -20,7 +20,6 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.memory import GIB, MIB, RankMemory, largest_eager_step
 from dist_aclgraph.shapes.activation_sizes import activation_bytes
 from dist_aclgraph.shapes.families import read_model_spec
-from dist_aclgraph.shapes.model_facts import ModelFacts
 
 SHAPE = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
 NOT_WEIGHTS = ("HCCL buffers", "step buffers", "token counts")
@@ -191,16 +190,6 @@ def test_a_checkpoint_in_int8_is_priced_as_it_is(tmp_path: Path) -> None:
     save_file({"y": np.zeros(4, np.int8)}, tmp_path / "b.safetensors")
 
     assert account(plain).parts == account(quantised).parts
-
-
-def test_a_model_of_unknown_shape_takes_the_bytes_of_its_files() -> None:
-    facts = ModelFacts(
-        architecture="X", num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64,
-        context_len=128, weight_bytes=1000,
-    )  # fmt: skip
-    memory = RankMemory.from_config(make(parallel={"tp": 4}), facts, GIB, has_hccl_buffers=False)
-
-    assert memory.taken_bytes == 250 and memory.graph_bytes == memory.eager_bytes == 0
 
 
 @given(st.integers(1, 4096), st.sampled_from([(8, 1), (8, 8), (8, 32), (16, 16)]))

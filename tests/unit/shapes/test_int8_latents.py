@@ -20,18 +20,23 @@ def check(model: str, **settings: Any) -> None:
     check_model(config, read_model_facts(config.model))
 
 
-@pytest.mark.parametrize("model", ["deepseek-v3.2", "glm-5"])
-def test_sparse_latent_attention_reads_latents_in_int8(model: str) -> None:
+@pytest.mark.parametrize("model", ["deepseek-v3.2", "glm-5", "deepseek-v3", "kimi-k2"])
+def test_latent_attention_reads_latents_in_int8(model: str) -> None:
     check(model, parallel={"tp": 8, "pcp": 2})
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        ("qwen3-235b-a22b", {}, "only the latents of sparse attention"),
-        ("deepseek-v3", {}, "only with int8 queries and calibrated scales"),
-        ("kimi-k2", {}, "only with int8 queries and calibrated scales"),
-        ("deepseek-v3.2", {"parallel": {"tp": 8, "dcp": 2}}, "gives no sums"),
+        ("qwen3-235b-a22b", {}, "only the latents of latent attention"),
+        *(
+            (
+                model,
+                {"parallel": {"tp": 8, "dcp": 2}},
+                "gives no sums.*set kv.dtype=auto, whose shards take less memory than int8 without",
+            )
+            for model in ("deepseek-v3.2", "deepseek-v3")
+        ),
     ],
 )
 def test_other_caches_in_int8_are_refused(

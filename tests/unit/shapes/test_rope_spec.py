@@ -108,7 +108,8 @@ def test_the_context_counts_the_scaling(
 
 
 def test_a_deployment_may_have_the_scaled_context_and_no_more(tmp_path: Path) -> None:
-    write(tmp_path, rope_scaling={"type": "yarn", "factor": 4.0})
+    sizes = {"vocab_size": 64, "intermediate_size": 16}
+    write(tmp_path, rope_scaling={"type": "yarn", "factor": 4.0}, **sizes)
 
     def plan(length: int) -> Planner:
         return Planner.from_config(make_config({"model": str(tmp_path), "max_model_len": length}))

@@ -18,6 +18,8 @@ SHAPE = {
     "hidden_size": 256,
     "head_dim": 64,
     "max_position_embeddings": 2048,
+    "vocab_size": 1000,
+    "intermediate_size": 512,
 }
 
 

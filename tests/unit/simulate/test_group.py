@@ -398,7 +398,8 @@ def test_a_time_line_stays_small_and_loses_nothing(width: int) -> None:
 
 
 def test_ranks_that_share_experts_are_simulated_in_one_group(tmp_path: Path) -> None:
-    shape = {**SHAPE, "num_experts": 8, "num_experts_per_tok": 2}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    shape = {**SHAPE, **experts, "architectures": ["Qwen3MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     load = [Arrival(0.0, 5, 3) for _ in range(8)]
 
