@@ -198,6 +198,14 @@ def test_an_operand_may_be_a_part_of_the_result(name: str) -> None:
     assert_same(device[:, 1:], want, 1e-6)
 
 
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+def test_a_comparison_with_a_number_treats_nan_and_rounding_as_torch(name: str) -> None:
+    x = torch.cat([X.flatten(), torch.tensor([0.1, torch.nan, torch.inf, -torch.inf, 0.0, -0.0])])
+    for number in (0.1, 0, torch.inf, torch.nan):
+        check(lambda a, number=number: getattr(a, name)(number), x)
+        check(lambda a, number=number: getattr(a, name)(number), x[::3])
+
+
 @pytest.mark.parametrize("place", [0, 8, 1001, 1002])
 def test_the_greatest_of_a_wide_row_may_be_anywhere(place: int) -> None:
     x = torch.randn(3, 1003).clamp_(max=3)

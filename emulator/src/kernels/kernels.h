@@ -131,6 +131,15 @@ void log1p(const float *x, float *out, int64_t n);
 // Finds the first position of the greatest value in each row; a NaN counts as greatest, as in ATen.
 void argmax_rows(Data x, int64_t rows, int64_t columns, int64_t row_stride, void *out,
                  bool out_is_int32);
+enum class Order { Eq, Ne, Lt, Le, Gt, Ge };
+// out[i] = x[i] <order> y, as 0 or 1
+void compare(const float *x, float y, Order order, uint8_t *out, int64_t n);
+// out[i] = mask[i] ? first[i] : second[i]. Each byte of the mask is 0 or 1. `out` may be one of the
+// other arrays.
+void choose_words(const uint8_t *mask, const uint32_t *first, const uint32_t *second, uint32_t *out,
+                  int64_t n);
+// out[i] = mask[i] ? word : out[i]
+void fill_words(const uint8_t *mask, uint32_t word, uint32_t *out, int64_t n);
 
 // ---- copy.cpp
 // Source and destination have the same element type, up to five dimensions, and any strides (in

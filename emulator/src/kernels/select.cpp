@@ -1,29 +1,47 @@
-// Row-wise argmax.
+// Row-wise argmax, comparisons with a number, and selection by masks.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
+#include <functional>
 
 namespace emu::kernels {
 
-static int64_t argmax_row(const float *x, int64_t columns) {
-  // One maximum for each lane; without lanes, the compiler does not vectorise the search.
-  float lanes[kLanes];
-  std::fill(lanes, lanes + kLanes, -INFINITY);
+// The greatest of n values, which may be none; NaN if any value is NaN.
+static float greatest_of(const float *x, int64_t n) {
+  Floats best = Floats{} - INFINITY;
+  auto is_nan = best != best;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Floats values = load(x + i);
+    best = values > best ? values : best;
+    is_nan |= values != values;
+  }
+  float found = -INFINITY;
   bool has_nan = false;
-  int64_t whole = columns / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes)
-    for (int lane = 0; lane < kLanes; lane++) {
-      float value = x[i + lane];
-      lanes[lane] = value > lanes[lane] ? value : lanes[lane];
-      has_nan |= value != value;
-    }
-  for (int64_t i = whole; i < columns; i++) {
-    lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+  for (int lane = 0; lane < kLanes; lane++) {
+    found = best[lane] > found ? best[lane] : found;
+    has_nan |= is_nan[lane] != 0;
+  }
+  for (; i < n; i++) {
+    found = x[i] > found ? x[i] : found;
     has_nan |= x[i] != x[i];
   }
-  float greatest = *std::max_element(lanes, lanes + kLanes);
-  for (int64_t i = 0; i < columns; i++)
-    if (has_nan ? x[i] != x[i] : x[i] == greatest)
+  return has_nan ? NAN : found;
+}
+
+static int64_t argmax_row(const float *x, int64_t columns) {
+  constexpr int64_t kBlock = 512;
+  int64_t start = 0;  // of the first block that contains the greatest value
+  float greatest = -INFINITY;
+  for (int64_t i = 0; i < columns && greatest == greatest; i += kBlock) {
+    float found = greatest_of(x + i, std::min(kBlock, columns - i));
+    if (!(found <= greatest)) {  // greater, or NaN
+      greatest = found;
+      start = i;
+    }
+  }
+  for (int64_t i = start; i < columns; i++)
+    if (greatest == greatest ? x[i] == greatest : x[i] != x[i])
       return i;
   return 0;
 }
@@ -39,6 +57,41 @@ void argmax_rows(Data x, int64_t rows, int64_t columns, int64_t row_stride, void
     else
       static_cast<int64_t *>(out)[row] = best;
   }
+}
+
+template <class Test>
+static void compare_each(const float *x, float y, uint8_t *out, int64_t n, Test test) {
+  for (int64_t i = 0; i < n; i++)
+    out[i] = test(x[i], y);
+}
+void compare(const float *x, float y, Order order, uint8_t *out, int64_t n) {
+  switch (order) {
+  case Order::Eq:
+    return compare_each(x, y, out, n, std::equal_to<>());
+  case Order::Ne:
+    return compare_each(x, y, out, n, std::not_equal_to<>());
+  case Order::Lt:
+    return compare_each(x, y, out, n, std::less<>());
+  case Order::Le:
+    return compare_each(x, y, out, n, std::less_equal<>());
+  case Order::Gt:
+    return compare_each(x, y, out, n, std::greater<>());
+  case Order::Ge:
+    return compare_each(x, y, out, n, std::greater_equal<>());
+  }
+}
+
+static inline uint32_t choose(uint32_t is_first, uint32_t first, uint32_t second) {
+  return second ^ ((first ^ second) & -is_first);
+}
+void choose_words(const uint8_t *mask, const uint32_t *first, const uint32_t *second, uint32_t *out,
+                  int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    out[i] = choose(mask[i], first[i], second[i]);
+}
+void fill_words(const uint8_t *mask, uint32_t word, uint32_t *out, int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    out[i] = choose(mask[i], word, out[i]);
 }
 
 }  // namespace emu::kernels

@@ -1,4 +1,5 @@
 // Comparisons, logical and bitwise operators, selection by masks.
+#include "kernels/kernels.h"
 #include "ops/op_abi.h"
 
 using namespace emu;
@@ -12,7 +13,30 @@ using namespace emu;
     if (!are_mask_bits(a))                                                                         \
       a.copy_(at::F(a, b));                                                                        \
   })
-#define COMPARISON(NAME, F) BINARY_OF(Tensor, NAME##Tensor, F) BINARY_OF(Scalar, NAME##Scalar, F)
+#define BITWISE(NAME, F) BINARY_OF(Tensor, NAME##Tensor, F) BINARY_OF(Scalar, NAME##Scalar, F)
+
+// ATen compares element by element. The kernel for floats and a number uses vectors.
+template <class Else>
+static void compare(const Tensor &a, const Scalar &b, const Tensor &out, kernels::Order order,
+                    Else other) {
+  if (are_mask_bits(a))
+    return;
+  if (a.scalar_type() == at::kFloat && out.scalar_type() == at::kBool && a.is_contiguous() &&
+      out.is_contiguous() && a.sizes() == out.sizes())
+    kernels::compare(a.const_data_ptr<float>(), b.to<float>(), order,
+                     static_cast<uint8_t *>(out.data_ptr()), a.numel());
+  else
+    other();
+}
+#define COMPARISON(NAME, F)                                                                        \
+  BINARY_OF(Tensor, NAME##Tensor, F)                                                               \
+  OP(aclnn##NAME##Scalar, [](Tensor a, Scalar b, Tensor out) {                                     \
+    compare(a, b, out, kernels::Order::NAME, [&] { at::F##_out(out, a, b); });                     \
+  })                                                                                               \
+  OP(aclnnInplace##NAME##Scalar, [](Tensor a, Scalar b) {                                          \
+    if (!are_mask_bits(a))                                                                         \
+      a.copy_(at::F(a, b));                                                                        \
+  })
 
 COMPARISON(Eq, eq)
 COMPARISON(Ne, ne)
@@ -20,9 +44,9 @@ COMPARISON(Lt, lt)
 COMPARISON(Le, le)
 COMPARISON(Gt, gt)
 COMPARISON(Ge, ge)
-COMPARISON(BitwiseAnd, bitwise_and)
-COMPARISON(BitwiseOr, bitwise_or)
-COMPARISON(BitwiseXor, bitwise_xor)
+BITWISE(BitwiseAnd, bitwise_and)
+BITWISE(BitwiseOr, bitwise_or)
+BITWISE(BitwiseXor, bitwise_xor)
 BINARY_OF(Tensor, LogicalAnd, logical_and)
 BINARY_OF(Tensor, LogicalOr, logical_or)
 BINARY_OF(Tensor, LogicalXor, logical_xor)
@@ -43,8 +67,8 @@ OP(aclnnIsInTensorScalar,
    [](Tensor a, Scalar b, bool, bool invert, Tensor out) { out.copy_(invert ? a.ne(b) : a.eq(b)); })
 
 // ---- selection
-// ATen branches on each element of a mask, which is slow if the mask is random. This loop has no
-// branches. It needs contiguous tensors of equal sizes, whose elements have four bytes.
+// ATen branches on each element of a mask, which is slow if the mask is random. The kernels have no
+// branches. They need contiguous tensors of equal sizes, whose elements have four bytes.
 static bool are_words(const Tensor &mask, std::initializer_list<Tensor> tensors) {
   bool result = mask.scalar_type() == at::kBool && mask.is_contiguous();
   for (const Tensor &each : tensors)
@@ -52,37 +76,24 @@ static bool are_words(const Tensor &mask, std::initializer_list<Tensor> tensors)
               each.scalar_type() == tensors.begin()->scalar_type();
   return result;
 }
-template <typename First, typename Second>
-static void choose_words(const Tensor &mask, First first, Second second, uint32_t *chosen) {
-  const auto *is_first = static_cast<const uint8_t *>(mask.data_ptr());
-  for (int64_t i = 0, n = mask.numel(); i < n; i++) {
-    const uint32_t a = first(i), b = second(i), is_a = is_first[i];
-    chosen[i] = b ^ ((a ^ b) & -is_a);
-  }
-}
+static const uint8_t *bytes_of(const Tensor &t) { return static_cast<uint8_t *>(t.data_ptr()); }
 static uint32_t *words_of(const Tensor &t) { return static_cast<uint32_t *>(t.data_ptr()); }
 
 OP(aclnnSWhere, [](Tensor condition, Tensor a, Tensor b, Tensor out) {
-  if (!are_words(condition, {a, b, out})) {
+  if (are_words(condition, {a, b, out}))
+    kernels::choose_words(bytes_of(condition), words_of(a), words_of(b), words_of(out),
+                          out.numel());
+  else
     out.copy_(at::where(condition.to(at::kBool), a, b));
-    return;
-  }
-  const uint32_t *first = words_of(a), *second = words_of(b);
-  choose_words(
-      condition, [=](int64_t i) { return first[i]; }, [=](int64_t i) { return second[i]; },
-      words_of(out));
 })
 OP(aclnnInplaceMaskedFillScalar, [](Tensor a, Tensor mask, Scalar v) {
   if (skips(a))
     return;
-  if (!are_words(mask, {a})) {
+  if (are_words(mask, {a}))
+    kernels::fill_words(bytes_of(mask), *words_of(at::scalar_tensor(v, a.scalar_type())),
+                        words_of(a), a.numel());
+  else
     a.masked_fill_(mask.to(at::kBool), v);
-    return;
-  }
-  Tensor filling = at::scalar_tensor(v, a.scalar_type());
-  const uint32_t word = *words_of(filling), *kept = words_of(a);
-  choose_words(
-      mask, [=](int64_t) { return word; }, [=](int64_t i) { return kept[i]; }, words_of(a));
 })
 OP(aclnnInplaceMaskedFillTensor, [](Tensor a, Tensor mask, Tensor v) {
   if (!skips(a))
@@ -94,5 +105,6 @@ OP(aclnnInplaceMaskedScatter, [](Tensor a, Tensor mask, Tensor source) {
 
 // Other files have macros of these names.
 #undef BINARY_OF
+#undef BITWISE
 #undef COMPARISON
 #undef UNARY
