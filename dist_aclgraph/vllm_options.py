@@ -160,8 +160,7 @@ REFUSED: dict[str, str] = {
     "kv_cache_dtype": "the KV cache has the type of --dtype, or int8 with kv.dtype=int8",
     "kv_cache_memory_bytes": "use --gpu-memory-utilization or --num-gpu-blocks-override",
     "kv_events_config": "set the keys of kv.events instead, such as kv.events.publish=true",
-    "kv_transfer_config": "parallel.prefill_groups=N lets N groups compute long prompts; for "
-    "routers between services, set kv.host_gib and kv.peers_key_file",
+    "kv_transfer_config": "use parallel.prefill_groups in a service, kv.peers_key_file between two",
     "limit_mm_per_prompt": "prompts are texts",
     "long_prefill_token_threshold": "use scheduler.long_prompt_tokens",
     "max_log_len": "prompts are not logged: leave it out",

@@ -46,8 +46,8 @@ class RankCaches:
             self.drafts.make_cache(room)
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
+    def state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state_tensors())
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of all caches, including the next-token module's cache."""

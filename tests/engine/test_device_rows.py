@@ -26,7 +26,11 @@ from tests.engine.prompt_steps import prompt_step
 
 PLACE = ContextPlace(Shards(16))
 KIND: Any = SimpleNamespace(
-    slot_dtype=torch.int64, takes_long_queries=True, ropes_written=False, reads_device_rows=True
+    slot_dtype=torch.int64,
+    takes_long_queries=True,
+    ropes_written=False,
+    reads_device_rows=True,
+    chooses_keys=True,
 )
 
 

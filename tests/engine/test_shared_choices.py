@@ -49,6 +49,7 @@ KIND: Any = SimpleNamespace(
     takes_long_queries=True,
     ropes_written=True,
     reads_device_rows=True,
+    chooses_keys=True,
     rope=rope_of,
 )
 

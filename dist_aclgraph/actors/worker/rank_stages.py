@@ -455,8 +455,10 @@ class RunningRank:
         joined = self.joined
         # Gives back the temporary memory of eager steps, which ``eager_bytes`` already counts.
         joined.npu.give_back()
-        # Before graphs are captured, other caches replace the caches of the trial steps.
-        free_bytes = joined.npu.memory().free_bytes + self.runner.caches.num_bytes
+        # Before graphs are captured, other caches replace the caches of the trial steps. The new
+        # states have the size of the old ones. The few old blocks are not added, because parts of
+        # torch's segments may stay reserved after them.
+        free_bytes = joined.npu.memory().free_bytes + self.runner.caches.state_bytes
         free_bytes -= self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
