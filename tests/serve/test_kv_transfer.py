@@ -35,7 +35,7 @@ SOURCE = BlockSource(
     (Address("node", Endpoint("ipc://x"), Endpoint("tcp://10.0.0.5:20001", KEYS)),),
     "identity",
     CachePlace(num_heads=2, num_kv_heads=2, num_ranks=1),
-    (Holders(((0,),)),),
+    (Holders(((0,), (0,))),),
 )
 PROMPT = list(range(5, 305))
 MODEL = "tiny-qwen3"
