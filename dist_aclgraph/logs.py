@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -29,6 +30,7 @@ from dist_aclgraph.log_folder import file_name, open_folder
 PACKAGE, ACCESS, RAY = "dist_aclgraph", "dist_aclgraph.access", "ray"
 Role = Literal["supervisor", "owner", "ingress", "service", "controller", "engine", "worker"]
 SERVES_HTTP: tuple[Role, ...] = ("ingress", "service")
+SELDOM_S = 10.0  # shortest time between two lines of a ``SeldomEvent``
 EVENT, FIELDS = "event", "fields"  # attributes of a log record
 # matches a value that is written without quotes
 _BARE = re.compile(r"[A-Za-z0-9_.:/+@%,*()\[\]-]+")
@@ -46,6 +48,33 @@ def event(source: logging.Logger, name: str, level: int = logging.INFO, **fields
         found = {key: value for key, value in fields.items() if value is not None}
         line = _pairs({EVENT: name, **found})
         source.log(level, "%s", line, extra={EVENT: name, FIELDS: found}, stacklevel=2)
+
+
+class SeldomEvent:
+    """An event that each request of a client could cause. It is written at most once in
+    ``SELDOM_S``, so clients cannot fill the log. Its field ``count`` is the number of times since
+    the last line.
+    """
+
+    def __init__(
+        self,
+        source: logging.Logger,
+        name: str,
+        level: int = logging.INFO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._name, self._level = source, name, level
+        self._clock = clock
+        self._count = 0
+        self._next_s = -math.inf  # when the next line may be written
+
+    def note(self, **fields: Any) -> None:
+        """Count the event, and write it if the last line is old enough."""
+        self._count += 1
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            event(self._source, self._name, self._level, **fields, count=self._count)
+            self._count, self._next_s = 0, now_s + SELDOM_S
 
 
 @contextmanager

@@ -24,9 +24,9 @@ class ClusterConfig(Section):
         pattern=PORTS_PATTERN,
         description="TCP ports for connections between nodes, e.g. 20000-20100. The first node of "
         "each lockstep group uses up to five of these ports; with "
-        "parallel.prefill_groups or kv.peers_key_file, each other node of a group uses one. null "
-        "means any free "
-        "port. HCCL has separate ports: device.hccl_host_ports and "
+        "parallel.prefill_groups or kv.peers_key_file, each other node of a group uses one. With "
+        "kv.transport=hixl, each node uses one more for each data-parallel rank that has workers "
+        "there. null means any free port. HCCL has separate ports: device.hccl_host_ports and "
         "device.hccl_npu_ports",
     )
 

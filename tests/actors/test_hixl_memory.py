@@ -29,6 +29,7 @@ from dist_aclgraph.kv.arena import ALIGNMENT, Slot
 from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.planning.budget import MAX_LINKS
 from tests.actors.fetched_files import MODEL, TOKEN
+from tests.actors.kv_sockets import free_ports
 from tests.actors.leftovers import wait_until
 from tests.ports import free_port
 
@@ -286,11 +287,47 @@ def test_the_port_is_one_of_the_configured_ports() -> None:
     for wildcard in ("0.0.0.0", "::"):
         with pytest.raises(PlacementError, match="all addresses"):
             begin(wildcard)
-    assert hixl.log == ["listen", "close"] + 4 * ["close"]
+    assert hixl.log == ["listen", "close"]
     hixl.goes_on.clear()
     with pytest.raises(WorkerError, match="has not begun"):
         begin(timeout_s=0.05)
     hixl.goes_on.set()
+
+
+def test_a_port_that_another_program_takes_in_between_is_left_to_it() -> None:
+    """All workers of a node choose from the same ports, and often at the same time."""
+    ports, memory, taken = free_ports(2), FakeMemory(), []
+
+    class Overtaken(FakeHixl):
+        def listen(self, name: str, memory: Any) -> None:
+            super().listen(name, memory)
+            if name == f"{LOOPBACK}:{ports[0]}":
+                taken.append(socket.create_server((LOOPBACK, ports[0])))
+                raise DeviceError("FAILED (503900)")
+
+    engines: list[FakeHixl] = []
+
+    def open_engine() -> FakeHixl:
+        engines.append(Overtaken(memory))
+        return engines[-1]
+
+    made = HixlMemory(memory, open_engine, LOOPBACK, ports, WAIT_S)  # type: ignore[arg-type]
+    try:
+        assert made.engine == f"{LOOPBACK}:{ports[1]}"
+        assert [each.log for each in engines] == [["listen", "close"], ["listen"]]
+    finally:
+        made.close(WAIT_S)
+        taken[0].close()
+    assert memory.is_freed
+
+
+def test_an_engine_that_cannot_listen_at_a_free_port_is_an_error() -> None:
+    memory = FakeMemory()
+    hixl = FakeHixl(memory)
+    hixl.fails = {"listen"}
+    with pytest.raises(DeviceError, match="listen fails"):
+        HixlMemory(memory, lambda: hixl, LOOPBACK, free_ports(2), WAIT_S)  # type: ignore[arg-type]
+    assert hixl.log == ["listen", "close"]
 
 
 FAILURES = st.sets(st.sampled_from(["connect", "read", "disconnect"]))

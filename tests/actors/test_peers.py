@@ -24,6 +24,7 @@ from dist_aclgraph.actors.wire.peers import (
 from dist_aclgraph.cli.doctor.examine import peers_findings
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.kv.group_files import Holders
 from dist_aclgraph.kv.tiers import cache_identity
 from tests.actors.fetched_files import MODEL, NAMES, PLACE, WAIT_S, World
 from tests.actors.kv_sockets import LOOPBACK, free_ports
@@ -175,6 +176,26 @@ def test_a_signed_message_of_another_version_is_refused(world: World) -> None:
     ticket = base64.urlsafe_b64encode(key._mac(body) + body).decode()
     with pytest.raises(TicketError, match="another version"):
         key.open(offer_of(world)._replace(ticket=ticket), NOW_S)
+
+
+@pytest.mark.parametrize(
+    "holders",
+    [
+        Holders(((0,),)),
+        Holders(((0,), (0,), (0,))),
+        Holders(((0,), (0,)), ((0,),)),
+        Holders(((0,), (1,))),
+        Holders(((0,), (-1,))),
+        Holders(((0,), ())),
+    ],
+)
+def test_a_ticket_whose_files_have_no_nodes_is_refused(world: World, holders: Holders) -> None:
+    """The engine would end if it looked for the node of such a file."""
+    key = PeersKey(SECRET)
+    offer = key.offer(msgspec.structs.replace(source_of(world), holders=(holders,)), NOW_S)
+    assert offer is not None
+    with pytest.raises(TicketError, match="another version"):
+        key.open(offer, NOW_S)
 
 
 def test_a_group_without_tcp_makes_no_offer(world: World) -> None:

@@ -198,6 +198,15 @@ def test_an_operand_may_be_a_part_of_the_result(name: str) -> None:
     assert_same(device[:, 1:], want, 1e-6)
 
 
+def test_quotients_of_integers_are_cut_to_an_integer_result() -> None:
+    """As in aclnn_div.cpp: the quotient is computed in floats. PyTorch refuses this on CPUs."""
+    ints, others = torch.tensor([7, -7, 6], dtype=torch.int32), torch.tensor([2, 2, 3])
+
+    got = ints.npu().div_(others.to(torch.int32).npu())
+
+    assert got.cpu().tolist() == [3, -3, 2]
+
+
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
 def test_a_comparison_with_a_number_treats_nan_and_rounding_as_torch(name: str) -> None:
     x = torch.cat([X.flatten(), torch.tensor([0.1, torch.nan, torch.inf, -torch.inf, 0.0, -0.0])])

@@ -29,6 +29,8 @@ STOP = "stop\n{}"
         (f"I look.\n{FIND}", Message("I look.", calls=[FOUND])),
         (f"{STOP}\nDone.", Message("Done.", calls=[STOPPED])),
         (f"{STOP}\nstop it\n{STOP}", Message("stop it", calls=[STOPPED, STOPPED])),
+        (f"stop\n\n{FIND}", Message("stop", calls=[FOUND])),
+        (f"stop\n{{\n{STOP}", Message("stop\n{", calls=[STOPPED])),
         ('find\n{ "n": 1 }', Message(calls=[("find", '{ "n": 1 }', True)])),
         ('find\n{"n": 1', Message(calls=[("find", '{"n": 1', False)])),
         ("other\n{}", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from dist_aclgraph.actors.wire.peers import TICKET_S, PeersKey
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.group_files import Holders
 from dist_aclgraph.kv.tiers import CachePlace
+from dist_aclgraph.logs import FIELDS, SELDOM_S, SeldomEvent
 from dist_aclgraph.scheduler.routing import block_hashes
 from tests.serve.conftest import Service, serving, until
 from tests.serve.test_errors import assert_error
@@ -35,7 +37,7 @@ SOURCE = BlockSource(
     (Address("node", Endpoint("ipc://x"), Endpoint("tcp://10.0.0.5:20001", KEYS)),),
     "identity",
     CachePlace(num_heads=2, num_kv_heads=2, num_ranks=1),
-    (Holders(((0,),)),),
+    (Holders(((0,), (0,))),),
 )
 PROMPT = list(range(5, 305))
 MODEL = "tiny-qwen3"
@@ -179,8 +181,14 @@ def forged(now_s: float = 0.0, secret: str = SECRET) -> dict[str, Any]:
     ],
 )
 def test_a_ticket_that_cannot_be_used_is_ignored_with_one_event(
-    sharing: Service, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], cause: str
+    sharing: Service,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    cause: str,
 ) -> None:
+    refused = SeldomEvent(logging.getLogger("dist_aclgraph"), "kv_ticket_refused", logging.WARNING)
+    monkeypatch.setattr(sharing.state, "refused_tickets", refused)
     params = complete(sharing, DECODE_ELSEWHERE).json()["kv_transfer_params"]
 
     reply = complete(sharing, {**params, **changes}, max_tokens=3)
@@ -189,6 +197,24 @@ def test_a_ticket_that_cannot_be_used_is_ignored_with_one_event(
     assert sharing.engine.submitted[-1].peer is None
     (record,) = [r for r in caplog.records if "kv_ticket_refused" in str(vars(r))]
     assert cause in str(vars(record))
+
+
+def test_many_refused_tickets_do_not_fill_the_log(
+    sharing: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1e6
+    log = logging.getLogger("dist_aclgraph")
+    refused = SeldomEvent(log, "kv_ticket_refused", logging.WARNING, lambda: now_s)
+    monkeypatch.setattr(sharing.state, "refused_tickets", refused)
+    params = {"do_remote_prefill": True, **forged(), "remote_ticket": "AAAA"}
+
+    for _ in range(3):
+        complete(sharing, params)
+    now_s += SELDOM_S
+    complete(sharing, params)
+
+    fields = [vars(r)[FIELDS] for r in caplog.records if "kv_ticket_refused" in str(vars(r))]
+    assert [each["count"] for each in fields] == [1, 3]
 
 
 def test_services_without_a_secret_ignore_tickets(keeping: Service) -> None:

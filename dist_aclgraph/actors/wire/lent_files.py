@@ -23,8 +23,8 @@ from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.planning.budget import MAX_LINKS
 
 # A reader that is silent for LEASE_S counts as dead: its slots get other files, and other readers
-# take its place. A reader that still lives only reads, and finds the change by the checksum of the
-# file. A reader ends a link that it has not used for IDLE_S.
+# take its place. If it is alive after all, it changes nothing, because it only reads; and the
+# checksum shows that the file is another one. A reader ends a link that it has not used for IDLE_S.
 LEASE_S, IDLE_S = 60.0, 30.0
 MAX_WAITING = 256  # maximum number of requests that wait for a slot; others find no file
 

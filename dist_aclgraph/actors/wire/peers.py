@@ -77,6 +77,19 @@ class _Ticket(msgspec.Struct, frozen=True, array_like=True):
     place: CachePlace
     holders: tuple[Holders, ...]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether each file of the place has a node, as ``routes`` expects. Another version of
+        dist_aclgraph may divide a cache in another way.
+        """
+        counts = len(self.place.all_places), len(self.place.all_state_places)
+        return bool(self.nodes) and all(
+            (len(each.blocks), len(each.states)) == counts
+            and all(each.blocks + each.states)
+            and all(0 <= i < len(self.nodes) for part in each.blocks + each.states for i in part)
+            for each in self.holders
+        )
+
 
 class PeersKey:
     """The keys that are derived from the common secret of several services.
@@ -162,7 +175,9 @@ class PeersKey:
         try:
             ticket = msgspec.msgpack.decode(body, type=_Ticket)
         except msgspec.MsgspecError:
-            raise TicketError("it was made by another version of dist_aclgraph") from None
+            ticket = None
+        if ticket is None or not ticket.is_complete:
+            raise TicketError("it was made by another version of dist_aclgraph")
         if now_s >= ticket.expires_s:
             raise TicketError(f"it expired {now_s - ticket.expires_s:.0f} s ago")
         if (offer.host, offer.port) != _host_and_port(ticket.nodes[0].url):

@@ -150,8 +150,7 @@ class HixlMemory:
     def _serve(self, open_engine: Callable[[], Transfers], host: str, ports: range | None) -> None:
         engine, call = None, None
         try:
-            engine = open_engine()
-            self._listen(engine, host, ports)
+            engine = self._listen(open_engine, host, ports)
         except DistAclGraphError as e:
             self._problem = e
         except Exception as e:
@@ -171,25 +170,33 @@ class HixlMemory:
             if not (self._is_lent or self._read.is_used):
                 self._memory.free()
 
-    def _listen(self, engine: Transfers, host: str, ports: range | None) -> None:
+    def _listen(
+        self, open_engine: Callable[[], Transfers], host: str, ports: range | None
+    ) -> Transfers:
+        """Return an engine that listens."""
         if ip_address(host).is_unspecified:
             raise PlacementError(
                 f"HIXL would listen at all addresses of this machine ({host}); start Ray with the "
                 "address of the node (--node-ip-address)"
             )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        found = 0
+        engine: Transfers | None = None
 
         def try_port(port: int) -> None:
-            nonlocal found
-            with socket.socket(family) as probe:
-                probe.bind((host, port))
-                found = probe.getsockname()[1]
+            nonlocal engine
+            found = _free_port(host, port)
+            self.engine = f"{url_host(host)}:{found}"
+            engine = open_engine()
+            try:
+                engine.listen(self.engine, self._memory)
+            except Exception:
+                engine.close()
+                _free_port(host, found)  # fails if another worker of the node was faster
+                raise
 
         bind_to_one(ports, host, try_port)
-        self.engine = f"{url_host(host)}:{found}"
-        engine.listen(self.engine, self._memory)
+        assert engine is not None
         event(logger, "kv_hixl_listens", engine=self.engine)
+        return engine
 
     def _next_read(self, engine: Transfers) -> _Read | None:
         """Return the next read; None if the thread ends. Unused links end after a while."""
@@ -256,3 +263,15 @@ class HixlMemory:
             logger.warning("a link to %s did not end: %s", name, e)
             return False
         return True
+
+
+def _free_port(host: str, port: int) -> int:
+    """Return a port that is free now: ``port``, or any port for 0.
+
+    Raises:
+        OSError: the port is in use, or the machine does not have the address.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, port))
+        found: int = probe.getsockname()[1]
+    return found

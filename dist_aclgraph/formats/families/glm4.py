@@ -42,7 +42,11 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             if marker or (yield from scanner.peek()):
                 continue
         else:
-            scanner.content(marker + scanner.give_back())
+            text = scanner.give_back()
+            scanner.content(marker + text)
+            if text.endswith("\n"):  # the call can be in the line after it
+                marker = ""
+                continue
         marker = yield from scanner.copy_until(["\n", following], scanner.content)
         if marker == "\n":
             scanner.content(marker)

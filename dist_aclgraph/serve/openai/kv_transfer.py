@@ -9,7 +9,6 @@ service fetches the files. The second service computes the tokens whose files it
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
@@ -20,15 +19,12 @@ from dist_aclgraph.actors.client.token_log import TransferRole
 from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.peers import Offer, TicketError
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.logs import event
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode, is_empty
 from dist_aclgraph.serve.openai.generation import Generation
 from dist_aclgraph.serve.openai.state import ApiState
 
 PARAM = "kv_transfer_params"
-
-logger = logging.getLogger(__name__)
 
 
 class TransferParams(Body):
@@ -111,7 +107,7 @@ def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
         port = decode(params.remote_port, int, "remote_port")
         return state.peers.open(Offer(host, port, ticket), time.time())
     except (InvalidParameterError, TicketError) as e:
-        event(logger, "kv_ticket_refused", logging.WARNING, cause=str(e))
+        state.refused_tickets.note(cause=str(e))
         return None
 
 

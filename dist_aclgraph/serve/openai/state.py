@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import time
@@ -24,6 +25,7 @@ from dist_aclgraph.errors import (
     UnknownModelError,
 )
 from dist_aclgraph.formats.choice import choose_format
+from dist_aclgraph.logs import SeldomEvent
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.metrics import Metrics
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
@@ -44,6 +46,8 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number of a prompt's log-probabilities in one response
 MAX_QUEUE_S = 10.0  # maximum number of seconds that a grammar waits for its compilation
 WRITING: tuple[Task, ...] = ("generate", "rerank")  # models for these tasks generate text
+
+logger = logging.getLogger(__name__)
 
 
 class ApiState:
@@ -69,6 +73,7 @@ class ApiState:
         self.reranker = RerankPrompts(tokenizer) if self.task.name == "rerank" else None
         self.client = client
         self.peers = PeersKey.read(config)
+        self.refused_tickets = SeldomEvent(logger, "kv_ticket_refused", logging.WARNING)
         self.created_s = int(time.time())
         self.sampling_defaults = read_sampling_defaults(config)
         self.context_len = config.max_model_len or tokenizer.context_len

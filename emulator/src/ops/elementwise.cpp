@@ -137,6 +137,17 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
       a.copy_(at::F(a, b, k));                                                                     \
   })
 
+// Quotients of integers are floats. CANN casts them to the type of `out`, but at::div_out refuses that.
+static void write_quotient(const Tensor &a, const Tensor &b, const Tensor &out) {
+  if (out.is_floating_point())
+    WRITE(div, out, TENSORS(a, b), a, b);
+  else
+    out.copy_(at::div(a, b));
+}
+static void write_quotient(const Tensor &a, const Scalar &b, const Tensor &out) {
+  out.copy_(at::div(a, b));
+}
+
 SCALED(Add, add)
 SCALED(Sub, sub)
 SCALED(Rsub, rsub)
@@ -146,7 +157,14 @@ SCALED_BY_SCALAR(Rsubs, rsub)
 
 BINARY(Mul, mul)
 WITH_SCALAR(Muls, mul)
-BINARY(Div, div)
+OP(aclnnDiv, [](Tensor a, Tensor b, Tensor out) {
+  if (!skips(out))
+    write_quotient(a, b, out);
+})
+OP(aclnnInplaceDiv, [](Tensor a, Tensor b) {
+  if (!skips(a))
+    write_quotient(a, b, a);
+})
 WITH_SCALAR(Divs, div)
 BINARY(FloorDivide, floor_divide)
 WITH_SCALAR(FloorDivides, floor_divide)
@@ -168,12 +186,6 @@ OP(aclnnRemainderScalarTensor, [](Scalar a, Tensor b, Tensor out) {
     out.copy_(at::remainder(a, b));
 })
 
-static void write_quotient(const Tensor &a, const Tensor &b, const Tensor &out) {
-  WRITE(div, out, TENSORS(a, b), a, b);
-}
-static void write_quotient(const Tensor &a, const Scalar &b, const Tensor &out) {
-  out.copy_(at::div(a, b));
-}
 // The rounding of a quotient is 0 (none), 1 (towards zero) or 2 (down).
 template <class Second>
 static void divide(const Tensor &a, const Second &b, int mode, const Tensor &out) {
