@@ -24,6 +24,7 @@ from benchmarks.turns import show_start
 from benchmarks.workload import decode_workload, run_workload
 from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import Config, load_config, parse_overrides
+from dist_aclgraph.errors import ConfigError
 
 CONFIGS = Path("configs")
 # The soc of the emulated NPUs: an A2, and a die of an A3.
@@ -77,7 +78,12 @@ def main(
 ) -> None:
     """Rehearse, print and save."""
     chosen = [(CONFIGS / f"{name}.yaml", soc) for name, soc in DEPLOYMENTS]
-    files = [chosen[index] for index in numbers(which)] if config is None else [(config, A2)]
+    indexes = numbers(which)
+    if not set(indexes) <= set(range(len(chosen))):
+        raise ConfigError(
+            f"--which is {which}; the deployments have the numbers 0 to {len(chosen) - 1}"
+        )
+    files = [chosen[index] for index in indexes] if config is None else [(config, A2)]
     others = parse_overrides(override or [])
 
     def measure(folder: Path, bar: Progress) -> dict[str, Any]:

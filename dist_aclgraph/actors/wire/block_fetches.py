@@ -121,7 +121,7 @@ class BlockFetches:
         self._others: set[str] = set()  # groups whose blocks this group cannot read
         self._paused: dict[str, float] = {}  # for each URL, the end of the pause after a failure
         self._files: dict[CachePlace, dict[FileKind, list[KVTiers]]] = {}
-        self._has_warned = False
+        self._warnings: set[str] = set()  # the warnings that were logged
         self._is_closing = False
         self._guard = threading.Lock()  # guards ``counts`` and the sources
         self.counts = FetchCounts()
@@ -179,12 +179,10 @@ class BlockFetches:
         """Return the source of another service, if this node has equal files of the model."""
         if source.identity == self._identity:
             return source
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "no KV blocks are fetched from another service: its files of the model (names, "
-                "sizes, times) or its settings are not those of this service"
-            )
+        self._warn_once(
+            "no KV blocks are fetched from another service: its files of the model (names, sizes, "
+            "times) or its settings are not those of this service"
+        )
         return None
 
     def decode_source(self, message: bytes) -> BlockSource | None:
@@ -196,13 +194,16 @@ class BlockFetches:
         source = msgspec.msgpack.decode(message, type=BlockSource)
         if source.identity == self._identity:
             return source
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "no KV blocks are fetched to this node: its files of the model (names, sizes, "
-                "times) are not those of the engine's node"
-            )
+        self._warn_once(
+            "no KV blocks are fetched to this node: its files of the model (names, sizes, times) "
+            "are not those of the engine's node"
+        )
         return None
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
+            logger.warning(text)
 
     def fetch_of(self, source: BlockSource, is_wanted: Callable[[], bool]) -> FetchBlocks | None:
         """Return a function that fetches blocks from a source; None if there is nothing to fetch.
