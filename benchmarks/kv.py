@@ -1,10 +1,11 @@
 """``make bench-kv``: the benefits and costs of copies of KV blocks in files.
 
 An engine's scheduler and a worker's runner take turns in one process. The emulator's kernels
-compute real values, so a prompt takes CPU time. The bench has two measurements: the time to the
-first token of prompts that are computed, that are in the device's cache, or that are in files; and
-the times between the tokens of decoding requests, while other prompts are computed or read from
-files. The figures are of the emulator, and say nothing about an NPU.
+compute real values, so a prompt takes CPU time. The bench has three measurements: the time to the
+first token of prompts that are computed, that are in the device's cache, or that are in files; the
+times between the tokens of decoding requests, while other prompts are computed or read from files;
+and the time until all requests of a lost group have their next tokens, with and without files. The
+figures are of the emulator, and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ from dist_aclgraph.steps.step import RowSampling, StepResult
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS = 2048, 128, 256
 MAX_STEP_TOKENS = 512
+FILE_BYTES = 2 << 30  # limit for the files of each tier
 MEMORY, DISK = Path("/dev/shm"), Path.cwd()
 NOTE = "emulated NPU on the CPU; not an NPU figure"
+SECONDS = ("all_s", "median_s")
 ALONE, COMPUTED, READ = "alone", "prompts are computed", "prompts are read"
 
 
@@ -115,6 +118,8 @@ def main(
     batch: Annotated[int, typer.Option(help="Number of decoding requests.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps of each decoding request.")] = 300,
     rounds: Annotated[int, typer.Option(help="Rounds of each measurement.")] = 3,
+    streams: Annotated[int, typer.Option(help="Requests of a lost group.")] = 64,
+    stream_tokens: Annotated[int, typer.Option(help="Tokens of each of these.")] = 2048,
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
@@ -129,7 +134,8 @@ def main(
         }
         try:
             services = {name: make_service(path, batch, root) for name, root in roots.items()}
-            task = bar.add_task("rounds", total=rounds * (len(sizes) * len(roots) + 3))
+            total = rounds * (len(sizes) * len(roots) + 3) + 2
+            task = bar.add_task("rounds", total=total)
             first = {
                 size: first_tokens(services, size, rounds, lambda: bar.advance(task))
                 for size in sizes
@@ -137,10 +143,16 @@ def main(
             beside = decode_beside(
                 services["memory"], batch, steps, max(sizes), rounds, lambda: bar.advance(task)
             )
+            recovery = recover(
+                services["memory"],
+                roots["memory"],
+                [prompt_of(stream_tokens, 100_000 + index) for index in range(streams)],
+                lambda: bar.advance(task),
+            )
         finally:
             for root in roots.values():
                 remove(root)
-        return {"note": NOTE, "first": first, "beside": beside}
+        return {"note": NOTE, "first": first, "beside": beside, "recovery": recovery}
 
     report_bench("kv", out, run, report)
 
@@ -174,7 +186,7 @@ def make_service(path: Path, batch: int, root: Path) -> Service:
         max_num_seqs=batch + 1,
         budget_model="legacy-last",
     )
-    tiers = KVTiers({"files": BlockFiles(root, root / "rank", 1 << 30)})
+    tiers = KVTiers({"files": BlockFiles(root, root / "rank", FILE_BYTES)})
     rank = OneRank(config)
     runner = rank.make_runner(config, plan.capture_order, NUM_BLOCKS, tiers=tiers)
     for graph in plan.capture_order:
@@ -263,6 +275,42 @@ def prompts_of(service: Service, length: int, number: int, way: str) -> Iterator
     yield from prompts
 
 
+def recover(
+    service: Service, root: Path, prompts: list[IntArray], note: Any
+) -> dict[str, dict[str, float]]:
+    """Run the requests of a lost group again, first without files, then with the files of the first
+    run.
+
+    Returns:
+        for each of both ways: the seconds until all requests have their next token, and their
+        median; the CPU time for each token, in microseconds; the bytes in files for each token.
+    """
+    num_tokens = sum(map(len, prompts))
+    found: dict[str, dict[str, float]] = {}
+    bytes_before = bytes_below(root)
+    for way in (COMPUTED, READ):
+        service.forget()
+        service.first_s.clear()
+        began_s = time.process_time()
+        for index, prompt in enumerate(prompts):
+            service.add(f"{index}", prompt, 1)
+        service.finish()
+        cached = sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts)
+        assert service.scheduler.num_cached_tokens == (cached if way == READ else 0)
+        found[way] = {
+            "all_s": max(service.first_s.values()),
+            "median_s": statistics.median(service.first_s.values()),
+            "cpu_us": (time.process_time() - began_s) / num_tokens * 1e6,
+            "bytes": (bytes_below(root) - bytes_before) / num_tokens,
+        }
+        note()
+    return found
+
+
+def bytes_below(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
 def report(results: dict[str, Any]) -> Report:
     first = results["first"]
     ways = list(next(iter(first.values())))
@@ -276,9 +324,24 @@ def report(results: dict[str, Any]) -> Report:
         [way, *(f"{row[key]:.2f} ({row[key] / base[key]:.2f})" for key in ("p50_ms", "p99_ms"))]
         for way, row in beside.items()
     ]
+    recovery = results["recovery"]
+    recovered = [
+        [
+            way,
+            *(f"{row[key]:.1f} ({row[key] / recovery[COMPUTED][key]:.2f})" for key in SECONDS),
+            f"{row['cpu_us']:.0f}",
+            f"{row['bytes']:.0f}",
+        ]
+        for way, row in recovery.items()
+    ]
     tables = [
         Table("First token in ms (ratio to computed)", ["tokens", *ways], lines),
         Table("Between two tokens in ms (ratio to alone)", ["", "p50", "p99"], others),
+        Table(
+            "Next tokens of a lost group's requests (ratio to computed)",
+            ["", "all, s", "median, s", "CPU of a token, us", "bytes of a token"],
+            recovered,
+        ),
     ]
     return Report("Prompts computed, in the device's cache, and in files", tables)
 
