@@ -40,7 +40,7 @@ def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any
         form = AnswerFormat(name, None, {})
         head = "<|channel|>final<|message|>" if form.has_channels else ""
         said = tokenizer.encode(head, add_special_tokens=False) + content
-        called = tokenizer.encode(_call(name, SENTENCE * sentences), add_special_tokens=False)
+        called = tokenizer.encode(call_of(name, SENTENCE * sentences), add_special_tokens=False)
 
         def reader(form: AnswerFormat = form) -> Reader | None:
             return form.reader(TOOLS, is_thinking=False)
@@ -88,7 +88,7 @@ def _us(tokenizer: Tokenizer, ids: Sequence[int], make: Callable[[], Reader | No
     return (time.thread_time() - begin_s) * 1e6 / len(ids)
 
 
-def _call(name: str, text: str) -> str:
+def call_of(name: str, text: str) -> str:
     """Return a call with one text argument, in the syntax of the format ``name``."""
     value = json.dumps({"text": text})
     return {
@@ -97,6 +97,11 @@ def _call(name: str, text: str) -> str:
         f"<|tool_call_argument_begin|>{value}<|tool_call_end|>",
         "minimax_m2": '<minimax:tool_call>\n<invoke name="find">\n'
         f'<parameter name="text">{text}</parameter>\n</invoke>',
+        "hy_v3": "<tool_calls>\n<tool_call>find<tool_sep>\n<arg_key>text</arg_key>\n"
+        f"<arg_value>{text}</arg_value>\n</tool_call>\n</tool_calls>",
+        "glm4": f"find\n{value}",
+        "phi4_mini_json": f'<|tool_call|>[{{"name": "find", "arguments": {value}}}]<|/tool_call|>',
+        "apertus": f'<|tools_prefix|>[{{"find": {value}}}]<|tools_suffix|>',
         "mistral": f'[TOOL_CALLS][{{"name": "find", "arguments": {value}}}]',
         "granite": f'<|tool_call|>[{{"name": "find", "arguments": {value}}}]',
         "seed_oss": "<seed:tool_call>\n<function=find>\n"

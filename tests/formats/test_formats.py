@@ -11,6 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.structured_text import TOOLS as BENCH_TOOLS
+from benchmarks.structured_text import call_of
 from dist_aclgraph.config.serve import ToolFormat
 from dist_aclgraph.formats.choice import FORMATS
 from dist_aclgraph.formats.events import CallArguments, Content, Reasoning
@@ -192,6 +194,14 @@ def test_text_that_begins_like_a_call_is_held_back_no_longer_than_a_name(name, h
         shown = folded(event for token in tokens for event in reader.feed(*token)).content
 
         assert shown.rstrip().endswith(long.rstrip()), begin
+
+
+@EACH
+def test_the_bench_of_readers_has_a_call_in_each_format(name):
+    message = read(make_format(name, has_tokens=False), call_of(name, "a word"), tools=BENCH_TOOLS)
+
+    assert [called for called, *_ in message.calls] == ["find"]
+    assert '"a word' in message.calls[0][1]
 
 
 def test_arguments_are_streamed_piece_by_piece():
