@@ -23,6 +23,7 @@ from benchmarks.report import Report, make_table
 from benchmarks.turns import show_start
 from benchmarks.workload import decode_workload, run_workload
 from dist_aclgraph.actors.deployment.controller_life import OnProgress
+from dist_aclgraph.actors.host.processes import host_memory
 from dist_aclgraph.config import Config, load_config, parse_overrides
 from dist_aclgraph.errors import ConfigError
 
@@ -38,7 +39,8 @@ DEPLOYMENTS = (
 )
 MEMORY_MB = 62_000  # an NPU of 64 GB, without what its driver takes
 NUM_WORDS = 256  # number of different token ids in prompts
-LIMIT_S = 1800.0  # of each phase of a start, because all ranks share a few cores
+PHASES = ("place", "join", "load", "negotiate", "capture", "step")
+LIMIT_S = 1800.0  # timeout of each phase, because all ranks share a few cores
 # What a rank's host does for a step. With drafts, the stage "update" contains the wait for the
 # previous step, so it is not one of them.
 STAGES = ("rows", "inputs", "upload", "lengths", "replay", "sample")
@@ -125,13 +127,12 @@ def _rehearse(
         "device.soc": soc,
         "device.emulator.kernels": "timed",
         "device.emulator.memory_mb": MEMORY_MB,
-        **{f"timeouts.{phase}_s": LIMIT_S for phase in ("place", "join", "load", "negotiate")},
-        **{f"timeouts.{phase}_s": LIMIT_S for phase in ("capture", "step")},
+        **{f"timeouts.{phase}_s": LIMIT_S for phase in PHASES},
         **others,
     }
     config = load_config(path, keys)
     requests, prompt, steps = work
-    batch, available = requests * config.parallel.dp, _available_bytes()
+    batch, available = requests * config.parallel.dp, host_memory()[1]
     started_s = time.monotonic()
     with RehearsedEngine(config, show_start(bar, path.stem)) as engine:
         start_s = time.monotonic() - started_s
@@ -140,7 +141,7 @@ def _rehearse(
         before = engine.deployment.report()
         run_workload(engine.client, "measured", arrivals)
         after = engine.deployment.report()
-        here = available - _available_bytes()
+        here = available - host_memory()[1]
     times, counted = (_difference(before, after, key) for key in ("timings_us", "counted"))
     count = times[f"{MODE}.steps"]
     rank = after["ranks"][0]
@@ -172,12 +173,6 @@ def _tokens(config: Config, report: Mapping[str, Any]) -> int:
     """Return the number of tokens for which the caches of all data-parallel ranks have room."""
     blocks: int = report["num_blocks"] - 1  # one block is for padding
     return config.parallel.dp * blocks * config.kv.block_size * config.parallel.dcp
-
-
-def _available_bytes() -> int:
-    """Return the bytes of this machine's memory that new processes can use."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
 
 
 if __name__ == "__main__":

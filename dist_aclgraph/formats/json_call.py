@@ -19,6 +19,9 @@ class Outcome(Enum):
     WHOLE = "whole"
 
 
+CopyCall = Callable[[Scanner], Scan[Outcome]]  # reads one call
+
+
 def copy_call(
     scanner: Scanner, known: Container[str] | None = None, name_key: str = "name"
 ) -> Scan[Outcome]:
@@ -123,9 +126,7 @@ def _object_of(text: str) -> str:
     return "{}" if text.strip() in ("", "null") else text
 
 
-def copy_calls(
-    scanner: Scanner, before: str, copy: Callable[[Scanner], Scan[Outcome]] = copy_call
-) -> Scan[None]:
+def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Scan[None]:
     """Read calls in a list. Models also write the calls without the brackets or the commas of the
     list.
 
@@ -153,6 +154,25 @@ def copy_calls(
             scanner.let_go()
             yield from scanner.match("]")
             return
+
+
+def copy_lists(scanner: Scanner, begin: str, end: str, copy: CopyCall) -> Scan[None]:
+    """Read content in which lists of calls are between two markers. The marker ``end`` is left out
+    only if it follows the calls at once.
+
+    Args:
+        copy: reads one call.
+    """
+    marker = yield from scanner.copy_until([begin], scanner.content)
+    while marker is not None:
+        scanner.keep()
+        yield from scanner.skip_space()
+        num_calls = scanner.num_calls
+        yield from copy_calls(scanner, begin, copy)
+        if scanner.num_calls > num_calls:
+            yield from scanner.skip_space()
+            yield from scanner.match(end)
+        marker = yield from scanner.copy_until([begin], scanner.content)
 
 
 def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:

@@ -1,4 +1,4 @@
-"""A worker's files of KV blocks on an emulated NPU, in a process of their own, for tests of HIXL.
+"""A process with an emulated NPU and a worker's files of KV blocks, for tests of HIXL.
 
 Each line of standard input is a call with JSON arguments; each line of standard output is a JSON
 value. ``python -m tests.actors.hixl_node FOLDER HOST {SETTINGS}``, with the name of the emulated

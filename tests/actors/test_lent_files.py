@@ -138,8 +138,10 @@ def test_the_number_of_waiting_requests_is_limited(world: World) -> None:
     world.files.end(b"p", 0)
     assert sum(each.lent is not None for each in world.answers()) == 3
     world.files.end(b"p", MAX_WAITING)
+    assert not world.answers(), "one more request has no answer"
+    world.ask(MAX_WAITING + 2, b"x")
     [last] = world.answers()
-    assert last == (b"p", MAX_WAITING + 1, None)
+    assert last.lent is not None
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2 * ALIGNMENT)), max_size=40))

@@ -1,4 +1,4 @@
-"""Each bench without a test of its own runs to its end with a small size."""
+"""The benches that no other test runs are run with small sizes."""
 
 from __future__ import annotations
 

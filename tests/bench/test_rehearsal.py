@@ -1,4 +1,4 @@
-"""The bench of large deployments runs a deployment of a file, and reports what was captured.
+"""``make bench-rehearsal`` runs the deployment of a file, and reports the captured graphs.
 
 The test does not check times.
 """

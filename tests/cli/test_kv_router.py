@@ -16,6 +16,7 @@ import pytest
 from tests.actors.leftovers import wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service
+from tests.serve.test_kv_transfer import DECODE_ELSEWHERE
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -38,16 +39,8 @@ class Router:
 
     def begin(self, body: dict[str, Any]) -> Params:
         """Let the first service compute a prompt; return what it tells the second service."""
-        params = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
         limits = {"stream": False, "max_tokens": 1}
-        reply = post(self.prefill, {**body, **limits, "kv_transfer_params": params})
+        reply = post(self.prefill, {**body, **limits, "kv_transfer_params": DECODE_ELSEWHERE})
         found: Params = reply["kv_transfer_params"]
         return found
 

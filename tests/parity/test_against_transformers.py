@@ -173,6 +173,18 @@ def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(
         assert tokens["NONE"] == tokens["FULL_DECODE_ONLY"]
 
 
+def assert_a_strict_device_takes_every_call(
+    reference: Reference, config: Config, num_tokens: int
+) -> None:
+    """Generate tokens on a strict device, and compare the log-probabilities of the first tokens."""
+    assert config.device.emulator.strict
+    with lockstep(config) as group:
+        group.generate(reference.prompts, greedy_params(num_tokens))
+        first = group.generate(reference.prompts, greedy_params(1, logprobs=20), "l")
+
+    assert_logprobs_near(reference, [answer.logprobs[0] for answer in first])
+
+
 def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
     model = copy.deepcopy(reference.model).bfloat16()
     for prompt, row in zip(reference.prompts, rows, strict=True):

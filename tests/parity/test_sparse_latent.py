@@ -27,7 +27,10 @@ from tests.checkpoints import (
 )
 from tests.deployments import Answer, greedy_params, make_deployment_config
 from tests.lockstep import lockstep
-from tests.parity.test_against_transformers import assert_logprobs_near
+from tests.parity.test_against_transformers import (
+    assert_a_strict_device_takes_every_call,
+    assert_logprobs_near,
+)
 from tests.slow import slow
 
 V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
@@ -235,11 +238,7 @@ def test_a_strict_device_takes_every_call(
         device={"emulator": {"strict": True}},
     )
 
-    with lockstep(config) as group:
-        group.generate(model.prompts, greedy_params(NUM_TOKENS))
-        first = group.generate(model.prompts, greedy_params(1, logprobs=20), "l")
-
-    assert_logprobs_near(model, [answer.logprobs[0] for answer in first])
+    assert_a_strict_device_takes_every_call(model, config, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -395,8 +394,4 @@ def test_a_strict_device_takes_every_call_with_shards(models: Any, sizes: Any) -
         device={"emulator": {"strict": True}},
     )
 
-    with lockstep(config) as group:
-        group.generate(model.prompts, greedy_params(NUM_TOKENS))
-        first = group.generate(model.prompts, greedy_params(1, logprobs=20), "l")
-
-    assert_logprobs_near(model, [answer.logprobs[0] for answer in first])
+    assert_a_strict_device_takes_every_call(model, config, NUM_TOKENS)

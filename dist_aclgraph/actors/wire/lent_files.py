@@ -26,7 +26,7 @@ from dist_aclgraph.planning.budget import MAX_LINKS
 # take its place. If it is alive after all, it changes nothing, because it only reads; and the
 # checksum shows that the file is another one. A reader ends a link that it has not used for IDLE_S.
 LEASE_S, IDLE_S = 60.0, 30.0
-MAX_WAITING = 256  # maximum number of requests that wait for a slot; others find no file
+MAX_WAITING = 256  # maximum number of requests that wait for a slot; others get no answer
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class LentFiles:
         return bool(self._waiting)
 
     def ask(self, peer: bytes, number: int, reader: str, open_file: OpenFile | None) -> None:
-        """Add a request.
+        """Add a request. If too many requests wait, it gets no answer.
 
         Args:
             peer: the connection of the reader.
@@ -145,8 +145,9 @@ class LentFiles:
             open_file: opens the file when a slot may be free; returns None if there is no file.
                 None also means that there is no file.
         """
-        may_read = self._admit(reader) and len(self._waiting) < MAX_WAITING
-        self._waiting.append(_Request(_Key(peer, number), open_file if may_read else None))
+        if len(self._waiting) < MAX_WAITING:
+            found = open_file if self._admit(reader) else None
+            self._waiting.append(_Request(_Key(peer, number), found))
 
     def end(self, peer: bytes, number: int) -> None:
         """End the requests of a connection up to a number, whose files are no longer needed."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.json_call import copy_calls, copy_keyed_call
+from dist_aclgraph.formats.json_call import copy_keyed_call, copy_lists
 from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -27,16 +27,7 @@ def fits(template: str) -> bool:
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     begin, end = map(scanner.coded, MARKERS)
-    marker = yield from scanner.copy_until([begin], scanner.content)
-    while marker is not None:
-        scanner.keep()
-        yield from scanner.skip_space()
-        num_calls = scanner.num_calls
-        yield from copy_calls(scanner, begin, copy_keyed_call)
-        if scanner.num_calls > num_calls:
-            yield from scanner.skip_space()
-            yield from scanner.match(end)
-        marker = yield from scanner.copy_until([begin], scanner.content)
+    yield from copy_lists(scanner, begin, end, copy_keyed_call)
 
 
 def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:

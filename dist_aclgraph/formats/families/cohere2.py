@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from dist_aclgraph.formats.json_call import copy_call, copy_calls
+from dist_aclgraph.formats.json_call import copy_call, copy_lists
 from dist_aclgraph.formats.lark import ANY, Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -33,20 +33,7 @@ def fits(template: str) -> bool:
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     begin, end = scanner.coded(BEGIN), scanner.coded(END)
-    marker = yield from scanner.copy_until([begin], scanner.content)
-    while marker is not None:
-        scanner.keep()
-        yield from scanner.skip_space()
-        # the first marker is followed by another marker, not by a call
-        if (yield from scanner.match(begin)):
-            scanner.content(begin + scanner.give_back(begin))
-            continue
-        num_calls = scanner.num_calls
-        yield from copy_calls(scanner, begin, partial(copy_call, name_key=NAME))
-        if scanner.num_calls > num_calls:
-            yield from scanner.skip_space()
-            yield from scanner.match(end)
-        marker = yield from scanner.copy_until([begin], scanner.content)
+    yield from copy_lists(scanner, begin, end, partial(copy_call, name_key=NAME))
 
 
 def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:

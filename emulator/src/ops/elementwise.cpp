@@ -137,7 +137,7 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
       a.copy_(at::F(a, b, k));                                                                     \
   })
 
-// Quotients of integers are floats. CANN casts them to the type of `out`, but at::div_out refuses that.
+// Quotients of integers are floats. CANN casts them to the type of `out`; at::div_out refuses that.
 static void write_quotient(const Tensor &a, const Tensor &b, const Tensor &out) {
   if (out.is_floating_point())
     WRITE(div, out, TENSORS(a, b), a, b);

@@ -1,4 +1,4 @@
-"""Rotary embeddings of a config.json are those that transformers reads from the same file."""
+"""The service and transformers read the same rotary embeddings from a config.json."""
 
 from __future__ import annotations
 
