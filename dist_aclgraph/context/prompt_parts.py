@@ -1,11 +1,13 @@
-"""Plans attention for requests with many queries; their keys are read chunk by chunk.
+"""Plans attention for requests with many queries. The keys of such a request are read chunk by
+chunk.
 
 The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
 are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
 at the same positions. In the chunk that contains a query's position, the query attends causally; in
-each earlier chunk, it attends to all keys. So in a launch, either attention is causal, or each
-query attends to all keys. The results of a query from several chunks are merged. Several short
-requests share a chunk if they fit in it.
+each earlier chunk, it attends to all keys. So each launch of the attention operator is either
+causal, or each of its queries attends to all of its keys. If a query attends to several chunks, its
+results from these chunks are merged. Several short requests share a chunk if their KV tokens fit in
+it.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ class Launch:
 
     Attributes:
         start, stop: range of the launch's queries among the rank's tokens.
-        query_ends, kv_ends: for each piece of a request, cumulative numbers of queries and of keys.
+        query_ends, kv_ends: cumulative numbers of queries and of keys, one number for each piece of
+            a request in the launch.
         kv: the KV tokens to which the launch attends, as indices into the chunk's tokens, in order.
-        is_causal: whether the last keys belong to the queries' own tokens, so that attention is
-            causal. If false, every query sees all keys.
+        is_causal: if true, the last keys of each piece are the keys of the queries' own tokens, and
+            attention is causal. If false, every query attends to all keys.
     """
 
     start: int
@@ -59,8 +62,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """Several requests whose keys are in one shared chunk, or one request and the chunks of its
-    keys.
+    """The attention of several requests that share one chunk, or the attention of one request with
+    its chunks.
 
     Attributes:
         start, stop: range of the part's queries among the rank's tokens.
@@ -107,7 +110,7 @@ def plan_parts(
         kv_lens: [num_reqs], KV length of each request, its queries included.
         max_tokens: maximum number of KV tokens of a chunk.
         cuts_requests: whether a request with more than ``max_tokens`` KV tokens is cut into several
-            chunks. If false, the request has one longer chunk.
+            chunks. If false, such a request has one chunk, which is longer than ``max_tokens``.
     """
     first = int(np.searchsorted(np.cumsum(query_lens), split.num_whole_tokens, "right"))
     queries = _queries_of(split.pieces[rank], query_lens, kv_lens, split.num_whole_tokens)
@@ -138,8 +141,8 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield groups: neighbouring requests that share one chunk, or one request that is longer than
-    a chunk.
+    """Yield groups of requests. A group is several neighbouring requests that share one chunk, or
+    one request that fills a chunk or is longer than a chunk.
     """
     start, total = requests.start, 0
     for request in requests:
@@ -187,7 +190,9 @@ def _chunks_of_one(
 
 
 def _within(q: _Queries, start: int, stop: int) -> _Queries | None:
-    """Return the queries at positions from ``start`` to ``stop``; None if there are none."""
+    """Return the queries of ``q`` at positions from ``start`` to ``stop``; None if there are no
+    such queries.
+    """
     first, last = max(q.position, start), min(q.end_position, stop)
     if first >= last:
         return None
@@ -214,15 +219,15 @@ def _launch(
 
 @dataclass(frozen=True)
 class Reads:
-    """The slots from which a shard reads keys of a chunk, and the keys of each launch.
+    """The slots from which a shard reads keys of a chunk, and where each launch finds its keys.
 
     Attributes:
-        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the same on
-            every shard; an array with fewer slots is padded with slot 0. None if there is only one
-            shard.
+        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the largest
+            number of slots of any shard; the array of a shard with fewer slots is padded with slot
+            0. None if there is only one shard.
         launches: for each launch, the indices of its keys in the gathered keys. The gathered keys
-            have the shape [count * m]; the keys of shard 0 come first. If there is only one shard,
-            no keys are gathered, and ``launches`` contains the slots of the keys.
+            have the shape [number of shards * m]; the keys of shard 0 come first. If there is only
+            one shard, no keys are gathered, and ``launches`` contains the slots of the keys.
     """
 
     own: IntArray | None
@@ -230,7 +235,8 @@ class Reads:
 
 
 def find_keys(chunk: Chunk, block_table: IntArray, shards: Shards, shard: int) -> Reads:
-    """Return the slots from which a shard reads the keys of a chunk.
+    """Return the slots from which a shard reads the keys of a chunk, and where each launch finds
+    its keys.
 
     Args:
         block_table: [num_reqs, num_blocks].

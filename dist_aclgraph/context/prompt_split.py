@@ -1,10 +1,10 @@
 """Decides which tokens of a step each prefill rank runs.
 
-Requests with few tokens come first in the step, and run on all ranks. Each later request is cut
-into twice as many chunks as there are ranks, and rank r runs chunk r and chunk last - r. With
-causal attention, the cost of two such chunks together is the same on every rank. Chunk lengths
-differ by at most one token; a chunk can be empty. Every rank pads its tokens to the largest number
-of tokens of any rank.
+Requests with few tokens come first in the step. Every rank runs all of their tokens. Each later
+request is cut into twice as many chunks as there are ranks. Rank r runs the chunk with index r and
+the chunk r places before the last chunk. With causal attention, the cost of these two chunks
+together is the same on every rank. Chunk lengths differ by at most one token; a chunk can be empty.
+Every rank pads its tokens to the number of tokens of the rank with the most tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class PromptSplit:
     """The division of one step's tokens among the ranks.
 
     Attributes:
-        num_whole_tokens: number of tokens that every rank runs; these tokens are first in the step.
-        pieces: for each rank, its pieces of requests, in the order of their computation.
+        num_whole_tokens: number of tokens that every rank runs. These are the first tokens of the
+            step.
+        pieces: for each rank, the pieces of requests that the rank runs, in the order of the rank's
+            tokens.
     """
 
     num_whole_tokens: int
@@ -59,8 +61,8 @@ class PromptSplit:
 
         Args:
             query_lens: [num_reqs], number of tokens of each request in the step.
-            max_queries: maximum number of tokens of a request that is not split; the first longer
-                request and all requests after it are split.
+            max_queries: a request with at most this number of tokens is not split. The first
+                request with more tokens and all requests after it are split.
         """
         ends = np.cumsum(query_lens, dtype=np.int32)
         num_whole = num_whole_requests(query_lens, max_queries)
@@ -87,13 +89,15 @@ class PromptSplit:
 
     @property
     def num_tokens(self) -> int:
-        """Largest number of tokens of any rank; all ranks pad their tokens to this number."""
+        """The number of tokens of the rank with the most tokens. All ranks pad their tokens to this
+        number.
+        """
         shares = (sum(p.stop - p.start for p in share) for share in self.pieces)
         return self.num_whole_tokens + max(shares)
 
     def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
-        """Return two arrays with one element for each token of the step: a rank that runs the
-        token, and the token's index on this rank.
+        """Return two arrays with one element for each token of the step. The first array contains a
+        rank that runs the token, the second array the token's index on that rank.
 
         For a token that all ranks run, the rank is 0.
         """
@@ -120,17 +124,19 @@ def largest_share(query_lens: IntArray, num_ranks: int) -> int:
 
 
 def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
-    """Return the limits between the chunks of ``length`` tokens: [..., 2 * num_ranks + 1]."""
+    """Return the positions where the chunks of ``length`` tokens begin, then the end of the last
+    chunk: [..., 2 * num_ranks + 1].
+    """
     bounds = length * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
     return bounds.astype(np.int32)
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return the number of pairs of query and key for which attention computes a score in these
-    pieces.
+    """Return for how many pairs of a query and a key attention computes a score in these pieces.
 
     Args:
-        context: [num_reqs], number of tokens of each request that earlier steps have computed.
+        context: [num_reqs], for each request, the number of its tokens that earlier steps have
+            computed.
         ends: [num_reqs], cumulative query lengths.
     """
     total = 0

@@ -1,9 +1,9 @@
 """Computes which shard of a request's KV cache keeps a token, and the token's slot on this shard.
 
 The first ``interleave`` tokens belong to shard 0, the next ``interleave`` tokens to shard 1, and so
-on; after the last shard comes shard 0 again. A block id means one block on every shard; together
-these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's decode context parallelism
-uses the same layout.
+on; after the last shard comes shard 0 again. Every shard has one block for each block id. Together,
+the blocks with the same id contain ``tokens_per_block`` neighbouring tokens. vLLM's decode context
+parallelism uses the same layout.
 
 An undivided cache, of which each rank has a whole copy, uses the same block ids; each of its blocks
 contains ``tokens_per_block`` tokens. A token's slot in such a cache is its *whole slot*.
@@ -20,7 +20,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.ints import IntArray
 
 PADDING_SLOT = -1  # slot of a padding token: its KV is not written, and no expert runs the token
-# If another shard keeps a token, the token's slot here is FOREIGN_SLOT minus its whole slot.
+# On a shard that does not keep a token, the token's slot is FOREIGN_SLOT minus its whole slot.
 FOREIGN_SLOT = -2
 
 Ints = TypeVar("Ints", bound=Any)  # an array on the host, or a tensor on the device
@@ -33,7 +33,8 @@ class Shards:
     Attributes:
         block_size: number of tokens of a block on one shard.
         count: number of shards; if it is 1, caches are not divided.
-        interleave: number of neighbouring tokens on one shard; divides ``block_size``.
+        interleave: number of neighbouring tokens that one shard keeps before the next shard
+            follows. ``block_size`` must be a multiple of this number.
     """
 
     block_size: int
@@ -47,14 +48,14 @@ class Shards:
 
     @property
     def tokens_per_block(self) -> int:
-        """Number of tokens in the blocks of one block id, on all shards together."""
+        """Number of tokens in the blocks with the same id, on all shards together."""
         return self.block_size * self.count
 
     def owners(self, at: Ints) -> Ints:
         """Return which shard keeps each token.
 
         Args:
-            at: positions, or whole slots.
+            at: positions of the tokens in their request, or whole slots of the tokens.
         """
         found: Ints = (at if self.interleave == 1 else at // self.interleave) % self.count
         return found
@@ -70,7 +71,8 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the smallest position whose token a shard keeps; it is the same for all requests.
+        """Return the smallest position whose token a shard keeps. This position is the same for all
+        requests.
 
         If a request ends before this position, the shard keeps no token of the request.
         """
@@ -79,7 +81,7 @@ class Shards:
     def slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:
         """Return the slot of each position, in the cache of the shard that keeps the position.
 
-        If the row has no block for a position, the slot is in the dummy block.
+        If a request's row has no block for a position, the slot is in the dummy block.
 
         Args:
             block_table: [max_rows, max_blocks]; block 0 is the dummy block.

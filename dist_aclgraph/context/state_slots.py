@@ -1,4 +1,4 @@
-"""Computes the slots of recurrent state on one rank that belong to a row or a checkpoint."""
+"""Computes which slots of one rank's recurrent-state cache belong to a row or to a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dist_aclgraph.ints import IntArray
 
 @dataclass(frozen=True, kw_only=True)
 class StateSlots:
-    """Slot 0 is for padding; then follow the slots of the rows, then the slots of the checkpoints.
+    """The slots of the state cache: slot 0 is for padding. The slots of the rows follow, then the
+    slots of the checkpoints.
 
     A row has one slot for its last token and one for each draft, because a rejected draft must not
     change the state. The first of these slots is the row's base.
 
     Attributes:
-        num_places: number of slots of a row: 1 + number of drafts.
+        num_places: number of slots of one row, which is 1 + the number of drafts of a request.
     """
 
     num_rows: int
@@ -25,7 +26,7 @@ class StateSlots:
 
     @classmethod
     def from_config(cls, config: Config) -> StateSlots:
-        """Return the slots of one rank whose model has recurrent state."""
+        """Return the slots of one rank, for a model that has recurrent state."""
         return cls(
             num_rows=config.scheduler.max_num_seqs,
             num_places=config.speculative.num_tokens + 1,
@@ -37,7 +38,7 @@ class StateSlots:
         return 1 + self.num_rows * self.num_places + self.num_checkpoints
 
     def bases(self, rows: IntArray) -> IntArray:
-        """Return the base of each row."""
+        """Return the first slot of each row."""
         return 1 + rows * self.num_places
 
     def checkpoints(self, numbers: IntArray) -> IntArray:
@@ -45,7 +46,7 @@ class StateSlots:
 
 
 def num_checkpoints(config: Config) -> int:
-    """Return the number of checkpoints of one rank whose model has recurrent state."""
+    """Return how many checkpoints one rank keeps, for a model that has recurrent state."""
     if not config.shares_prefixes:
         return 0
     count = config.kv.checkpoints

@@ -51,8 +51,8 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
     try:
         output, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # This process does not wait for the child's end, because a process that hangs in the driver
-        # does not end.
+        # This process does not wait until the child has exited, because a child that hangs in the
+        # driver never exits.
         raise DeviceError(
             f"{FIRST} has not answered for {timeout_s:g} s: look at it with `npu-smi info`"
         ) from None

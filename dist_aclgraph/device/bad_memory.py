@@ -1,6 +1,6 @@
 """Device memory with errors that the hardware cannot correct (UCE): CANN's list, and the repair.
 
-A repair replaces the memory behind these addresses, so the contents are lost. CANN lists addresses
+A repair replaces the memory at the faulty addresses, so its contents are lost. CANN lists addresses
 without the size of their pages, so this module assumes the largest page size for all ranges.
 """
 
@@ -13,7 +13,8 @@ from typing import NamedTuple
 from dist_aclgraph.device.kind import DeviceKind
 from dist_aclgraph.errors import DeviceError
 
-# CANN's MAX_MEM_UCE_INFO_ARRAY_SIZE. It is large enough: CANN records 20 addresses per device.
+# CANN's MAX_MEM_UCE_INFO_ARRAY_SIZE. This is large enough, because CANN records at most 20
+# addresses per device.
 MAX_RANGES = 128
 RESERVED_WORDS = 14  # UCE_INFO_RESERVED_SIZE
 NOT_SUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: the driver is too old
@@ -34,7 +35,7 @@ class MemoryRange(NamedTuple):
 
 
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether the parts together contain all wanted ranges.
+    """Return whether ``parts``, together, contain all ranges in ``wanted``.
 
     A wanted range may be divided among several adjacent parts.
     """
@@ -48,7 +49,7 @@ def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool
 
 
 def touches(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether any part overlaps any wanted range."""
+    """Return whether at least one range in ``parts`` overlaps a range in ``wanted``."""
     return any(w.begin < p.end and p.begin < w.end for p in parts for w in wanted)
 
 
@@ -85,9 +86,9 @@ class BadMemory:
         """Repair the faulty memory, and verify the repair. All tasks must be aborted before the
         call.
 
-        In older versions of torch_npu, ``restart_device`` repairs the memory that was reported to
-        torch_npu. In newer versions, ``restart_device`` does not repair memory if CANN has
-        ``aclrtRepairError`` and the chip is older than Ascend950.
+        Older versions of torch_npu repair memory in ``restart_device``. Newer versions do not
+        repair it there if CANN has ``aclrtRepairError`` and the chip is older than Ascend950, so
+        this method calls CANN itself.
 
         Raises:
             DeviceError: some memory stays faulty.

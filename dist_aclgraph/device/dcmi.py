@@ -1,7 +1,7 @@
 """Reads the PCI addresses of this machine's NPUs from the driver's management library (DCMI).
 
-The library is loaded in this process, and no device is opened. torch_npu reads the addresses in the
-same way (NPUInterruptAffinity.cpp).
+The library is loaded into this process; reading the addresses opens no device. torch_npu reads the
+addresses in the same way (NPUInterruptAffinity.cpp).
 """
 
 from __future__ import annotations

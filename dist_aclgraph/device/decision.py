@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return the configuration, in which the device's kind ``auto`` is replaced by the kind of this
-    machine. For NPUs, ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of
+    """Return ``config`` with the kind of device that this machine has, in place of the kind
+    ``auto``. For NPUs, ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of
     this machine, unless the configuration sets them. Plans assume at least as many NPUs on each
     node as this machine has.
 
-    If no NPU responds, these keys stay null, and plans assume documented values. A missing response
-    is an error only if ranks start on this machine.
+    If no NPU answers, these three keys stay null, and plans assume documented values. The missing
+    answer is an error only if ranks start on this machine.
 
     Args:
         use: the purpose of the configuration: a plan without ranks, ranks on this machine, or ranks

@@ -1,5 +1,5 @@
-"""The emulated NPU: the package ``npu_emulator``, which is beside its C++ sources in ``emulator/``.
-Its errors are converted to errors of this package.
+"""Access to the emulated NPU, which is the package ``npu_emulator`` in ``emulator/``. This module
+converts the errors of ``npu_emulator`` to errors of dist_aclgraph.
 
 ``python -m dist_aclgraph.device.emulator`` builds the emulated libraries. With ``run -- COMMAND``,
 it runs a program on the emulated NPU.
@@ -16,7 +16,8 @@ from typing import ParamSpec, TypeVar
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 from dist_aclgraph.shipped import shipped
 
-# This package's own copy of npu_emulator, even if another version is installed.
+# So the copy of npu_emulator that dist_aclgraph contains is imported, even if another version is
+# installed.
 sys.path.insert(0, str(shipped("emulator")))
 import npu_emulator
 from npu_emulator import cli, files, torch_build
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def _with_our_errors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wrap a function, so that it raises our error types instead of npu_emulator's error types."""
+    """Return a wrapper of ``function`` that raises our error types in place of npu_emulator's."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,7 +1,7 @@
 """Finds the cause of a device error. Only this module reads CANN's codes and messages.
 
-Sources: CANN's ``rt_error_codes.h`` and the messages of its runtime and HDK. CANN's message for the
-same exhausted resource depends on the version and on the failing call.
+Sources: CANN's ``rt_error_codes.h`` and the messages of its runtime and HDK. When a resource is
+exhausted, CANN's message depends on CANN's version and on the call that failed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _STREAM_WORDS = re.compile(
 _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
-# Causes of a stopped device: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
-# lists both). In torch_npu's messages, the code comes directly after the words "error code is".
+# Why a device stopped: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h lists
+# both). In torch_npu's messages, the code comes directly after the words "error code is".
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -61,11 +61,11 @@ _STOPPED = "FORCE STOP"  # text in errors of torch_npu's task queue, which conta
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return the cause of a stopped device; None if the error does not contain the cause, or if it
-    is not the error of a stopped device.
+    """Return why the device stopped. Return None if the error does not say why, or if the error
+    does not mean that the device stopped.
 
-    The reason in CANN's text takes precedence over the code, because the code may belong to the
-    call that failed, not to the cause.
+    If CANN's text contains both a reason and a code, the reason counts, because the code may only
+    describe the call that failed.
     """
     text = str(error)
     for reason in _REASON.findall(text):
@@ -78,13 +78,15 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def fault_of_code(code: int) -> DeviceFault | None:
-    """Return the cause of a stopped device that belongs to a code of CANN's runtime."""
+    """Return why the device stopped, according to an error code of CANN's runtime; None if the code
+    does not mean that the device stopped.
+    """
     return _FAULT_OF_CODE.get(code)
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error. The cause of our own errors follows from their type; the cause
-    of torch_npu's errors follows from CANN's codes and words in the message.
+    """Return the cause of an error. For our own errors, the type determines the cause. For
+    torch_npu's errors, CANN's codes and words in the message determine it.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"
@@ -103,7 +105,9 @@ def classify(error: BaseException) -> FailureCause:
 
 
 def device_error(error: BaseException, doing: str) -> DistAclGraphError:
-    """Return our error for an exception of torch_npu. Callers raise it ``from`` the exception."""
+    """Convert an exception of torch_npu to an error of this package. The caller raises the result
+    ``from`` the exception.
+    """
     if isinstance(error, DistAclGraphError):
         return error
     kinds: dict[FailureCause, type[DistAclGraphError]] = {

@@ -1,7 +1,8 @@
-"""HIXL: transfers between the memory of two processes, by CANN's Python package ``hixl``.
+"""Transfers between the memory of two processes with HIXL, CANN's Python package ``hixl``.
 
-CANN demands that calls use the ACL context in which the engine was initialized, so each engine has
-one thread. A failed transfer may still write memory until ``disconnect`` has returned.
+CANN demands that all calls of an engine use the ACL context in which the engine was initialized. So
+one thread makes all calls of an engine. A failed transfer may still write memory until
+``disconnect`` has returned.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def import_hixl() -> Any:
 
 
 class HostMemory:
-    """Pinned host memory that devices of other nodes can read. It is not freed by itself, because a
-    device might still access it.
+    """Pinned host memory that devices of other nodes can read. Only ``free`` frees it, not Python's
+    garbage collector, because a device might still access it.
 
     Raises:
         DeviceError: there is not enough memory.
@@ -58,7 +59,9 @@ class HostMemory:
         self.view = memoryview((ctypes.c_char * num_bytes).from_address(self.address)).cast("B")
 
     def free(self) -> None:
-        """Free the memory. Call this only if nothing accesses the memory any longer."""
+        """Free the memory. Call this only if no device and no process can access the memory any
+        longer.
+        """
         self._acl.aclrtFreeHost(ctypes.c_void_p(self.address))
 
 
@@ -81,11 +84,11 @@ class HixlEngine:
         raise DeviceError(f"HIXL cannot {doing}: {names.get(status, 'status')} ({status})")
 
     def listen(self, name: str, memory: HostMemory) -> None:
-        """Register memory, which other engines can read and write from now on.
+        """Register ``memory``. From now on, other engines can read and write it.
 
         Args:
-            name: host and port where the engine listens, as ``host:port``. Nothing checks who
-                connects there.
+            name: host and port where the engine listens, as ``host:port``. Any process that can
+                reach this port can connect, because nothing checks who connects.
         """
         hixl = self._hixl
         # Without this option, a transfer to memory that is not registered would be permitted.
@@ -107,8 +110,8 @@ class HixlEngine:
             remote: address of the first byte in the other process.
 
         Raises:
-            DeviceError: the bytes are not valid, and the memory may change until ``disconnect`` has
-                returned.
+            DeviceError: the transfer failed. The bytes are not valid, and this process's memory may
+                change until ``disconnect`` has returned.
         """
         hixl = self._hixl
         span = hixl.TransferOpDesc(address, remote, num_bytes)
@@ -126,5 +129,5 @@ class HixlEngine:
         self._check(f"disconnect {name}", self._engine.disconnect(name, int(timeout_s * 1000)))
 
     def close(self) -> None:
-        """Stop listening, and let no engine access the memory."""
+        """Stop listening. After this call, no other engine can access the memory."""
         self._engine.finalize()

@@ -1,11 +1,12 @@
-"""Chooses the host's cores on which each NPU's rank runs; the cores are near the NPU.
+"""Chooses the CPU cores on which the rank of each NPU runs. The cores are near the NPU.
 
-Every rank reads the same files of the kernel, and divides all cores of its host among all NPUs of
-the host. So the ranks get disjoint cores without any communication. Ranks in different containers
-also get disjoint cores, because in a container the kernel's files show the NPUs of the whole host.
-A rank is bound only if it may use all cores of the host. Otherwise ranks in different containers
-could divide different sets of cores, and two ranks could choose the same core. The cores of an NPU
-stay reserved while its deployment is idle. This module was not tested on a host with NPUs.
+Every rank reads the same files of the kernel, and computes the same division of the host's cores
+among the host's NPUs. So ranks get disjoint cores without communication. Ranks in different
+containers also get disjoint cores, because in a container the kernel's files show the NPUs of the
+whole host. A rank is bound only if it may use all cores of the host. Otherwise, ranks in different
+containers could divide different sets of cores, and two ranks could choose the same core. The cores
+of an NPU stay reserved while its deployment is idle. This module was not tested on a host with
+NPUs.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ TASKS = Path("/proc/self/task")
 def share_cores(
     node_of_core: Mapping[int, int], node_of_npu: Sequence[int | None]
 ) -> list[frozenset[int]]:
-    """Return disjoint sets of cores, one for the rank of each NPU. If a NUMA node has too few
-    cores, the sets of its NPUs are empty.
+    """Return disjoint sets of cores, one set for the rank of each NPU. If a NUMA node has too few
+    cores, the sets of all NPUs of this node are empty.
 
-    The NPUs of a NUMA node share the node's cores. On each node, one further share of the same size
-    is reserved for the processes without an NPU (engine, controller, ingress). If the node of an
-    NPU is unknown, all cores are treated as the cores of one node.
+    The NPUs of a NUMA node share the node's cores. On each NUMA node, one further set of the same
+    size is reserved for the processes that use no NPU (engine, controller, ingress). If the NUMA
+    node of any NPU is unknown, all cores are treated as the cores of one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
@@ -139,11 +140,12 @@ def own_addresses() -> list[str]:
 
 
 def addresses_on_host(addresses: Sequence[str]) -> list[str]:
-    """Return the PCI addresses of all NPUs of the host; a container may see only some of them.
+    """Return the PCI addresses of all NPUs of the host, also of those that this container cannot
+    use.
 
-    The host's NPUs are all PCI functions with the same vendor and device id as ``addresses``. The
-    class of the functions does not identify NPUs, because Kunpeng's compression engines have the
-    same class.
+    The host's NPUs are all PCI functions whose vendor and device id equal those of the functions at
+    ``addresses``. The class of the functions does not identify NPUs, because Kunpeng's compression
+    engines have the same class.
 
     Raises:
         NotBoundError: the kernel does not show an address.
@@ -172,7 +174,7 @@ def _node_of(address: str) -> int | None:
 
 
 def parse_cores(text: str) -> set[int]:
-    """Return the cores of a list as the kernel writes it, e.g. 0-3,8."""
+    """Parse a list of cores in the kernel's format, e.g. 0-3,8."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -182,7 +184,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def format_cores(cores: frozenset[int]) -> str:
-    """Return a list of cores as the kernel writes it."""
+    """Return the cores as a list in the kernel's format, e.g. 0-3,8."""
     firsts = sorted(core for core in cores if core - 1 not in cores)
     lasts = sorted(core for core in cores if core + 1 not in cores)
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))

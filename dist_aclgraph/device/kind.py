@@ -1,4 +1,4 @@
-"""Finds the kind of this machine's device, and makes the settings of the emulator.
+"""Finds which kind of device this machine has, and makes the settings of the emulator.
 
 Does not import torch.
 """
@@ -29,7 +29,7 @@ def npus_here() -> list[str]:
 
 
 def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
-    """Return the kind of device that ``auto`` means on this machine.
+    """Return ``kind``; for ``auto``, return the kind of device that this machine has.
 
     Raises:
         DeviceError: ``npu`` was requested and this machine has none.
@@ -48,7 +48,8 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
 def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
     """Return whether ``kind`` selects the emulated NPU on this machine.
 
-    Unlike ``resolve_kind``, this raises no error for ``npu`` on a machine without NPUs.
+    For ``npu`` on a machine without NPUs, this function returns False, whereas ``resolve_kind``
+    raises an error.
     """
     return kind != "npu" and resolve_kind(kind) == "emulated"
 

@@ -1,9 +1,9 @@
 """A lock that prevents threads from launching work while another thread stops the device.
 
-A stop removes the queued work of a device, but the device still runs work that is launched after
-the stop. Such work would use inputs whose copies were aborted; for example, it would write to the
-KV cache slots of an earlier step. So a thread that stops the device first waits until no thread
-launches work. Then no thread launches work until the device works again.
+Stopping a device removes its queued work, but the device still runs work that is launched after the
+stop. That work would use inputs whose copies were aborted, and could, for example, write to the KV
+cache slots of an earlier step. So the thread that stops the device first waits until no thread
+launches work. From then on, no thread can launch work until the device works again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LaunchGate:
         """Wait until no thread launches work, and close the gate; then no thread can launch work.
 
         Raises:
-            DeviceError: a thread launches work for longer than the limit.
+            DeviceError: a thread was still launching work after ``timeout_s``.
         """
         if not self._lock.acquire(timeout=timeout_s):
             raise DeviceError(f"the host has launched work for {timeout_s:g} s without a pause")

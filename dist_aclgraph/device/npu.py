@@ -33,8 +33,8 @@ from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
 
-# Observed on a 910C with CANN 9.0: this number of streams can be created; the next creation fails
-# with 207005.
+# Observed on a 910C with CANN 9.0: this number of streams can be created; creating one more fails
+# with the code 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
 THREAD_LEVEL = 0  # ACL_RT_THREAD_LEVEL
 PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the version
@@ -110,8 +110,8 @@ class Npu:
     def available_streams(self) -> int:
         """Number of streams that can still be created on this device, as CANN counts them.
 
-        If CANN is too old to count streams, this is the number of streams of an unused device. Then
-        only failing captures show the real limit.
+        If CANN is too old to count streams, this is the number of streams of an unused device. In
+        this case, only a capture that fails shows the real limit.
         """
         try:
             query = self._acl.aclrtGetStreamAvailableNum
@@ -124,12 +124,13 @@ class Npu:
         return count.value
 
     def try_capture(self, stream: Any) -> int:
-        """Make an empty capture on ``stream``; return how many streams are free during this
+        """Capture an empty graph on ``stream``; return how many streams are free during the
         capture.
 
-        torch_npu's allocator is not used, because it does not recover from a capture that cannot
-        begin. Counting streams is not enough: with software queues, CANN does not count the
-        resources that captures use.
+        This method does not use torch_npu's allocator, because the allocator does not recover from
+        a capture that cannot begin. The number of free streams alone does not show whether a
+        capture can begin: with software queues, CANN does not count the resources that captures
+        use.
 
         Raises:
             RuntimeError: a capture cannot begin; the message contains CANN's code.
@@ -147,14 +148,17 @@ class Npu:
         return left
 
     def counts_graphs(self, stream: Any) -> bool:
-        """Return whether the count of streams falls with a capture and rises with its release.
+        """Return whether CANN's number of free streams falls with a capture, and rises again when
+        the captured graph is released.
 
-        With software queues, the count does not rise: CANN keeps the queues of released graphs for
-        later graphs.
+        With software queues, the number does not rise again, because CANN keeps the queues of
+        released graphs for later graphs.
         """
         before = self.available_streams()
         if before == 0:
-            return True  # No stream is free for a test capture, so we assume the usual result.
+            # No stream is free for a test capture. We assume the usual result, which is that CANN
+            # counts graphs.
+            return True
         return self.try_capture(stream) < before == self.available_streams()
 
     def memory(self) -> Memory:
@@ -170,11 +174,12 @@ class Npu:
         runtime().empty_cache()
 
     def fault_of(self, error: BaseException) -> DeviceFault | None:
-        """Return the cause of a stopped device, or None if unknown.
+        """Return why the device stopped; None if the cause is unknown.
 
         Call this once for each error, on the thread in which the error was raised. A library above
-        CANN's runtime can hide the cause: HCCL uses one code for all refused launches. The runtime
-        stores its own code for each thread, until the code is read.
+        CANN's runtime can hide the cause. For example, HCCL reports the same code for all launches
+        that the runtime refuses. For each thread, the runtime stores its own code of the last error
+        until the code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)
@@ -196,10 +201,10 @@ class Npu:
         """Abort all running and queued work of the device; threads that wait for this work get an
         error.
 
-        Do not call this in the thread that works with the device. That thread can launch no work
-        until ``restart``. torch_npu's call waits without a time limit, and holds Python's global
-        lock. So a C thread (of ``faulthandler``) ends the process if the stop takes longer than
-        ``timeout_s``.
+        Do not call this in the thread that works with the device. After the stop, no thread can
+        launch work until ``restart``. torch_npu's call waits without a time limit and holds
+        Python's global lock meanwhile. So a C thread (of ``faulthandler``) ends the process if the
+        stop takes longer than ``timeout_s``.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -209,8 +214,8 @@ class Npu:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=STDERR)
         try:
             with translated("stopping the device"):
-                # A read of a stream's handle returns only after torch_npu's task queue has launched
-                # all work.
+                # This call, which reads a stream's handle, returns only after torch_npu's task
+                # queue has launched all of its work.
                 torch_npu()._C._npu_getCurrentRawStream(0)
                 failed = runtime().stop_device(0)
         finally:
@@ -226,12 +231,12 @@ class Npu:
         was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether communicators are resumed. Before this, all ranks of the
-                communicators must be stopped. Communicators that are not resumed can only be
-                destroyed.
+            resumes_groups: whether the communicators of this process are resumed. Then the devices
+                of all ranks of these communicators must be stopped before the call. A communicator
+                that is not resumed can only be destroyed.
 
         Raises:
-            DeviceError: the device or a communicator does not work again.
+            DeviceError: the device cannot be restarted, or a communicator cannot be resumed.
         """
         with translated("restarting the device"):
             runtime().restart_device(0)
@@ -269,7 +274,7 @@ class Npu:
         return torch.zeros(shape, dtype=dtype).pin_memory()
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """Return an array on the device; the host does not wait for the copy.
+        """Copy an array to the device; the host does not wait for the copy.
 
         The copy runs on the stream that was current when this object was made.
         """
@@ -310,7 +315,7 @@ def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) ->
         deterministic: whether collectives sum in a fixed order.
 
     Raises:
-        DeviceError: the device does not exist, its runtime did not start, or torch is built for
+        DeviceError: the device does not exist, its runtime does not start, or torch is built for
             CUDA.
     """
     emulator.check_torch()
@@ -335,7 +340,9 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """The bytes of all device memory of a graph pool, and the bytes that its tensors occupy."""
+    """The number of bytes of a graph pool's device memory, and how many of these bytes the pool's
+    tensors occupy.
+    """
 
     total_bytes: int
     live_bytes: int
@@ -344,8 +351,8 @@ class PoolMemory:
 class GraphPool:
     """The memory that all graphs of this process share.
 
-    torch_npu frees a pool together with the pool's last graph, and refuses the handle of a freed
-    pool. So the next capture gets a new handle.
+    When the last graph of a pool is released, torch_npu frees the pool, and then refuses the pool's
+    handle. So the next capture gets a new handle.
     """
 
     def __init__(self) -> None:
@@ -353,7 +360,7 @@ class GraphPool:
         self._num_graphs = 0
 
     def memory(self) -> PoolMemory:
-        """Return the pool's bytes, as the allocator counts them."""
+        """Return the sizes of the pool, as torch_npu's allocator counts them."""
         segments = [
             segment
             for segment in runtime().memory_snapshot()
@@ -374,10 +381,11 @@ class GraphPool:
 
 
 def release_failed_capture(pool: Any) -> None:
-    """Release the memory of a capture whose end CANN has refused.
+    """Release the memory of a capture that CANN has refused to end.
 
-    torch_npu raises CANN's error before its allocator records the end of the capture, and ``reset``
-    does nothing for such a graph. So the pool would never release its memory.
+    torch_npu raises CANN's error before its allocator records the end of the capture, and the
+    ``reset`` of such a graph does nothing. So without this call, the pool would never release the
+    memory.
 
     Args:
         pool: handle of the pool of the capture.
@@ -390,7 +398,7 @@ def release_failed_capture(pool: Any) -> None:
 
 def hccl_options(buffer_mb: int | None) -> Any:
     """Return the options of a process group whose communicators have buffers of ``buffer_mb`` MB.
-    None means buffers of the size HCCL_BUFFSIZE.
+    If ``buffer_mb`` is None, the environment variable HCCL_BUFFSIZE sets the size.
     """
     if buffer_mb is None:
         return None
@@ -402,11 +410,10 @@ def hccl_options(buffer_mb: int | None) -> Any:
 
 
 def ai_cpu_operators(graph: Any) -> dict[str, int]:
-    """Return the number of tasks in a captured graph for each operator that the AI CPU runs.
+    """Return, for each operator that the AI CPU runs, the number of its tasks in a captured graph.
 
-    The numbers come from CANN's own description of the graph. The numbers do not include
-    collectives that HCCL unrolls on the AI CPU, because the configuration decides where HCCL
-    unrolls collectives.
+    The numbers come from CANN's own description of the graph. HCCL's collectives are not included:
+    the configuration decides whether HCCL runs them on the AI CPU.
 
     Raises:
         RuntimeError: CANN does not describe graphs.
@@ -417,8 +424,8 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
             # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
-    # Each line is one task, so lines are parsed one by one: if the last stream has no task, the
-    # file ends with a comma and is not valid JSON.
+    # Each line describes one task. The lines are parsed one by one, because the whole file is not
+    # always valid JSON: if the last stream has no task, the file ends with a comma.
     tasks = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     names = [task["name"] for task in tasks if task["args"]["Task Type"] == "KERNEL_AICPU"]
     return dict(Counter(name for name in names if not name.startswith(HCCL_KERNELS)))
@@ -435,7 +442,9 @@ def on_stream(stream: Any, back: Any) -> Iterator[None]:
 
 
 def external_event() -> Any:
-    """Return an event that one stream records and a captured graph waits for."""
+    """Return an event that a stream records outside of the graph, and for which a captured graph
+    waits.
+    """
     return runtime().ExternalEvent()
 
 
@@ -448,8 +457,8 @@ def clear_event(event: Any, stream: Any) -> None:
 
 
 def weak_reference(value: Any) -> Any:
-    """Return a tensor that does not own the memory of a device tensor; for a list of device
-    tensors, a list of such tensors. Return other values unchanged.
+    """Return a view of a device tensor that does not keep the tensor's memory alive. For a list of
+    device tensors, return a list of such views. Return other values unchanged.
     """
     if isinstance(value, list):
         return [weak_reference(item) for item in value]
@@ -467,9 +476,9 @@ def end_task_group(stream: Any) -> Any:
 
 
 def update_at_once(operator: str) -> Any:
-    """Return torch_npu's function that updates one captured operator in a single call without the
-    GIL: it begins the update, issues the operator, ends the update and records an event. Return
-    None if the operator has no such function.
+    """Return torch_npu's function that updates one captured operator in a single call; None if the
+    operator has no such function. The function releases the GIL, begins the update, issues the
+    operator, ends the update and records an event.
     """
     return getattr(torch_npu()._C, f"_{operator}_out_graph", None)
 

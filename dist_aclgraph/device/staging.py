@@ -1,8 +1,8 @@
 """Pinned memory from which small arrays are sent to the device.
 
 When torch's allocator frees pinned memory from which the device has copied, a destructor records an
-event. On a failed device, recording an event is an error. An error in a destructor ends the
-process; then the group cannot be resumed. Therefore this memory is never freed.
+event. On a failed device, recording an event raises an error, and an error in a destructor ends the
+process. A group whose process has ended cannot be resumed. Therefore this memory is never freed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether copies from this part may still run. If so, the event ``sent`` was recorded
-            after these copies.
+        is_left: whether copies to the device from this part may still run. If true, the event
+            ``sent`` was recorded after the last of these copies.
     """
 
     def __init__(self, sent: Any) -> None:
@@ -35,11 +35,12 @@ class _Part:
 class Staging:
     """Owns the pinned memory from which arrays are sent.
 
-    Uses the parts of the memory in turn. If the device has not read the next part yet, a new part
-    is added.
+    The object fills one part of the memory after another, in a circle. If the device has not yet
+    read the next part, a new part is added. If there are already ``MAX_PARTS`` parts, the host
+    waits.
 
     Args:
-        waiting: context in which the host waits; see ``Npu.waiting``.
+        waiting: returns a context, inside which the host waits for the device; see ``Npu.waiting``.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Staging:
         self._index = self._used = 0
 
     def send(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Return an array's copy on the device; the transfer may still be in progress."""
+        """Return the array's copy on the device. The transfer may still be in progress."""
         source = torch.from_numpy(array)
         if array.nbytes <= PART_BYTES:
             return self._hold(source).to(device, non_blocking=True)
@@ -78,8 +79,8 @@ class Staging:
         return room.view(source.dtype).view(source.shape).copy_(source)
 
     def _go_on(self) -> None:
-        """Return the next part of the memory if the device has read its contents, otherwise a new
-        part.
+        """Go to the next part of the memory. If the device has not read the contents of this part
+        yet, add a new part, or wait if there are ``MAX_PARTS`` parts.
         """
         left = self._parts[self._index]
         left.sent.record(self._stream)

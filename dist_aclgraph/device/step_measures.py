@@ -1,4 +1,6 @@
-"""Measurements of a step: host time by stage, waits of the device, and the emulator's counters."""
+"""Measurements of a step: the host's time in each stage, how long the device waited, and the
+emulator's counters.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class Stopwatch:
 
     Attributes:
         stages: host time of each stage of a step, from the plan's arrival to the result.
-        beside: host time of work that ran at the same time as a step, or between two steps, since
-            the last report.
+        beside: host time since the last report, by kind of work, of work that belongs to no stage:
+            it ran at the same time as a step, or between two steps.
         on_lap: called with the name of each stage that has ended, even if the stopwatch is
             disabled.
     """
@@ -62,15 +64,15 @@ class Stopwatch:
         return duration_us
 
     def lap_of(self, stages: dict[str, float], stage: str) -> None:
-        """Add the time since the last lap to ``stage`` of another step, whose stages are
-        ``stages``.
+        """Add the time since the last lap to the stage ``stage`` of another step. ``stages``
+        contains that step's times.
         """
         own, self.stages = self.stages, stages
         self.lap(stage)
         self.stages = own
 
     def book(self, what: str, duration_us: float) -> None:
-        """Add the time of work to ``beside``."""
+        """Add the duration of the work ``what`` to ``beside``."""
         if self.enabled:
             self.beside[what] = self.beside.get(what, 0.0) + duration_us
 
@@ -81,11 +83,11 @@ class Stopwatch:
 
 @dataclass
 class ReplaySpan:
-    """Two events of a step on hardware, recorded at the start of its replay and after its last
-    update.
+    """Two events of a step on hardware: one recorded at the start of the step's replay, one after
+    the step's last update.
 
     Attributes:
-        has_updates: whether some updates were sent after the replay.
+        has_updates: whether at least one update was sent after the replay.
     """
 
     begin: Any = None
@@ -94,11 +96,12 @@ class ReplaySpan:
 
 
 class UpdateWait:
-    """The time that the device waited during a replay for updates of the replay's tasks.
+    """Measures how long the device waits, during the replay of a graph, for updates of the graph's
+    tasks.
 
-    Only the emulator counts this time. On hardware, the value is the time from the replay's start
-    to the last event that was recorded after the replay. This is an upper bound, because the device
-    also computes between these events.
+    Only the emulator measures this time exactly. On hardware, the value is the time between the two
+    events of ``ReplaySpan``. It is an upper bound, because the device also computes between these
+    events.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -124,7 +127,7 @@ class UpdateWait:
     def take_us(self, span: ReplaySpan) -> float:
         """Return how long the device waited for updates in a finished step.
 
-        On the emulator, return the sum of all waits since the last call.
+        On the emulator, the result is the sum of all waits since the previous call.
         """
         if self._is_counted:
             before_ns, self._taken_ns = self._taken_ns, self._counted_ns()
@@ -141,8 +144,8 @@ class UpdateWait:
 
 class DeviceCounts:
     """The emulator's counts of a step; hardware reports no counts. The emulator counts collectives,
-    and the bytes that collectives receive from other ranks. With modelled time, the emulator also
-    measures how long the device is busy, and how long it is idle, by cause.
+    and the bytes that collectives receive from other ranks. If the emulator models time, it also
+    counts how long the device is busy, and for each cause, how long the device is idle.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -154,8 +157,8 @@ class DeviceCounts:
         self.read_and_reset()
 
     def read_and_reset(self) -> dict[str, int]:
-        """Return the counts since the last call. Some counts belong to the next step if the device
-        has already begun that step.
+        """Return the counts since the last call. If the device has already begun the next step,
+        some counts belong to that step.
         """
         if not self._is_counted:
             return {}

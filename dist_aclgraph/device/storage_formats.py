@@ -17,9 +17,10 @@ NZ_ROWS = 16  # number of rows of a block
 
 
 def to_fractal_nz(weight: Tensor) -> Tensor:
-    """Return matrices in FRACTAL_NZ; a copy is padded with zeros to full blocks.
+    """Return a copy of the matrices in FRACTAL_NZ. Each matrix is padded with zeros to full blocks.
 
-    Do not call this in a capture, because before CANN 9.1, the graph engine makes the copy.
+    Do not call this during a capture: before CANN 9.1, the copy is made by CANN's graph engine,
+        which captures do not support.
 
     Args:
         weight: [..., rows, columns], contiguous.
@@ -27,8 +28,9 @@ def to_fractal_nz(weight: Tensor) -> Tensor:
     Raises:
         DeviceError: CANN or torch_npu cannot make the copy.
     """
-    # Without this option, torch_npu does not change the format ND. The option is set for this call
-    # only, because it would let some operators choose formats themselves.
+    # Without this option, torch_npu leaves the tensor in the format ND. The option is set only
+    # during this call, because with it some operators choose the formats of their results
+    # themselves.
     config = runtime().config
     config.allow_internal_format = True
     try:

@@ -1,5 +1,5 @@
-"""The supported release series of torch_npu, and all differences between them that this package
-must know.
+"""The supported release series of torch_npu, and the differences between these series on which this
+package depends.
 
 This module does not import torch. ``pyproject.toml`` has an extra for each release series, for
 example ``npu-2.12`` for 2.12.
@@ -18,12 +18,13 @@ class Line:
     Attributes:
         torch, torch_npu: the versions that the extra of this release series installs.
         cann: the release of CANN that must be installed with this torch_npu.
-        is_published: whether the publisher of torch_npu lists this pair of versions as compatible.
-        forgets_failed_captures: whether torch_npu's allocator forgets a capture that CANN has
-            refused to begin or to end. If the allocator does not forget such a capture, all later
-            calls of ``torch.npu.graph`` and ``torch.npu.empty_cache`` fail.
-        all_gather, reduce_scatter: torch.distributed's names of these collectives, in the variants
-            for single tensors.
+        is_published: whether the publisher of torch_npu lists these versions of torch_npu and CANN
+            as compatible.
+        forgets_failed_captures: whether torch_npu's allocator removes its record of a capture that
+            CANN has refused to begin or to end. If false, all calls of ``torch.npu.graph`` and
+            ``torch.npu.empty_cache`` after such a capture fail.
+        all_gather, reduce_scatter: the names of the functions of torch.distributed that run these
+            collectives on a single tensor.
     """
 
     torch: str
@@ -67,5 +68,5 @@ def installed_name() -> str:
 
 
 def installed_line() -> Line:
-    """Return the release series with the name ``installed_name``."""
+    """Return the release series of the installed torch; see ``installed_name``."""
     return LINES[installed_name()]

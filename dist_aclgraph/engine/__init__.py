@@ -1,1 +1,1 @@
-"""The work of a worker in a step: inputs, graphs, sampling, drafts and results."""
+"""What a worker does in a step: inputs, graphs, sampling, drafts and results."""

@@ -43,10 +43,11 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: a request with more queries does not attend directly (through its block table)
-            if the cache is sharded, or if this kind of attention does not accept long queries.
-        max_tokens: for requests that do not attend directly, number of tokens whose keys are read
-            together.
+        max_queries: largest number of queries of a request that always attends directly (through
+            its block table). A request with more queries does not attend directly if the cache is
+            sharded, or if this kind of attention accepts only few queries.
+        max_tokens: for requests that do not attend directly, maximum number of KV tokens whose keys
+            are read together.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # The cache from which rows that attend directly read keys. If attention chooses keys, this
-        # is the undivided cache of index keys: every rank has all of them.
+        # How the cache is divided from which directly attending rows read keys. If an indexer
+        # chooses keys, the rows read the cache of index keys. This cache is not divided: every rank
+        # has all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
@@ -80,13 +82,15 @@ class AttentionSteps:
         """Return the metadata of a full graph, from its static inputs.
 
         Args:
-            lens: lengths for which the operators are captured or run.
+            lens: query lengths and KV lengths with which the attention operators are captured or
+                run.
             tasks: records the operators of the captured graph; if None, the operators run eagerly.
-            iteration: iteration of drafting; each iteration makes all requests one token longer.
+            iteration: index of the iteration of drafting. Each iteration makes all requests one
+                token longer.
             written: [num_tokens] int32, the slots to which KV is written; None means the slots of
                 ``inputs``.
-            kv_len: number of keys, in whole blocks, that each request reads in a graph whose
-                lengths are never updated; 0 in other graphs.
+            kv_len: for a graph whose lengths are never updated, the number of keys that each
+                request reads, a multiple of the block size; 0 for other graphs.
         """
         if kv_len:
             return self._of_padded(graph, inputs, kv_len)
@@ -124,8 +128,8 @@ class AttentionSteps:
         return AttentionMetadata(
             num_tokens=n,
             written=self._slots(inputs.slots),
-            # The table is cut to the blocks that the mask covers, because both must have the same
-            # width.
+            # The block table is cut to the blocks that the mask covers, because the table and the
+            # mask must cover the same number of keys.
             block_table=inputs.block_table[:, :num_blocks].contiguous(),
             query_ends=list(range(1, n + 1)),
             kv_lens=[kv_len] * n,
@@ -135,7 +139,8 @@ class AttentionSteps:
         )
 
     def of_step(self, inputs: HostStep, step: DeviceStep) -> AttentionMetadata:
-        """Return the metadata of a step without a full graph, for any mixture of live requests.
+        """Return the metadata of a step that replays no full graph. Its requests can have any
+        numbers of queries.
 
         Args:
             inputs: the step's arrays on the host.
@@ -154,7 +159,8 @@ class AttentionSteps:
             tokens = direct_rows(inputs, split, place, takes_long_queries=takes_long)
         parts: tuple[Part, ...] = ()
         if place.is_sharded or not takes_long:
-            # An operator that reads only chosen keys must get all keys of a request in one call.
+            # If an indexer chooses keys, requests are not cut into chunks: the attention operator
+            # must get all keys of a request in one call.
             parts = plan_parts(
                 query_lens,
                 inputs.kv_lens,
@@ -220,15 +226,15 @@ class AttentionSteps:
     def of_drafts(
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
-        """Return the metadata of an iteration of drafting after a mixed step, over all sampled
-        places.
+        """Return the metadata of one iteration of drafting after a mixed step. All sampled places
+        attend.
 
         Args:
             positions: [num_samples, k + 1] int32, positions of the places of live requests;
                 ``ahead`` is not added.
             written: [num_samples * (k + 1)] int32, the slots to which KV is written.
             block_table: [num_samples, max_blocks], the blocks of the sampled requests.
-            ahead: number of tokens by which drafting has made requests longer since the step.
+            ahead: number of tokens by which drafting has made each request longer since the step.
         """
         assert inputs.drafts is not None
         at = inputs.drafts.positions
@@ -268,7 +274,8 @@ class AttentionSteps:
         return slots.to(self._kind.slot_dtype)
 
     def _index_slots(self, slots: Tensor) -> Tensor:
-        """Return slots for the cache of the indexer, which every rank keeps whole: [n] -> [n, 1].
+        """Return the tokens' slots in the cache of the indexer, [n] -> [n, 1]. Every rank keeps
+        this whole cache.
 
         Padding gets a slot of the dummy block.
         """
@@ -279,15 +286,15 @@ class AttentionSteps:
         return slots.clamp(min=0).unsqueeze(1)
 
     def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """Return [n, 1, 1]: whether this shard has no key to which the token may attend."""
+        """Return [n, 1, 1]: true if this shard keeps no key to which the token may attend."""
         if not self._rows_place.is_sharded:
             return None
         first = self._place.shards.first_position(self._place.shard)
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _shard_rows(self, block_table: Tensor) -> ShardRows | None:
-        """Return the data with which tokens attend to chosen keys on each shard; None if this kind
-        of attention chooses no keys, or if the cache is not sharded.
+        """Return the data that tokens need to attend to chosen keys of a sharded cache. Return None
+        if this kind of attention chooses no keys, or if the cache is not sharded.
 
         Args:
             block_table: [n, max_blocks], the blocks of each token's request.
@@ -298,7 +305,7 @@ class AttentionSteps:
         return ShardRows(self._place, block_table, block_table.new_full((1,), n))
 
     def _num_seen(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """Return the number of keys that each query sees, or None if an indexer chooses keys.
+        """Return to how many keys each query attends; None if an indexer chooses the keys.
 
         Args:
             positions: positions of the queries, in any shape.
@@ -314,8 +321,8 @@ class AttentionSteps:
 
         Args:
             positions: [num_reqs, query_len].
-            kv_lens: [num_reqs] int32. The KV length of a padding request includes its queries, as
-                in the host's lengths.
+            kv_lens: [num_reqs] int32, number of keys of each request. For padding requests, too,
+                the number includes the keys of the request's own queries.
             slots: [num_tokens] int32.
             ahead: number of tokens by which drafting has made requests longer.
         """
@@ -352,7 +359,7 @@ class AttentionSteps:
     def _on_device(
         self, parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
     ) -> tuple[DevicePart, ...]:
-        """Return parts with their arrays on the device.
+        """Copy the arrays of all parts to the device, and return the parts with the copies.
 
         Args:
             reads: the slots of each chunk's keys, for all chunks of the first part, then of the

@@ -1,11 +1,12 @@
-"""BlockCopier: copies KV blocks of one rank between the device and files. A second copier copies
-recurrent states; each of its blocks is one entry of the state cache.
+"""BlockCopier: copies KV blocks of one rank between the device and files. A second object of this
+class copies recurrent states: each of its "blocks" is one slot of the state cache.
 
-Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. The
-parts of a block in all layers are gathered in a slot, so that one transfer moves all parts. Blocks
-are gathered and scattered on the main stream, in the order of the engine's messages. So a block has
-the contents that the scheduler expects. The transfers run on another stream, while steps run. A
-thread reads and writes the files; it never uses the device.
+Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. A
+block consists of one part in each layer. All of its parts are gathered in a slot, so that one
+transfer moves them together. Blocks are gathered from the caches and scattered to the caches on the
+main stream, in the order of the engine's messages. So a block has the contents that the scheduler
+expects. The transfers run on another stream, while steps run. A thread reads and writes the files;
+it never uses the device.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class _Job:
 
     @property
     def num_whole(self) -> int:
-        """Number of written blocks; or, for a job that reads, number of leading blocks read."""
+        """If the job writes files: the number of blocks that were written. If it reads files: the
+        number of leading blocks that were read.
+        """
         if not self.is_load:
             return sum(self.whole.values())
         count = 0
@@ -84,9 +87,8 @@ class _Slot:
     Attributes:
         device, host, blocks: [num_blocks, block_bytes]; ``blocks`` is ``host`` as a NumPy array.
         piece: the piece that uses the slot; None if the slot is free.
-        state: whether the device or the thread for files uses the slot.
-        is_void: whether the piece was dropped. Then no result is reported when the slot becomes
-            free.
+        state: who uses the slot: the device, the thread for files, or nobody.
+        is_void: whether the slot's piece was dropped. If true, the piece's result is not reported.
         ready: event with which one stream waits for the other stream.
         done: event after the slot's last work on the device.
     """
@@ -124,9 +126,10 @@ class BlockCopier:
         self._npu = npu
         self._tensors = tensors
         self._tiers = tiers
-        # Number of bytes of a block in each tensor, and in all tensors. In a slot, a block is
-        # contiguous, so that the thread for files makes only one system call for each block. After
-        # each call, the thread must wait for Python's global lock.
+        # Number of bytes of a block in each tensor, and in all tensors together. In a slot, each
+        # block is contiguous, so that the thread for files reads or writes a block with one system
+        # call. More calls would be slow, because the thread waits for Python's global lock after
+        # each call.
         self._sizes = [tensor[0].nbytes for tensor in tensors()]
         block_bytes = sum(self._sizes)
         self._blocks_per_slot = blocks_per_slot(block_bytes)
@@ -154,7 +157,7 @@ class BlockCopier:
 
         Args:
             block_ids: [n] int64, at least one.
-            files: [n], hash of each block, and number of blocks before it in its prompt.
+            files: [n], for each block its hash, and the number of blocks before it in its prompt.
         """
         size = self._blocks_per_slot
         starts = range(0, len(block_ids), size)
@@ -165,8 +168,8 @@ class BlockCopier:
         )
 
     def begin_upkeep(self, number: int, kind: JobKind, files: Sequence[FileName]) -> None:
-        """Begin a job that deletes or touches files. The job may run before the blocks of earlier
-        jobs are written.
+        """Begin a job that deletes files, or updates their time of last use ("touch"). The job may
+        run before earlier jobs have written their blocks.
         """
         self._upkeep.add(number)
         self._for_files.put(_Upkeep(number, kind, deque(files)))
@@ -175,8 +178,8 @@ class BlockCopier:
         """Continue all copy jobs, without waiting for the device or for files.
 
         Returns:
-            For each job that has ended: its number, and how many blocks were written, or how many
-            leading blocks were read.
+            For each job that has ended since the last call: its number, and how many blocks it has
+            written, or how many leading blocks it has read.
 
         Raises:
             RuntimeError: the device failed.
@@ -285,21 +288,22 @@ class BlockCopier:
             self._from_files.put(work)
 
     def _next_work(self) -> _Slot | _Upkeep | None:
-        """Return the next work for the thread; None if the thread must end. While no work waits,
-        write blocks to the second tier.
+        """Return the next work for the thread for files; None if the thread must end. Until there
+        is work, write blocks to the second tier.
         """
         try:
             while self._for_files.empty() and self._tiers.write_late():
                 pass
-        except Exception:  # The block is in the first tier only, which does no harm.
+        except Exception:  # the block stays in the first tier only, which does no harm
             logger.exception("copying a KV block to the second tier failed")
         return self._for_files.get()
 
     def _keep_up(self, work: _Upkeep) -> bool:
         """Continue a job that deletes or touches files; return whether it has ended.
 
-        A "touch" stops when other work waits, because requests may wait for that work. A "delete"
-        does not stop, because a later job can write the same blocks again.
+        A job that touches files pauses while other work waits, because requests may wait for that
+        work. A job that deletes files does not pause, because a later job could write the same
+        blocks again, and the paused job would then delete the new files.
         """
         while work.files:
             block_hash, depth = work.files.popleft()
@@ -313,8 +317,8 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return how many blocks were written, or how many
-        leading blocks were read. If a block cannot be read, the later blocks are not read, because
-        a request cannot use them without this block.
+        leading blocks were read. If a block cannot be read, the blocks after it are not read,
+        because a request cannot use them without it.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):
@@ -343,7 +347,7 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def end_files(self, timeout_s: float) -> bool:
-        """Let the thread end after all waiting work; return whether it has ended within
+        """Tell the thread to end after the queued work; return whether it has ended within
         ``timeout_s``.
         """
         self._for_files.put(None)
@@ -351,6 +355,6 @@ class BlockCopier:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Drop all copy jobs and let the thread end."""
+        """Drop all copy jobs, and tell the thread to end."""
         self.forget()
         self._for_files.put(None)

@@ -1,4 +1,6 @@
-"""CacheCopier: runs one rank's copy jobs, of KV blocks and of checkpoints of recurrent states."""
+"""CacheCopier: runs one rank's copy jobs. A job copies KV blocks, checkpoints of recurrent states,
+or both.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ class _Job:
 
     @property
     def result(self) -> int:
-        """Number of leading blocks that were copied. It is 0 if a recurrent state could not be
-        read, because a request cannot start without this state.
+        """Number of leading blocks that were copied. The number is 0 if the job's recurrent state
+        could not be read, because a request cannot start without this state.
         """
         has_states = self.num_whole.get(STATES, 0) == self.num_states
         return 0 if self.is_load and not has_states else self.num_whole.get(BLOCKS, 0)
@@ -57,7 +59,9 @@ class CacheCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """See ``BlockCopier.num_read``; the numbers do not include states."""
+        """Number of KV blocks that were read from each tier, by the tier's name; recurrent states
+        are not counted.
+        """
         return self._blocks.num_read
 
     def begin(self, jobs: Sequence[CopyJob]) -> None:
@@ -98,14 +102,14 @@ class CacheCopier:
                 copier.forget()
 
     def end_files(self, timeout_s: float) -> None:
-        """Wait until no thread uses files any longer. No job may begin after this call."""
+        """Wait until no thread uses files. Begin no job after this call."""
         deadline_s = time.monotonic() + timeout_s
         for copier in (self._blocks, self._states):
             if copier is not None and not copier.end_files(max(0, deadline_s - time.monotonic())):
                 logger.warning("files of KV blocks are still used after %g s", timeout_s)
 
     def close(self) -> None:
-        """Drop all copy jobs and let the threads end."""
+        """Drop all copy jobs, and tell the threads to end."""
         self._jobs.clear()
         for copier in (self._blocks, self._states):
             if copier is not None:
@@ -119,7 +123,7 @@ class CacheCopier:
         copier.begin(job.number, places.astype(np.int64), files, is_load=job.is_load)
 
     def _begin_upkeep(self, job: CopyJob, parts: Collection[int]) -> None:
-        """Begin a job that uses only files, not the device."""
+        """Begin a job that deletes or touches files, and does not use the device."""
         for part, copier, hashes, depths in (
             (BLOCKS, self._blocks, job.hashes, unpack_ints(job.depths)),
             (STATES, self._states, job.state_hashes, None),

@@ -1,4 +1,6 @@
-"""Embeddings: hidden states after the last tokens of prompts, which a request can ask for."""
+"""Embeddings. A request can ask for the embedding of its prompt, which is the hidden state of the
+prompt's last token.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ class ComingEmbeddings:
     states: Tensor
 
     def read(self) -> dict[int, bytes]:
-        """Return the embeddings by index among the sampled requests.
+        """Return the embeddings; the keys are indices among the sampled requests.
 
-        Call this after the end of the copy.
+        Call this after the copy has ended.
         """
         states = np.ascontiguousarray(self.states.numpy(), "<f4")
         return {i: row.tobytes() for i, row in zip(self.samples.tolist(), states, strict=True)}

@@ -45,11 +45,11 @@ class GraphStore:
         return not self._graphs and not self._uncommitted
 
     def find(self, graph: BatchDescriptor, kv_len: int) -> Captured:
-        """Return the captured graphs of a descriptor that are large enough for requests of
-        ``kv_len`` tokens.
+        """Return the captured graphs of the bucket ``graph``. If there are graphs for several KV
+        lengths, they are for the smallest length that is at least ``kv_len``.
 
         Raises:
-            ReplayMismatchError: there is no graph that steps may replay.
+            ReplayMismatchError: there is no such graph, or steps may not replay it yet.
         """
         bucket = self._graphs.get(graph)
         if bucket is None:
@@ -99,7 +99,9 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Call ``run``, and capture each segment that it passes to the pieces; see ``_capture``."""
+        """Call ``run``, and capture each segment that ``run`` passes to its argument; see
+        ``_capture``.
+        """
 
         def record() -> Bucket:
             pieces = CapturedPieces(graph, self._recording)
@@ -137,7 +139,9 @@ class GraphStore:
 
     @property
     def free_streams(self) -> int | None:
-        """Number of free streams; None if the device's count does not change with captures."""
+        """Number of free streams that the device reports; None if captures do not change this
+        number, so that it says nothing about them.
+        """
         return self._npu.available_streams() if self._recording.counts_streams else None
 
     @property
@@ -154,8 +158,8 @@ class GraphStore:
         """
         started_s = time.perf_counter()
         self._npu.synchronize()
-        # Unused memory of the allocator, such as the pool of a released graph, is returned to the
-        # device, because a capture could not use it.
+        # The allocator's unused memory, such as the pool of a released graph, is returned to the
+        # device, because a capture cannot use the memory of another pool.
         self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
@@ -181,7 +185,7 @@ def _ai_cpu_operators(bucket: Iterable[Captured]) -> dict[str, int] | None:
     try:
         return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
     except RuntimeError:
-        return None  # not an error, because a capture does not need the counts
+        return None  # not an error, because only a report needs the numbers
 
 
 def _release(captured: Captured) -> None:

@@ -1,5 +1,5 @@
-"""The functions that are recorded as a rank's graphs. Each function first runs once on padding, and
-is then recorded.
+"""The functions that are recorded as a rank's graphs. Each function runs once on padding before it
+is recorded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class GraphWork:
     """The work that full graphs and pieces do on the static inputs. Owns nothing.
 
     Attributes:
-        drafts: verifies and proposes drafts; None if the model does not draft.
-        caches: the decoder's KV caches; the elements of the list may be replaced later.
-        tally: [2] int64, the counters of the decoder's experts.
-        choose_exchange: returns the exchange that sends a graph's tokens to their experts.
+        drafts: verifies and proposes drafts; None if the deployment uses no drafts.
+        caches: the decoder's caches, one for each layer; the elements of the list may be replaced
+            later.
+        tally: [2] int64, counters of the tokens at the decoder's experts.
+        choose_exchange: returns the kind of exchange that sends a graph's tokens to their experts.
         states: makes the metadata of recurrent states; None if the model has no such state.
-        follows: whether a step may be queued before the host has read the previous step's tokens.
-        kv_sizes: KV lengths for which decode graphs are captured, ascending; empty if lengths are
-            sent to captured attention.
+        follows: whether the host may queue a step before it has read the previous step's tokens.
+        kv_sizes: the KV lengths for which decode graphs are captured, in ascending order. Empty if
+            each step sends its KV lengths to the captured attention operators.
     """
 
     model: Decoder
@@ -64,11 +65,12 @@ class GraphWork:
         return tokens
 
     def forwards(self, graph: BatchDescriptor) -> dict[int, list[Forward]]:
-        """Return the functions that are recorded as the full graphs of a bucket, by the KV length
-        for which they are recorded; the only key is ``ANY_LENGTH`` if lengths are sent.
+        """Return the functions that are recorded as the full graphs of a bucket. The keys are the
+        KV lengths for which they are recorded. If each step sends its KV lengths, the only key is
+        ``ANY_LENGTH``.
 
-        With drafts, a graph of mixed batches ends with the hidden states of all tokens. Its places
-        are sampled, and drafts are proposed, outside of graphs.
+        With drafts, a graph for mixed batches ends with the hidden states of all tokens. Sampling
+        and proposing drafts then happen outside of graphs.
         """
         if self.kv_sizes and graph.query_len:
             return {size: [partial(self._run_whole, graph, size)] for size in self.kv_sizes}
@@ -140,7 +142,8 @@ class GraphWork:
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
     ) -> Tensor:
-        """Run the segments on static inputs, and attention on the live tokens.
+        """Run the decoder piecewise: the segments run on the static inputs, attention runs on the
+        live tokens.
 
         Returns:
             [bucket, hidden].

@@ -1,11 +1,12 @@
-"""The running batch of a worker. Its rows are updated by the message of each step.
+"""The running batch of a worker. The engine's message for each step updates the rows of the batch.
 
 If two successive decode steps have the same requests, the inputs of the second step are computed
-from the inputs of the first step (``_go_on``); unchanged arrays are used again.
+from the inputs of the first step (``_go_on``). Arrays that do not change are not copied.
 
-The batch is in host memory only, and does not contain tokens that a step in flight samples. The
-next step contains references to these tokens, and the device replaces the references by the tokens.
-Every rank of a tensor parallel group has the same rows, because every rank receives the same plan.
+The batch is in host memory only. It does not contain the tokens that a step in flight samples. In
+place of these tokens, the next step contains references to them, which the device replaces by the
+tokens. Every rank of a tensor parallel group has the same rows, because every rank receives the
+same plan.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.references import References
 from dist_aclgraph.steps.step import RankBatch
 
-# Difference between a request's records in two successive decode steps: one more computed token.
+# What is added to a request's record from one decode step to the next: one more computed token.
 ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
 class ComingTokens(NamedTuple):
-    """Tokens that a step in flight samples: rows and references of these tokens, [n] each."""
+    """Tokens that a step in flight samples: for each token, its row and the reference to it, [n]
+    each.
+    """
 
     rows: IntArray
     references: IntArray
@@ -41,7 +44,7 @@ class InputBatch:
     """Owns tokens, block tables and sampling parameters of all rows.
 
     Attributes:
-        references: makes references to tokens that only the device has.
+        references: makes references to tokens that are not yet on the host.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class InputBatch:
         """Allocate the arrays.
 
         Args:
-            place: indices of this rank among the ranks that share the context of its requests.
-            num_latest: number of latest tokens that the device keeps.
+            place: indices of this rank in context parallelism.
+            num_latest: number of sampled tokens that the device keeps, so that references can name
+                them.
         """
         self._place = place
         # The device has one row more than the host: a spare row.
@@ -68,8 +72,9 @@ class InputBatch:
         self._sampled_rows = NO_INTS
         # References to the samples of the last step, and the row of each sample.
         self._names = self._named_rows = NO_INTS
-        # The last step and its records, if the next step may be computed from the last step. Then
-        # also the number of steps that may be computed like this before a request needs a block.
+        # The last step and its records, if the next step may be computed from the last step;
+        # otherwise None. ``_num_left`` says how many further steps may be computed in this way
+        # before a request needs a new block.
         self._last: HostStep | None = None
         self._records = NO_RECORDS
         self._num_left = 0
@@ -97,8 +102,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # Drafts can read the entries after these blocks, so the entries must not contain the
-            # block of another request.
+            # Drafts can read the entries after the row's last block, so these entries must not
+            # contain a block of another request.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
@@ -125,8 +130,8 @@ class InputBatch:
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
-            moves: whether requests with tokens in flight begin at positions that only the device
-                knows, because the number of their accepted drafts is not on the host yet.
+            moves: whether only the device knows the positions of requests with tokens in flight,
+                because the numbers of their accepted drafts are not on the host yet.
         """
         last, self._last = self._last, None
         if not len(records):
@@ -178,7 +183,9 @@ class InputBatch:
         return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
 
     def _go_on(self, last: HostStep) -> HostStep:
-        """Return the decode step after ``last``: it runs the next token of the same requests."""
+        """Return the inputs of the decode step after ``last``, which runs the next token of the
+        same requests.
+        """
         rows, positions, kv_lens = last.rows, last.positions + 1, last.kv_lens + 1
         if self._num_left:
             self._num_left -= 1
@@ -205,8 +212,8 @@ class InputBatch:
         )
 
     def _table_of(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Return the block table of requests; the longest request determines the number of
-        columns.
+        """Return the block tables of ``rows``. The table has as many columns as the longest request
+        needs.
         """
         per_block = self._place.shards.tokens_per_block
         width = table_width(int(kv_lens.max()), per_block, self._num_drafts)
@@ -214,7 +221,9 @@ class InputBatch:
         return table
 
     def _steps_left(self, positions: IntArray) -> int:
-        """Return the number of steps before a request needs its next block."""
+        """Return how many further decode steps can run before the first of the requests needs a new
+        block.
+        """
         # The next slot is not always the last slot plus one, because the next token might be on
         # another shard.
         if self._place.is_sharded:
@@ -229,7 +238,7 @@ class InputBatch:
             self._sampled_rows, self._named_rows = step.sampled_rows, NO_INTS
 
     def in_flight(self, records: IntArray) -> npt.NDArray[np.bool_]:
-        """Return [num_reqs]: true for requests whose last token is not on the host yet.
+        """Return [num_reqs] booleans: true for a request whose last token is not on the host yet.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
@@ -240,8 +249,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the wanted last tokens that the host does not have yet; None if the host has all
-        of them.
+        """Return the rows' last tokens that the caller wants and the host does not have yet; None
+        if there are none.
 
         Args:
             is_wanted: [max_rows], whether the caller wants the row's last token.
@@ -258,7 +267,7 @@ class InputBatch:
         return ComingTokens(rows, references)
 
     def _tokens(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the tokens at positions, if there are no drafts."""
+        """Return the tokens at ``positions``, for a deployment without drafts."""
         is_here = positions < self.num_tokens[rows]
         if is_here.all():
             return self.token_ids[rows, positions]
@@ -271,12 +280,13 @@ class InputBatch:
     def _tokens_and_next(
         self, rows: IntArray, positions: IntArray, begins: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the token at each position and the token after it. The token after a position is
-        0 if the host does not know this token.
+        """Return two arrays: the token at each position, and the token at the position after it. An
+        element of the second array is 0 if the host does not know the token.
 
         Args:
-            begins: [num_tokens], first position of the row in this step. If the host does not have
-                the token at this position, the token is the row's last token, and drafts follow it.
+            begins: [num_tokens], for each token, the first position of its row in this step. If the
+                host does not have the token at this first position, this token is the row's last
+                token, and drafts follow it.
         """
         known = self.num_tokens[rows]
         last = self.token_ids.shape[1] - 1

@@ -1,4 +1,6 @@
-"""The inputs of a step outside full graphs; ranks that share experts pad inputs to equal shapes."""
+"""The inputs of a step that replays no full graph. Ranks that share experts pad their inputs to
+equal shapes.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from dist_aclgraph.steps.step import RankPlan, StepSize
 
 
 def padded_size(plan: RankPlan, inputs: HostStep) -> StepSize:
-    """Return the size to which the step is padded: the size of this rank, or, if ranks share
-    experts, the largest size of all ranks.
+    """Return the size to which the step is padded. If ranks share experts, this is the largest size
+    of any rank, otherwise this rank's own size.
 
-    Ranks that share experts must call the same collectives with equal shapes. Ranks that split a
-    prompt always use the largest number of tokens of any rank.
+    The reason is that ranks that share experts must call the same collectives with equal shapes.
+    Ranks that split a prompt always pad to the number of tokens of the rank with the most tokens.
     """
     if plan.exchange is not None:
         return plan.largest
@@ -35,8 +37,8 @@ def upload_step(
     Args:
         size: the result of ``padded_size``.
         spare_row: row of padding requests.
-        static: the inputs of a piecewise graph, which are already written; None if the step is
-            eager.
+        static: the inputs of a piecewise graph, which were written before this call; None if the
+            step is eager.
     """
     arrays, prompts = [inputs.places], inputs.prompts
     if static is None:
@@ -58,9 +60,10 @@ def upload_step(
         ]
     shared = None
     if prompts is not None:
-        # This number must be the same on every rank, even if this rank samples no request.
+        # Every rank must use the same number of places, even a rank that samples no request.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
-        # If another rank runs the token of a place, the index is the number of padded tokens.
+        # If another rank runs the token of a place, the index is ``num_tokens``, which is not the
+        # index of any token.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
     places, *rest = upload_arrays(npu, arrays)

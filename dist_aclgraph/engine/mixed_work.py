@@ -1,5 +1,5 @@
-"""The decoder's work in a step with any mixture of requests, whose places are sampled outside of
-graphs.
+"""The decoder's work in a step with any mixture of requests. The places of such a step are sampled
+outside of graphs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MixedOutput:
     """The decoder's output for a mixture of requests.
 
     Attributes:
-        hidden: [num_padded, hidden], the hidden states of all tokens, padding included.
-        places: [num_places, hidden], the hidden states of the places that sample.
+        hidden: [num_padded, hidden], the hidden states of all tokens, including padding.
+        places: [num_places, hidden], the hidden states of the places where tokens are sampled.
         logits: [num_places, vocab]; tokens: [num_places] int32, the most probable token of each
             place; best: [num_places], the logits of these tokens.
         span: measures the replay of a full graph; None if no replay is measured.
@@ -58,8 +58,8 @@ class MixedWork:
     Owns nothing.
 
     Attributes:
-        graph_work: the work of graphs, with the same model, buffers and counters.
-        context: the ranks that share the context of this rank's requests.
+        graph_work: the work that graphs record. It uses the same model, buffers and counters.
+        context: the indices of this rank in context parallelism, and its groups.
         spare_row: row of padding requests.
     """
 
@@ -85,14 +85,14 @@ class MixedWork:
 
         Args:
             captured: the graph that the plan names; None if the step is eager.
-            answer: reports the steps that have ended; called between segments, or between updates
-                of a full graph.
+            answer: reports the earlier steps that have ended. It is called between segments, or
+                between the updates of a full graph.
         """
         work, graph, span = self.graph_work, plan.graph, None
         static = None if graph is None else work.buffers.inputs(graph)
         size = padded_size(plan, inputs)
         step = upload_step(self.npu, inputs, size, self.spare_row, static)
-        if (inputs.token_ids < 0).any():  # some ids are references to tokens
+        if (inputs.token_ids < 0).any():  # negative ids are references to tokens
             step.token_ids.copy_(work.tokens.fill_in(step.token_ids))
         metadata = self.attention.of_step(inputs, step)
         if self.states is not None and inputs.num_tokens:
@@ -116,7 +116,8 @@ class MixedWork:
                 step=ExpertStep(plan.exchange, work.tally),
             )
         if self.states is not None and plan.batch.kept:
-            # A step's checkpoints must be complete before the engine gets the result of the step.
+            # The checkpoints are written here, so that they are complete when the engine gets the
+            # step's result.
             self.states.keep(plan.batch.kept, self.caches.state_tensors())
         chosen = self._choose(hidden, step, size.num_samples)
         return MixedOutput(step, metadata, hidden, *chosen, span)
@@ -135,7 +136,7 @@ class MixedWork:
     def _choose(
         self, hidden: Tensor, step: DeviceStep, num_samples: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return for each place the hidden state, the logits, the most probable token, and the
+        """Return, for each place, its hidden state, its logits, its most probable token, and the
         logit of this token.
 
         Args:
@@ -146,7 +147,9 @@ class MixedWork:
             empty = torch.empty(0, dtype=torch.int32, device=self.npu.device)
             return hidden[:0], hidden[:0], empty, hidden[:0, 0]
         splits_prompts = self.context.pcp.size > 1
-        if n == 0:  # Other ranks have places, and all ranks must run the same collectives.
+        # If this rank has no places, other ranks have some, and all ranks must run the same
+        # collectives.
+        if n == 0:
             hidden = hidden[:1]
         elif n < len(hidden) or self.graph_work.drafts is not None or splits_prompts:
             hidden = self.collect(step.shared, hidden, step.places)
@@ -156,7 +159,9 @@ class MixedWork:
         return hidden[:n], logits[:n], chosen.int()[:n], best[:n]
 
     def collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of [n, hidden] at places, even if other prefill ranks run the tokens."""
+        """Return the rows of ``hidden`` at ``places``, even if other prefill ranks run the tokens
+        at these places.
+        """
         rows = hidden.index_select(0, places)
         if shared is None:
             return rows

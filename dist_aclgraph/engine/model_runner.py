@@ -1,7 +1,7 @@
 """Executes steps on one NPU: fills buffers, replays graphs or runs eagerly, samples and drafts.
 
-Owns the model, the KV cache, the static buffers and the captured graphs of its rank. Makes no
-decisions: the plan contains them.
+It owns the model, the KV cache, the static buffers and the captured graphs of its rank. It makes no
+decisions, because the plan contains all decisions.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class ModelRunner:
     Args:
         owns_output: whether this rank sends the sampled tokens to the engine; the other ranks of
             its tensor parallel group only acknowledge the step.
-        graphs: all graphs that may be captured; the buffers have the size of the largest one.
+        graphs: all graphs that may be captured; the largest determines the size of the buffers.
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
-            experts. The plan of an eager step contains the exchange of this step.
+            experts. For an eager step, the plan contains the exchange.
         context: the ranks that share the context of this rank's requests.
         tiers: the files with copies of this rank's KV blocks; None if no copies are kept.
         state_tiers: the files with copies of this rank's recurrent states; None if no copies are
@@ -117,8 +117,8 @@ class ModelRunner:
         in_flight = self._max_in_flight = config.scheduler.steps_in_flight
         attention = AttentionSteps(model.kind, place, npu)
         graph_lens = GraphLens(place, k)
-        # The decoder and the drafts have two counters each: the tokens that experts computed, and
-        # the tokens beyond the capacity of an exchange.
+        # The decoder and the next-token module have two counters each: one for tokens that experts
+        # have computed, one for tokens beyond the capacity of an exchange.
         tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         decoder_tally, draft_tally = tally[..., 0].unbind(0)
         self._buffers = StepBuffers(
@@ -147,8 +147,8 @@ class ModelRunner:
                 tally=draft_tally,
                 choose_exchange=choose_exchange,
             )
-        # With drafts, or with several steps in flight, every rank needs the tokens; otherwise only
-        # the rank that owns the output needs them.
+        # With drafts, or with several steps in flight, every rank needs the sampled tokens.
+        # Otherwise, only the rank that sends the output needs them.
         self._samples = owns_output or self._drafts is not None or in_flight > 1
         num_slots = 0 if state_slots is None else state_slots.count
         kv = config.kv
@@ -198,8 +198,8 @@ class ModelRunner:
             self._buffers.addresses,
             max_len,
             graph_lens,
-            # With several steps in flight, lengths are not guessed, because they are sent when a
-            # step is queued.
+            # With several steps in flight, no lengths are guessed, because each step sends its
+            # correct lengths when it is queued.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -250,13 +250,13 @@ class ModelRunner:
         self._watch.on_lap = note
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens to which references refer, [n] int32."""
+        """Return the tokens that ``references`` stand for, [n] int32."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
 
     def warm_up(self, graph: BatchDescriptor) -> None:
-        """Run a graph's work eagerly on padding, so that no lazy initialisation happens in the
+        """Run a graph's work eagerly on padding, so that libraries are initialised before the
         capture.
         """
         with translated(f"running {graph} before its capture"), torch.inference_mode():
@@ -297,22 +297,22 @@ class ModelRunner:
 
     @property
     def free_streams(self) -> int | None:
-        """Number of free streams; None if the device's count does not change with captures."""
+        """See ``GraphStore.free_streams``."""
         return self._graphs.free_streams
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """Memory that all captures use together."""
+        """Memory that all captured graphs use together."""
         return self._graphs.pool_memory
 
     # ---- steps
 
     def launch(self, plan: RankPlan, rank: int, report: Callable[[StepResult], None]) -> None:
-        """Queue a step on the device, after the running step if there is one.
+        """Queue a step on the device, behind the steps that are already in flight.
 
         Args:
-            report: called with the results of earlier steps that have ended, and with the result of
-                the oldest step if the maximum number of steps is in flight.
+            report: called with the result of each earlier step that has ended. If the maximum
+                number of steps is in flight, the method first waits for the oldest step.
         """
         watch = self._watch
         if not self._flights:
@@ -328,7 +328,7 @@ class ModelRunner:
         records = unpack_ints(batch.scheduled, 4)
 
         land = partial(self._flights.land, records)
-        # If the previous step ends during this call, this call also reports the step's result.
+        # If the previous step ends during this call, its result is reported during this call, too.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):
@@ -345,7 +345,7 @@ class ModelRunner:
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            # In an eager step, the device may be faster than the host, so too little is queued.
+            # An eager step may have too little queued work to keep the device busy.
             answer_early = partial(answer, is_queued=plan.graph is not None)
             flight = self._run(plan, rank, inputs, land, answer_early)
             self._batch.note_samples(inputs)
@@ -363,16 +363,16 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
-        When this method returns, the device has executed the step, but perhaps not its drafting. So
-        a fault in the step is attributed to this step, but a fault in its drafts is attributed to
-        the next step.
+        When this method returns, the device has executed the step, but perhaps not yet its
+        drafting. So a fault of the device during the step is attributed to this step, but a fault
+        during its drafting is attributed to the next step.
         """
         return self._flights.finish()
 
     def forget_steps(self) -> None:
-        """Drop all steps in flight after an abort of the device; keep graphs and caches.
+        """Drop all steps in flight after an abort of the device; graphs and caches stay.
 
-        Waits for the device. The next plan must contain all rows again.
+        Waits for the device. The next plan must contain all requests of the batch again.
 
         Raises:
             DeviceError: the device does not work after the abort.
@@ -389,7 +389,8 @@ class ModelRunner:
         self._npu.synchronize()
 
     def close(self) -> None:
-        """Release graphs and caches after the last step. The device was aborted and works again.
+        """Release graphs and caches after the last step. The device must be aborted and restarted
+        first.
 
         Raises:
             DeviceError: the device does not work after the abort.
@@ -403,7 +404,7 @@ class ModelRunner:
             self.caches.free()
 
     def copy_blocks(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
-        """Begin copy jobs, and continue earlier jobs; see ``BlockCopier.advance``.
+        """Begin the copy jobs ``jobs``, and continue earlier jobs; see ``BlockCopier.advance``.
 
         Raises:
             DeviceError: the device failed.
@@ -415,7 +416,7 @@ class ModelRunner:
             return self._copier.advance()
 
     def num_read(self) -> dict[str, int]:
-        """Return how many KV blocks were read from files of each tier."""
+        """Return, for each tier, how many KV blocks were read from its files."""
         return {} if self._copier is None else self._copier.num_read
 
     def end_copies(self, timeout_s: float) -> None:
@@ -424,7 +425,7 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send probable lengths of the next step until ``is_wanted_elsewhere`` returns true."""
+        """Send guessed lengths of the next step until ``is_wanted_elsewhere`` returns true."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -455,8 +456,8 @@ class ModelRunner:
         span = self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
         if drafts and self._flights:
-            # While the host waits here, the device runs up to the first attention, which waits for
-            # lengths.
+            # While the host waits here, the device runs up to the first attention operator, which
+            # waits for its lengths.
             inputs = replace(inputs, kv_lens=inputs.kv_lens + land())
             self._replays.correct(inputs)
         between = partial(answer, "update")
@@ -494,10 +495,11 @@ class ModelRunner:
         land: Callable[[], IntArray],
         answer: Callable[[], None],
     ) -> Flight:
-        """Run any mixture of requests: ``MixedWork`` runs the decoder; all other work is eager.
+        """Run any mixture of requests. ``MixedWork`` runs the decoder; sampling and drafts are
+        eager.
 
         Args:
-            answer: called between segments; reports the previous step if that step has ended.
+            answer: reports the previous step if it has ended; called between segments.
         """
         mixed = self._mixed.run(plan, inputs, captured, answer)
         tokens, best = mixed.tokens, mixed.best
@@ -542,8 +544,8 @@ class ModelRunner:
     def _know_tokens(
         self, inputs: HostStep, land: Callable[[], IntArray], answer: Callable[[], None]
     ) -> None:
-        """If the masks of this step depend on tokens of the step in flight, read and report that
-        step. Meanwhile the device runs this step's decoder.
+        """If the masks of this step depend on tokens of the previous step, wait for the previous
+        step and report it. During this wait, the device can already run this step's decoder.
         """
         if self._samples and self._flights and self._matchers.concern(inputs):
             land()

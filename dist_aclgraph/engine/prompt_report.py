@@ -1,4 +1,6 @@
-"""Log-probabilities of prompts. Logits of a chunk are computed for a few tokens at a time."""
+"""Computes the log-probabilities of prompts. The logits of a chunk of a prompt are computed for
+only a few tokens at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from dist_aclgraph.steps.step import PromptLogprobs
 
 @dataclass(frozen=True)
 class ComingPrompt:
-    """The report of some tokens of a prompt, whose copy to the host is queued.
+    """The log-probabilities of some tokens of a prompt. Their copy to the host is queued.
 
     Attributes:
         place: index of the request in the step. first: position of the first of these tokens.
@@ -33,7 +35,7 @@ class ComingPrompt:
     num_best: int
 
     def read(self) -> PromptLogprobs:
-        """Return the report. Call this after the end of the copy."""
+        """Return the report. Call this after the copy has ended."""
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1  # number of columns with the ids and the rank
         ids = values[:, :width].view(np.int32)
@@ -55,8 +57,8 @@ def queue_prompts(
     logits_of: Callable[[Tensor], Tensor],
     most: int,
 ) -> list[ComingPrompt]:
-    """Queue copies of prompts' log-probabilities to the host, for the rows whose requests ask for
-    these values.
+    """Compute the log-probabilities of prompts for the requests that ask for them, and queue their
+    copies to the host.
 
     Every rank of a tensor parallel group calls this with the same rows. The host does not wait.
 
@@ -77,8 +79,8 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows these tokens
             continue
-        # Index that the request's position 0 has among the step's tokens, or would have if the step
-        # ran this position.
+        # The index of the request's position 0 among the step's tokens. If the step does not run
+        # position 0, the index that this position would have.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -18,10 +18,11 @@ from dist_aclgraph.models.decoder import Decoder
 @dataclass(eq=False)
 class RankCaches:
     """Owns the caches of the decoder's layers, in ``decoder``. ``DraftSteps`` owns the cache of the
-    next-token module, but the methods here also create this cache and set it to zero.
+    next-token module, but methods of this class also create that cache and set it to zero.
 
     Attributes:
-        drafts: owner of the next-token module's cache; None if the model does not draft.
+        drafts: the object that owns the next-token module's cache; None if the deployment uses no
+            drafts.
         num_slots: number of slots of recurrent states; 0 if the model has no such state.
         int8_latents: whether latents are stored in int8.
     """
@@ -54,7 +55,7 @@ class RankCaches:
         return [*self.block_tensors(), *self.state_tensors()]
 
     def block_tensors(self) -> list[Tensor]:
-        """Return the tensors whose first dimension is the block."""
+        """Return the tensors whose first dimension is the block id."""
         caches = [*self.decoder, *([] if self.drafts is None else [self.drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
@@ -67,7 +68,8 @@ class RankCaches:
         self.decoder.clear()
 
     def zero(self) -> None:
-        """Set all tensors to zero. Otherwise the memory can contain NaN, which would spread.
+        """Set all tensors to zero. Otherwise their memory could contain NaN values, which would
+        spread to results.
 
         Raises:
             DeviceError: the device failed.
@@ -78,10 +80,12 @@ class RankCaches:
         self.npu.synchronize()
 
     def clean(self, block_ids: IntArray) -> None:
-        """Queue work that sets blocks to zero. No step in flight may use these blocks."""
+        """Queue work that sets the blocks ``block_ids`` to zero. No step in flight may use these
+        blocks.
+        """
         index = self.npu.upload(block_ids.astype(np.int64))
         for tensor in self.block_tensors():
-            # The operator does not accept int8. Rows of int8 have a multiple of four bytes, so
-            # int32 fits.
+            # The operator does not accept int8. The rows have a multiple of four bytes, so they can
+            # be read as int32.
             words = tensor.view(torch.int32) if tensor.dtype == torch.int8 else tensor
             words.index_fill_(0, index, 0)

@@ -1,4 +1,6 @@
-"""Queues the full graphs of a step; sends attention lengths before or after the replays."""
+"""Queues the full graphs of a step, and sends the lengths of its attention operators before or
+after the replays.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ class Replays:
     Args:
         addresses: addresses of the buffers that graphs read and write.
         graph_lens: pads the lengths of steps.
-        max_len: maximum length of a request; no larger length is guessed.
-        sends_ahead: whether guessed lengths are sent while the host waits for the device.
-        update_wait: measures how long the device waits for updates; None means no measurement.
+        max_len: maximum length of a request. No length above this maximum is guessed.
+        sends_ahead: whether guessed lengths of the next step are sent while the host waits for the
+            device.
+        update_wait: measures how long the device waits for lengths; None if this time is not
+            measured.
     """
 
     def __init__(
@@ -44,14 +48,17 @@ class Replays:
         self._update_wait = update_wait
         self._main_stream = runtime().current_stream()
         self._update_stream: Any = runtime().Stream()
-        self._num_behind = 0  # number of updates that the step sends after its replays
+        self._num_behind = 0  # number of updates that this step sends after its replays
         self._span: ReplaySpan | None = None  # the measurement of this step
-        # The graphs and padded lengths of this step; the guessed graphs and lengths of the next.
+        # The graphs and padded lengths of this step, and the guessed graphs and lengths of the next
+        # step.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 
     def begin(self, graphs: WholeStep, inputs: HostStep) -> ReplaySpan | None:
-        """Begin a step that replays these graphs; return the argument for a later ``book_wait``."""
+        """Begin a step that replays these graphs. Return a value that the caller later passes to
+        ``book_wait``.
+        """
         lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
         self._watch.lap("lengths")
@@ -61,8 +68,8 @@ class Replays:
         return self._span
 
     def replay(self, graph: CapturedGraph) -> None:
-        """Queue one graph of the step. The graph stops at its first attention until ``update`` is
-        called.
+        """Queue one graph of the step. On the device, the graph stops at its first attention
+        operator until ``update`` is called.
 
         Raises:
             ReplayMismatchError: the lengths do not fit the graph.
@@ -100,7 +107,7 @@ class Replays:
             self._update_wait.end(self._span, self._update_stream, self._num_behind)
 
     def book_wait(self, span: ReplaySpan | None) -> None:
-        """Record how long the device waited for updates in a finished step.
+        """Record how long the device waited for lengths in a finished step.
 
         Args:
             span: the result of ``begin``; if None, nothing is recorded.
@@ -109,7 +116,7 @@ class Replays:
             self._watch.book("update_wait", self._update_wait.take_us(span))
 
     def forget(self) -> None:
-        """Forget this step and the guess for the next step."""
+        """Drop this step, and the guessed lengths of the next step."""
         self._step = self._ahead = None
 
     def guess_next(self, inputs: HostStep, counts: IntArray | int) -> None:
@@ -130,7 +137,9 @@ class Replays:
         self._ahead = graphs, lens
 
     def send_ahead(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send the guessed lengths until the host has other work."""
+        """Send the guessed lengths, until ``is_wanted_elsewhere`` says that the host has other
+        work.
+        """
         if self._ahead is None:
             return
         graphs, lens = self._ahead

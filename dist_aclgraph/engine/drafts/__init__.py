@@ -1,1 +1,3 @@
-"""Proposes drafts of several tokens, counts the accepted drafts, copies drafts to the host."""
+"""Proposes several draft tokens for each request, counts the accepted drafts, and copies drafts to
+the host.
+"""

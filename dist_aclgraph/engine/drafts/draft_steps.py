@@ -1,4 +1,6 @@
-"""The drafting part of a step; it works on the static inputs of a graph or on a mixed batch."""
+"""The part of a step that verifies and proposes drafts, for the static inputs of a graph or for a
+mixed batch.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,18 @@ from dist_aclgraph.topology import ExchangeKind
 
 
 class DraftSteps:
-    """Owns the drafts of this rank, and the KV cache of the next-token module. The cache uses the
-    decoder's block ids.
+    """Owns the drafts of this rank, and the KV cache of the next-token module. A request's block
+    ids are the same in this cache and in the decoder's caches.
 
     Args:
         k: number of drafts of each request.
         max_rows: maximum number of rows of the batch; one spare row is added.
         vocab_size: size of the decoder's vocabulary.
-        attention: makes the attention metadata of the module; the decoder uses the same object.
-        tally: [2] int64, the counters of the module's experts.
-        choose_exchange: returns the exchange that sends an iteration's tokens to their experts.
+        attention: makes the attention metadata of the next-token module; the decoder uses the same
+            object.
+        tally: [2] int64, counters of the tokens at the next-token module's experts.
+        choose_exchange: returns the kind of exchange that sends the tokens of one iteration of
+            drafting to their experts.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class DraftSteps:
 
     @property
     def num_places(self) -> int:
-        """Number of tokens of each decoding request: its last token and its drafts."""
+        """Number of tokens that each decoding request runs in a step: its last token and its
+        drafts.
+        """
         return self._drafter.k + 1
 
     def make_cache(self, room: CacheRoom) -> None:
@@ -70,7 +76,7 @@ class DraftSteps:
 
     @property
     def tokens(self) -> TokenTable:
-        """The token table with the drafts and the last tokens of all rows."""
+        """The table with the drafts and the last tokens of all rows."""
         return self._drafter.tokens
 
     @property
@@ -84,8 +90,8 @@ class DraftSteps:
         return self._drafter.drafts
 
     def move(self, inputs: DeviceStep) -> None:
-        """Add the numbers of accepted drafts to the positions, and select the slots of the new
-        positions.
+        """Add each request's number of accepted drafts to its positions, and select the slots of
+        the new positions.
 
         Changes positions, slots and draft slots of a graph's static inputs in place.
         """
@@ -102,7 +108,8 @@ class DraftSteps:
         inputs.slots.view(num_reqs, num_places).copy_(slots[:, :num_places])
 
     def count(self, sampled: Tensor, inputs: DeviceStep) -> Tensor:
-        """Return the number of accepted drafts of each request, [num_reqs] int32, padding included.
+        """Return the number of accepted drafts of each request, padding requests included:
+        [num_reqs] int32.
 
         Args:
             sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come first.
@@ -111,7 +118,7 @@ class DraftSteps:
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)
 
     def _by_request(self, sampled: Tensor, inputs: DeviceStep) -> Tensor:
-        """Return the sampled tokens as [num_reqs, k + 1], padding included."""
+        """Return the sampled tokens as [num_reqs, k + 1], padding requests included."""
         assert inputs.drafts is not None
         size = len(inputs.drafts.rows) * self.num_places
         if len(sampled) < size:

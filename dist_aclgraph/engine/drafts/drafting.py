@@ -1,15 +1,16 @@
-"""Multi-token prediction: drafts that the next step verifies, all on the device.
+"""Multi-token prediction: a module proposes drafts, and the next step verifies them. Both happen on
+the device.
 
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
 at each of these places. A draft is accepted if it equals the token that was sampled at the previous
-place. The token that is sampled at the last accepted place is an additional result. So sampling
-never depends on the drafts: with any sampling parameters, a request gets the same tokens as without
-drafts. (For deterministic drafts this is rejection sampling: a draft is accepted with its
-probability under the target model; if it is rejected, another token of the target model is
-sampled.)
+place. The token that is sampled at the place of the last accepted draft is an additional result. So
+sampling never depends on the drafts: with any sampling parameters, a request gets the same tokens
+as without drafts. (For deterministic drafts, this is rejection sampling: the probability that a
+draft is accepted is the draft's probability under the target model. In place of a rejected draft,
+the request gets the token that was sampled from the target model.)
 
 Then the next-token module runs on the same places, with the sampled tokens as inputs. It proposes k
-tokens, one after another; the first one follows the token that was sampled at the last accepted
+tokens, one after another. The first of them follows the token that was sampled at the last accepted
 place. Only the device knows the number of accepted drafts, and no work of the host may depend on
 this number. So every request keeps k + 1 places in each run of the module. Only the last accepted
 place and the later places write to the cache. The causal mask hides the places after the last
@@ -37,9 +38,10 @@ class DraftPass(NamedTuple):
         iteration: number of the iteration, from 0. In iteration i, KV lengths are larger by i than
             in iteration 0.
         token_ids, positions: [n] int32.
-        slots: [n] int32; a negative slot is padding.
-        written: [n] int32, the slots to which KV is written; a token with -1 is not written.
-        hidden: [n, hidden], for each place, the hidden state of the previous place.
+        slots: [n] int32, slots of the tokens; the slot of a padding token is negative.
+        written: [n] int32, the slots to which KV is written; -1 for a token whose KV is not
+            written.
+        hidden: [n, hidden], for each token, the hidden state of the token before it.
     """
 
     iteration: int
@@ -51,13 +53,13 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
-# Arguments: rows [n, hidden], and places. Returns the rows at these places, even if another rank
-# runs the tokens there.
+# Arguments: hidden states [n, hidden], and places. Returns the hidden states at these places, even
+# if another rank runs the tokens at these places.
 Collect = Callable[[Tensor, Tensor], Tensor]
 
 
 def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of [n, hidden] at places that this rank runs."""
+    """Return the rows of ``hidden`` at ``places``, if this rank runs all of these places."""
     return hidden.index_select(0, places)
 
 
@@ -68,12 +70,12 @@ class Drafter:
     32 bytes.
 
     Attributes:
-        tokens: the latest tokens; ``drafts`` and ``last`` are views of ``tokens``. The last row of
-            each view is spare.
-        drafts: [max_rows + 1, k] int32.
-        last: [max_rows + 1] int32.
-        passed: [max_rows + 1] int32, number of accepted drafts in the last step; 0 in the spare
-            row.
+        tokens: the table of the latest tokens; ``drafts`` and ``last`` are views of it. The last
+            row of each view is the spare row.
+        drafts: [max_rows + 1, k] int32, the drafts of each row.
+        last: [max_rows + 1] int32, the last token of each row.
+        passed: [max_rows + 1] int32, number of each row's drafts that the last step accepted; 0 in
+            the spare row.
     """
 
     def __init__(self, k: int, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -114,11 +116,13 @@ class Drafter:
         """Propose the next k tokens of each request as drafts.
 
         Args:
-            collect: returns the hidden states of places; used if the step also has other tokens.
+            collect: returns the hidden states of places; used if the step also runs tokens that are
+                not places.
             logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
-            next_tokens: [n] int32, the token after each of the step's tokens. After a place, this
-                is the sampled token. None if the step's tokens are the places, in the same order.
+            next_tokens: [n] int32, for each of the step's tokens, the token after it. For a place,
+                this is the token that was sampled there. None if the step runs only places, in
+                their order.
             hidden: [n, hidden], hidden states of the target model.
             sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
             accepted: [num_reqs] int32, the result of ``count``.
@@ -163,16 +167,16 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """Count the drafts before the first rejected draft.
 
     Args:
-        sampled: [num_reqs, k + 1] int32, the target model's choice at each place.
+        sampled: [num_reqs, k + 1] int32, the token that was sampled at each place.
         drafted: [num_reqs, k] int32, the drafts of each request.
-        most: [num_reqs] int32, largest number of drafts that may be accepted.
+        most: [num_reqs] int32, maximum number of drafts of each request that may be accepted.
 
     Returns:
         [num_reqs] int32, from 0 to k, and at most ``most``.
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # The result is the smallest index of a rejected draft. Adding k to the indices of accepted
-    # drafts ensures that these indices are never the smallest.
+    # The result is the smallest index of a rejected draft. We add k to the indices of accepted
+    # drafts, so that no accepted draft has the smallest index.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

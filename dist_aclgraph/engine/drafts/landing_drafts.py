@@ -12,7 +12,7 @@ from dist_aclgraph.ints import IntArray
 
 
 class LandingDrafts:
-    """Pinned memory for the drafts of all rows."""
+    """Owns the pinned memory to which the drafts of all rows are copied."""
 
     def __init__(self, npu: Npu, max_rows: int, k: int) -> None:
         self._npu = npu

@@ -1,1 +1,1 @@
-"""Computes the tokens that the output formats of requests allow next."""
+"""Computes which tokens a request's output format allows as the next token."""

@@ -13,8 +13,9 @@ from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammar_errors import TOO_AMBIGUOUS, reason_of
 
 NO_MATCH = "the output does not match the grammar"
-# CPU time of a grammar. A request ends if one mask takes more than MAX_MASK_S, or if all masks
-# take more than the sum of MAX_MASK_S and TOKEN_S for each token.
+# Limits of the CPU time that a request's masks may take, in seconds. The request ends with an error
+# if one mask takes more than MAX_MASK_S, or if all of its masks together take more than MAX_MASK_S
+# + TOKEN_S * number of tokens.
 MAX_MASK_S, TOKEN_S = 1.0, 0.02
 
 
@@ -26,10 +27,10 @@ class Row:
     """The state of one row with a grammar or a limit of reasoning.
 
     Attributes:
-        is_shared: whether other requests use states of the same lexer.
-        num_seen: number of tokens of the output that the state includes.
-        complaint: error text if the masks take too much CPU time, so that the request must end;
-            otherwise empty.
+        is_shared: whether the row's matcher shares its lexer with matchers of other requests.
+        num_seen: number of output tokens that were added to the state.
+        complaint: the error text if the masks have taken too much CPU time, so that the request
+            must end; otherwise "".
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Row:
         self._seen: list[int] = []  # the first ``num_seen`` tokens of the output; empty if shared
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
-        self._opens = False  # whether the first token of the output begins reasoning
-        self._answer: int | None = None  # number of output tokens before the begun answer
+        self._opens = False  # whether the output's first token begins reasoning
+        self._answer: int | None = None  # number of output tokens before the answer
         self.complaint = ""
         self._spent_s = 0.0
         self._num_charged = 0  # number of tokens for whose masks ``_spent_s`` was spent
@@ -70,7 +71,7 @@ class Row:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether the row must wait for the compilation of its grammar."""
+        """Whether the row's grammar is not compiled yet, so that the row must wait."""
         return not self._is_compiled
 
     @property
@@ -120,7 +121,7 @@ class Row:
     def add(self, token: int) -> bool:
         """Add the next token of the output.
 
-        If the token is forbidden, add nothing and return false.
+        Return false, and add nothing, if the token is forbidden.
         """
         structure = self.structure
         if self._answer is None:
@@ -151,12 +152,13 @@ class Row:
     def leave_matcher(
         self, sampling: RowSampling, output: list[int]
     ) -> Future[llguidance.LLMatcher] | None:
-        """Return the row's own matcher, in its initial state, for the next request in the row; None
-        if that request must not use this matcher.
+        """Return the row's own matcher, reset to its initial state, so that the next request in the
+        row can use it. Return None if that request must not use the matcher.
 
-        A request that waits for its grammar may lose the row and get it again. If the grammar was
-        compiled again each time, the request might wait for ever. The matcher keeps the lexer's
-        states, which differ between requests, so only the same request may use it again.
+        While a request waits for its grammar, it may lose its row, and get the row again later. If
+        the grammar were compiled again each time, the request might wait for ever. A matcher keeps
+        the states of its lexer, which differ between requests. So only the same request may use the
+        matcher again.
 
         Args:
             output: the output of the next request in the row.
@@ -175,10 +177,13 @@ class Row:
         return matcher.try_consume_tokens([token]) == 1
 
     def charge(self, took_s: float, num_tokens: int) -> None:
-        """Count the CPU time of masks; set ``complaint`` if it exceeds the limit."""
+        """Add ``took_s`` to the CPU time of the row's masks; set ``complaint`` if the sum exceeds
+        the limit.
+        """
         self._spent_s += took_s
         self._num_charged += num_tokens
-        # ``num_tokens`` can be large: all tokens of a continued output are added in one call.
+        # ``num_tokens`` can be large, because all tokens of a continued output are added in one
+        # call.
         if (
             took_s > MAX_MASK_S + TOKEN_S * num_tokens
             or self._spent_s > MAX_MASK_S + TOKEN_S * self._num_charged

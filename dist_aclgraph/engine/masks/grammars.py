@@ -1,10 +1,10 @@
 """Grammars of requests, compiled by llguidance for the model's vocabulary.
 
 The ingress has already compiled each grammar once, in a process with limits
-(``text/structure.py``). So a worker needs a few seconds at most. A thread compiles the
-grammar; meanwhile, the library releases Python's lock. The request waits for its grammar, but no
-step waits. The library keeps the lock while it prepares the vocabulary, so the vocabulary is
-prepared before the first step.
+(``text/structure.py``). So the compilation in a worker takes a few seconds at most. A separate
+thread compiles the grammar, and the library releases Python's global lock meanwhile. So the request
+waits for its grammar, but no step waits. While the library prepares the vocabulary, it holds the
+lock, so the vocabulary is prepared before the first step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from dist_aclgraph.sampling import Structure
 from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
 
 T = TypeVar("T")
-MAX_KEPT_BYTES = 1 << 28  # maximum memory of all grammars that are kept for further requests
-# Maximum number of these grammars. A kept grammar takes more memory while requests use it, because
-# its lexer gets more states; we measured up to 100 MB with the maximum number of states.
+MAX_KEPT_BYTES = 1 << 28  # maximum number of bytes of all grammars that are kept for later requests
+# Maximum number of kept grammars. The memory of a kept grammar grows while requests use it, because
+# its lexer gets more states. We measured up to 100 MB for the maximum number of states.
 MAX_KEPT = 64
-# We measured that a compiled grammar usually needs up to 500 bytes for each of its characters. Some
-# grammars need much more, for example a grammar that accepts the multiples of a large number.
+# We measured that a compiled grammar usually needs at most 500 bytes for each character of its
+# text. Some grammars need much more, for example a grammar that accepts the multiples of a large
+# number.
 BYTES_OF_CHAR = 500
 
 
@@ -54,11 +55,11 @@ class Grammars:
         return kept is None or not kept.cancelled()
 
     def stop_sharing(self, structure: Structure) -> None:
-        """From now on, compile a structure's grammar separately for each request.
+        """From now on, compile the grammar of ``structure`` separately for each request.
 
-        All copies of a matcher share the states of its lexer, and the library limits the number of
-        these states. When several requests together have reached the limit, no copy can be used any
-        more, although each request needs fewer states.
+        All copies of a matcher share the states of one lexer, and the library limits the number of
+        these states. When all requests together have reached the limit, all copies fail, although
+        each request alone needs fewer states.
         """
         key = (structure.salt, structure.grammar)
         if key in self._kept:
@@ -67,13 +68,13 @@ class Grammars:
             self._kept[key] = nothing
 
     def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
-        """Return the matcher of a structure's grammar as a future. If the grammar is new, begin to
+        """Return a future of the matcher for a structure's grammar. If the grammar is new, begin to
         compile it.
 
-        The caller copies the matcher, because requests with the same grammar and salt share it
-        while ``shares`` returns true.
+        The caller must copy the matcher, because requests with the same grammar and salt get the
+        same matcher as long as ``shares`` returns true.
 
-        If the grammar is invalid, the matcher contains an error.
+        If the grammar is invalid, the matcher reports an error.
         """
         grammar = structure.grammar
         key = (structure.salt, grammar)
@@ -89,14 +90,17 @@ class Grammars:
         return coming
 
     def submit_slow(self, work: Callable[[list[int]], T], output: list[int]) -> Future[T]:
-        """Queue work that can take seconds. One separate thread does all such work, in order."""
+        """Queue work that can take seconds. One separate thread does all of this work, in the order
+        of the calls.
+        """
         return self._slow.submit(work, output)
 
     def consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        """Add an allowed token to a matcher while Python's global lock is free; return success.
+        """Add an allowed token to a matcher without holding Python's global lock; return whether
+        this succeeded.
 
-        The library releases the lock only if it adds tokens to several matchers. So a second
-        matcher also gets a token; its result is not used.
+        The library releases the lock only if it adds tokens to several matchers. So this method
+        also adds a token to a second matcher, which is used for nothing else.
         """
         if self._second is None:
             tokenizer = self._tokenizer.result()
@@ -107,8 +111,8 @@ class Grammars:
         return added
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
-        """Drop the oldest grammars above the limits. A grammar that is not compiled yet is kept,
-        because a request waits for it.
+        """Drop the oldest grammars until the others are within the limits. A grammar that is not
+        compiled yet is kept, because a request waits for it.
         """
         for key, kept in list(self._kept.items()):
             if self._num_bytes <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:

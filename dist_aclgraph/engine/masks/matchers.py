@@ -1,13 +1,13 @@
-"""Computes the tokens that the grammars of rows allow next, as bits.
+"""Computes which tokens the grammar of each row allows next, as one bit for each token.
 
-A row's mask is a function of its grammar and its output. So every rank that samples computes the
-mask itself, and nothing is sent between ranks. Before each step, a row's matcher is moved to the
-end of the row's output: new tokens move it forward, and discarded tokens (of a void step, of a
-rewind, rejected drafts) move it back.
+A row's mask depends only on the row's grammar and output. So every rank that samples computes the
+mask itself, and nothing is sent between ranks. Before each step, the state of a row's matcher is
+moved to the end of the row's output: forward over new tokens, and back over discarded tokens
+(tokens of a void step, tokens before a rewind, rejected drafts).
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
-reasons, only tokens that end the output are forbidden. After a maximum number of tokens, the
-reasoning is ended.
+reasons, only the tokens that would end the output are forbidden. If the reasoning reaches its
+maximum number of tokens, the mask forces its end.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dist_aclgraph.text.grammars import Vocabulary
 
 
 class Masks(NamedTuple):
-    """The masks of some places: their allowed tokens.
+    """The masks of some places: the tokens that each of these places allows.
 
     Attributes:
-        places: [m], indices among the special places of a step.
-        words: [m, ceil(vocab / 32)] int32; bit t % 32 of word t // 32 allows token t.
+        places: [m], indices of the places with masks among the special places of the step.
+        words: [m, ceil(vocab / 32)] int32; token t is allowed if bit t % 32 of word t // 32 is 1.
     """
 
     places: IntArray
@@ -48,12 +48,13 @@ class Masks(NamedTuple):
 
 
 class GrammarReport(NamedTuple):
-    """The state of grammars after a step.
+    """What went wrong with the grammars of rows in a step, and which grammars are not compiled yet.
 
     Attributes:
-        failed: the reasons of failed matchers, by index among the sampled requests.
-        unmasked: indices, among the sampled requests, of requests without a mask, because their
-            grammars were not compiled yet.
+        failed: why the matchers of some requests have failed. The keys are indices among the
+            sampled requests.
+        unmasked: indices among the sampled requests. These requests were sampled without a mask,
+            because their grammars were not compiled yet.
         compiling: rows whose grammars are not compiled yet.
     """
 
@@ -64,7 +65,7 @@ class GrammarReport(NamedTuple):
 
 @dataclass
 class _Tail:
-    """Tokens that a step has sampled, and that the engine has not sent back yet."""
+    """Tokens of a row that steps have sampled, and that the engine has not sent back yet."""
 
     begin: int  # position of the first token
     tokens: list[int]
@@ -77,8 +78,9 @@ class Matchers:
         batch: the rows, with all tokens that the engine has sent back.
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
-        rows_may_wait: whether a request whose mask is late keeps its row while it waits. False if
-            the model has recurrent state, because such a request must start again in a row.
+        rows_may_wait: whether a request keeps its row while it waits for a mask that takes long to
+            compute. False if the model has recurrent state: then the request must begin again in a
+            row.
     """
 
     def __init__(
@@ -97,13 +99,13 @@ class Matchers:
         self._num_places = num_places
         self._rows: dict[int, Row] = {}
         self._tails: dict[int, _Tail] = {}
-        # The samples of the last step whose matchers have failed, with the reasons; and the samples
-        # whose grammars were not compiled yet.
+        # Indices among the sampled requests of the last step: of requests whose matchers have
+        # failed, with the reasons, and of requests whose grammars were not compiled yet.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
-        # Rows that a step has sampled without a mask, and in which no request has begun since.
-        # Steps that are already in flight sample these rows again, although the token without a
-        # mask is discarded.
+        # Rows that a step has sampled without a mask, and in which no request has begun since then.
+        # The token that was sampled without a mask is discarded, but steps that are already in
+        # flight sample these rows again.
         self._late: set[int] = set()
         # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None
@@ -151,7 +153,7 @@ class Matchers:
         return not self._rows
 
     def concern(self, step: HostStep) -> bool:
-        """Return whether a step samples a row with a mask."""
+        """Return whether a step samples at least one row that has a mask."""
         if not self._rows:
             return False
         if step.sampled_rows is not self._asked:
@@ -164,7 +166,8 @@ class Matchers:
 
         Args:
             counts: [num_samples], number of new tokens of each sampled request.
-            token_ids: [num_new], the new tokens, request by request.
+            token_ids: [num_new], the new tokens of the first request, then of the second, and so
+                on.
         """
         ends = np.cumsum(counts)
         firsts = step.kv_lens[step.sampled] - step.num_logits + 1
@@ -176,7 +179,7 @@ class Matchers:
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
         """Return the masks of a step's special places; None if no row has a mask.
 
-        Call this only after ``note`` was called for each earlier step, so that all earlier tokens
+        Before this call, ``note`` must be called for each earlier step, so that all earlier tokens
         are known.
 
         Args:
@@ -186,7 +189,7 @@ class Matchers:
         rows, size = step.sampled_rows.tolist(), self._num_places
         samples = known.samples[::size].tolist()
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
-        # A place without a separate mask allows every token.
+        # until its mask is written, a place allows every token
         words = np.full((len(wanted) * size, self._num_words), ALL)
         until_s = time.monotonic() + PATIENCE_S
         for at, (_, sample) in enumerate(wanted):
@@ -198,7 +201,8 @@ class Matchers:
                     raise NotReadyError
                 error = self._fill(row, firsts[sample], drafted, own, until_s)
                 if TOO_MANY_STATES in error and self._rows[row].is_shared:
-                    # The request will begin in its row again, then with its own matcher.
+                    # The request will begin again in its row, and will get a matcher that it does
+                    # not share.
                     self._grammars.stop_sharing(self._rows[row].structure)
                     raise NotReadyError
             except NotReadyError:
@@ -221,7 +225,9 @@ class Matchers:
         return Masks(places, words)
 
     def take_report(self) -> GrammarReport:
-        """Return the failures since the last call, and the rows that wait for a compilation."""
+        """Return which requests have failed or were sampled without a mask since the last call, and
+        which rows wait for a compilation.
+        """
         failed, self._failed = self._failed, {}
         unmasked, self._unmasked = self._unmasked, []
         compiling = [index for index, row in self._rows.items() if row.is_compiling]
@@ -230,16 +236,16 @@ class Matchers:
     def _fill(
         self, row_id: int, first: int, drafts: list[int], words: IntArray, until_s: float
     ) -> str:
-        """Write one mask for each token that is sampled for a row.
+        """Write the masks of one row: one mask for each token that the step samples for the row.
 
         Returns:
-            The reason if the row's matcher has failed, otherwise "".
+            Why the row's matcher has failed; "" if it has not failed.
 
         Args:
-            first: position of the token that is sampled at the first place.
+            first: position, in the request, of the token that is sampled at the row's first place.
             words: [>= 1 + len(drafts), num_words].
-            until_s: until this time (of ``time.monotonic``), wait for masks that a separate thread
-                computes.
+            until_s: how long to wait for masks that a separate thread computes, as a time of
+                ``time.monotonic``.
         """
         row = self._rows[row_id]
         target = first - row.begin
@@ -264,14 +270,14 @@ class Matchers:
             begin = max(row.begin, first - row.permitted.longest)
             if not row.permitted.leaves_any(words[0], self._tokens(row_id, begin, first)):
                 return row.error or FORBIDS_ALL
-        # A place after a forbidden draft is never used, because the draft is not accepted.
+        # The places after a forbidden draft are never used, because the draft cannot be accepted.
         for place, draft in enumerate(drafts, start=1):
             if not row.add(draft):
                 break
             row.fill(words[place])
         if drafts:
             row.go_back(target)
-        if begin_s is not None:  # for a slow row, the separate thread measures the time
+        if begin_s is not None:  # the separate thread of a slow row measures its own time
             row.charge(time.thread_time() - begin_s, num_new)
         return row.error
 
@@ -289,16 +295,16 @@ class Matchers:
 
 
 class Masking:
-    """Applies masks to logits. Owns a constant on the device."""
+    """Applies masks to logits. Owns a constant tensor on the device."""
 
     def __init__(self, upload: ToDevice) -> None:
         self._upload = upload
-        # [16] int16, each with one bit set: the bits of a half word.
+        # [16] int16, the bits of a half word: in each number, another bit is set.
         self._bits: Tensor | None = None
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because the constant may not have reached the
-        device.
+        """Drop the constant tensor after an abort of the device, because its values may not have
+        reached the device.
         """
         self._bits = None
 
@@ -311,8 +317,9 @@ class Masking:
         if self._bits is None:
             bits = np.uint16(1) << np.arange(16, dtype=np.uint16)
             self._bits = self._upload(bits.view(np.int16))
-        # Words are sent as halves: int16 is the smallest type for which the AI core has bitwise
-        # operators. In a little-endian word, the lower half comes first.
+        # Each word is sent as two half words of 16 bits, because int16 is the smallest type for
+        # which the AI core has bitwise operators. The lower half comes first, because words are
+        # little-endian.
         halves = self._upload(masks.words.view(np.int16))
         allowed = (halves.unsqueeze(-1) & self._bits).view(len(halves), -1)
         is_forbidden = allowed[:, : logits.shape[1]] == 0

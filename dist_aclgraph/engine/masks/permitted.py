@@ -1,7 +1,8 @@
-"""Finds out whether a request's token lists permit any token that its output format allows.
+"""Finds out whether a request's token lists and its output format have at least one allowed token
+in common.
 
-The device applies the lists ``allowed_token_ids`` and ``bad_words``. If the lists and the output
-format together forbid every token, a sampled token is meaningless.
+The lists are ``allowed_token_ids`` and ``bad_words``; the device applies them. If the lists and the
+output format together forbid every token, a sampled token is meaningless.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ class Permitted:
 
     @property
     def longest(self) -> int:
-        """Number of latest tokens of the output on which the forbidden tokens depend."""
+        """How many of the output's last tokens decide which tokens are forbidden."""
         return max((len(word) - 1 for word in self._bad_words), default=0)
 
     def leaves_any(self, mask: IntArray, latest: Sequence[int]) -> bool:
-        """Return whether the lists permit a token that a mask allows.
+        """Return whether the lists permit at least one of the tokens that ``mask`` allows.
 
         Args:
             mask: [num_words].
-            latest: the last ``longest`` tokens of the output, or all tokens if there are fewer.
+            latest: the last ``longest`` tokens of the output, or all of its tokens if it is
+                shorter.
         """
         left = mask & self._words
         for word in self._bad_words:

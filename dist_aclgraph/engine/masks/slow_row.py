@@ -2,9 +2,9 @@
 waits.
 
 The computation of a mask cannot be stopped in time: the library checks its limits only after each
-row of its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for
-the mask only briefly. If the mask is still missing, the request gets no token, as if its grammar
-was not compiled yet, and the other requests run.
+row of its parsing table, and with an ambiguous grammar, one row of this table can take seconds. So
+a step waits for the mask only briefly. If the mask is still missing after this wait, the request
+gets no token in this step, as if its grammar were not compiled yet. The other requests run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE_S = 0.005  # seconds that a step waits for the masks of all slow rows
 
 
 class SlowRow(Row):
-    """A row whose masks are computed by a separate thread. Only this thread uses the matcher."""
+    """A row whose masks are computed by a separate thread. Only that thread uses the matcher."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class SlowRow(Row):
         self._grammars = grammars
         self._output: list[int] = []  # the output for which ``_mask`` was computed
         self._mask: Future[tuple[IntArray, str]] | None = None
-        self._read: list[int] = []  # the tokens that the state includes
-        self._words: IntArray | None = None  # the mask of the state; None if it is not computed
+        self._read: list[int] = []  # the tokens that were added to the matcher's state
+        self._words: IntArray | None = None  # the mask for the state; None if it is not computed
         self._num_words = len(end_words)
         self._is_dropped = False
 
@@ -53,13 +53,14 @@ class SlowRow(Row):
 
     @property
     def error(self) -> str:
-        return ""  # Only the thread may read the matcher; ``fill_aside`` returns its error.
+        # Only the separate thread may read the matcher; ``fill_aside`` returns the error.
+        return ""
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
-        """Return whether this request may use the row's masks. The request that had to wait may use
-        them. Other requests with the same grammar may use them if the requests share a lexer. After
-        a failure, only the request with the output that caused the failure may use the row, so that
-        this request gets the reason.
+        """Return whether the next request in the row may use the row's matcher and masks. The
+        request that had to wait may use them. Another request with the same grammar may use them if
+        the two requests share a lexer. After a failure, only the request whose output caused the
+        failure may use them, so that it gets the reason of the failure.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask
@@ -69,18 +70,18 @@ class SlowRow(Row):
         return is_same and is_good and self.free_from == sampling.min_tokens
 
     def drop(self) -> None:
-        """End the computation of masks, because no request uses this row any more."""
+        """Stop the computation of masks. Call this when no request uses the row any more."""
         self._is_dropped = True
         if self._mask is not None:
             self._mask.cancel()
 
     def fill_aside(self, output: list[int], words: IntArray, patience_s: float) -> str:
-        """Write the mask of the token after ``output``; return the reason if the matcher has
-        failed, otherwise "".
+        """Write the mask of the token after ``output`` into ``words``. Return why the matcher has
+        failed; "" if it has not failed.
 
         Args:
             words: [num_words].
-            patience_s: maximum wait for the mask.
+            patience_s: how many seconds to wait for the mask at most.
 
         Raises:
             NotReadyError: the mask is not computed yet.
@@ -98,7 +99,9 @@ class SlowRow(Row):
         return error
 
     def _compute(self, output: list[int]) -> tuple[IntArray, str]:
-        """Move the state to the end of an output; return the next mask and a failure's reason."""
+        """Move the matcher's state to the end of ``output``. Return the mask of the next token, and
+        why the matcher has failed ("" if it has not failed).
+        """
         pairs = enumerate(zip(self._read, output, strict=False))
         shorter = min(len(self._read), len(output))
         num_same = next((i for i, (old, new) in pairs if old != new), shorter)
@@ -123,7 +126,7 @@ class SlowRow(Row):
         return np.full(self._num_words, ALL), super().error or NO_MATCH
 
     def _mask_of_state(self) -> IntArray:
-        """Return the mask of the state, which is computed once."""
+        """Return the mask for the matcher's state; it is computed only once for each state."""
         if self._words is None:
             words: IntArray = np.full(self._num_words, ALL)
             self.fill(words)
