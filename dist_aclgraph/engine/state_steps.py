@@ -1,5 +1,5 @@
-"""The state metadata of a step, made once and used by all layers with recurrent state; and copies
-between rows and checkpoints.
+"""Makes the state metadata of a step once, for all layers with recurrent state. Also copies
+recurrent states between rows and checkpoints.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dist_aclgraph.steps.host_step import HostStep
 
 
 class StateSteps:
-    """Makes the metadata of steps, and copies states. Owns constants only.
+    """Makes the metadata of steps, and copies states. It owns nothing but constants.
 
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
-            None if the model does not draft.
-        poisons: whether a row's state is overwritten with NaN before a request gets the row. The
-            strict emulator then finds a step that continues from the state of an earlier request.
+            None if the deployment uses no drafts.
+        poisons: whether a row's state is overwritten with NaN before a new request gets the row. If
+            true, the strict emulator finds steps that wrongly use the state of an earlier request.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class StateSteps:
     def of_step(self, inputs: HostStep) -> StateMetadata:
         """Return the metadata of any mixture of live requests.
 
-        A direct request updates its state token by token. With drafts, a request is direct if it
-        verifies drafts. Without drafts, a request is direct if it has one token. A request from
-        another group first runs its known output without sampling. Such steps are direct, too, so
-        that the state is rounded in the same way. Requests that decode are the first requests of a
-        batch.
+        A request is called direct if it updates its state token by token. With drafts, a request is
+        direct if it verifies drafts. Without drafts, it is direct if it runs one token. A request
+        that comes from another group first runs the output tokens that it already has, without
+        sampling. It is direct in these steps, too, so that its state is rounded as in the other
+        group. The requests that decode are the first requests of a batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -87,7 +87,7 @@ class StateSteps:
         )
 
     def begin(self, rows: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Prepare the states of rows that new requests get. Call this before ``restore``.
+        """Prepare the states of rows in which new requests begin. Call this before ``restore``.
 
         Args:
             states: the tensors of all states, which are indexed by slot.
@@ -100,7 +100,8 @@ class StateSteps:
             tensor.view(torch.int32).index_fill_(0, index, -1)  # NaN, as in new memory
 
     def restore(self, restored: bytes, states: Sequence[Tensor]) -> None:
-        """Copy checkpoints to the rows that start from them.
+        """Copy the states of checkpoints to the rows whose requests continue from these
+        checkpoints.
 
         Args:
             restored: the field ``restored`` of ``RankBatch``.
@@ -110,9 +111,9 @@ class StateSteps:
         self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
 
     def keep(self, kept: bytes, states: Sequence[Tensor]) -> None:
-        """Copy rows to checkpoints, after the decoder.
+        """Copy the states of rows to checkpoints. Call this after the decoder has run.
 
-        Only steps with chunks of prompts write checkpoints; such steps do not replay full graphs.
+        Only steps with chunks of prompts write checkpoints. Those steps do not replay full graphs.
 
         Args:
             kept: the field ``kept`` of ``RankBatch``.
@@ -126,12 +127,12 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the slots from which direct requests read their states, and to which they write
-        them.
+        """Return the slots from which direct requests read their states, and the slots to which
+        they write their states.
 
         Args:
-            bases: [n] int32, the base of each request; 0 for padding.
-            rows: [n] int32, the row of each request; not read if the model does not draft.
+            bases: [n] int32, the first state slot of each request's row; 0 for padding.
+            rows: [n] int32, the row of each request; not used if the deployment uses no drafts.
         """
         layout = self._layout(len(bases))
         if self._passed is None or rows is None:

@@ -1,5 +1,5 @@
-"""Turns a step's logits into the engine's report. Only this module makes the host wait for the
-device.
+"""Turns a step's logits into the report for the engine. In a step, only this module makes the host
+wait for the device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
-# Axis 0 has the counters of the decoder, then of the drafts. Axis 1 has the number of computed
-# tokens, then the number of tokens beyond the capacity of an exchange. Axis 2 pads each number to
-# 32 bytes, because operators load 32 bytes at once.
+# Axis 0: the counters of the decoder, then those of the next-token module. Axis 1: the number of
+# computed tokens, then the number of tokens beyond the capacity of an exchange. Axis 2 pads each
+# number to 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
 # A number is NaN or infinite if all bits of its exponent are set.
@@ -63,14 +63,15 @@ class HostOutput:
     """The results of a step.
 
     Attributes:
-        token_ids: [num_new], the new tokens of all sampled requests, request by request.
+        token_ids: [num_new], the new tokens of the first sampled request, then of the second, and
+            so on.
         counts: [num_samples], number of new tokens of each request.
-        expert_tokens: number of tokens that this rank's experts have computed since the start,
-            without the drafts of this step.
-        num_unplaced: number of tokens beyond the capacity of the decoder's exchanges since the
-            start.
-        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
-            wants log-probabilities.
+        expert_tokens: number of tokens that this rank's experts have computed since the rank
+            started, without the drafting of this step.
+        num_unplaced: number of tokens beyond the capacity of the decoder's exchanges since the rank
+            started.
+        logprobs: [num_new], for each new token, its log-probabilities, or None if its request wants
+            none. Empty if no request wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
         prompts: the requested log-probabilities of prompts.
         embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
@@ -92,11 +93,11 @@ class _Landing:
 
     Attributes:
         tokens: [max_samples * (k + 1)] int32, the sampled tokens.
-        accepted: [max_samples] int32, the numbers of accepted drafts.
-        best: [max_samples * (k + 1)], the greatest logits, in the dtype of logits.
-        tally: int64, of shape TALLY_SHAPE.
-        arrays: ``tokens``, ``accepted`` and ``tally`` as NumPy arrays.
-        bits: the bits of ``best`` as integers.
+        accepted: [max_samples] int32, number of accepted drafts of each request.
+        best: [max_samples * (k + 1)], the greatest logit of each place, in the dtype of logits.
+        tally: int64, of shape TALLY_SHAPE, counters of tokens at experts. arrays: ``tokens``,
+        ``accepted`` and ``tally`` as NumPy arrays.
+        bits: ``best`` as integers with the same bits.
         logprobs: [max_samples * (k + 1) * LOGPROBS_WIDTH] float32.
         ready: event recorded after the copies.
     """
@@ -130,7 +131,7 @@ class StepOutput:
     """Owns the pinned memory for results, and the sampling state on the device.
 
     Args:
-        steps_in_flight: maximum number of steps whose results are not read yet.
+        steps_in_flight: maximum number of steps whose results the host has not read yet.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class StepOutput:
         self._known = KnownPlaces(batch.sampling, self._num_places, vocab_size, npu.upload)
 
     def count_tokens(self, batch: RankBatch, step: HostStep, token_ids: TokensAt) -> None:
-        """Count, for penalties, all tokens of new rows and the latest tokens of other rows.
+        """Update the counts of tokens that penalties need: for new rows, count all tokens; for
+        other rows, count the latest tokens.
 
         Args:
             token_ids: returns the tokens of [n] references, [n] int32 on the device.
@@ -179,7 +181,7 @@ class StepOutput:
             return
         self._find_last(step, token_ids)
         penalised = np.flatnonzero(rows.sampling.has_penalties).astype(np.int32)
-        # A row can have two new tokens, so each pass of the loop counts one token of each row.
+        # A row can have several new tokens. Each pass of the loop counts one token of each row.
         while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
             self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
             self._counted[late] += 1
@@ -189,7 +191,9 @@ class StepOutput:
             self._counted[coming.rows] += 1
 
     def _find_last(self, step: HostStep, token_ids: TokensAt) -> None:
-        """Copy the last tokens of rows with bad words, before this step overwrites these tokens."""
+        """Copy the last tokens of rows that have bad words, before this step overwrites these
+        tokens on the device.
+        """
         self._coming_rows, self._coming = NO_INTS, None
         words = self._batch.sampling.bad_words
         if words:
@@ -201,7 +205,7 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return the logits of special places, with the last tokens of bad words forbidden."""
+        """Return the logits of special places, in which the last tokens of bad words have -inf."""
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits
@@ -232,7 +236,7 @@ class StepOutput:
             logits: [num_samples * (k + 1), vocab]. If rows have masks, this method may set the
                 logits of forbidden tokens to -inf in place.
             tokens: [num_samples * (k + 1)] int32, the most probable tokens.
-            masks_of: returns the allowed tokens of places; None if no row has a mask.
+            masks_of: returns the masks of the special places; None if no row has a mask.
         """
         known = self._known.find(inputs.sampled_rows)
         if known is None:
@@ -261,8 +265,8 @@ class StepOutput:
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because sent values may not have reached the
-        device.
+        """Drop all values that were sent to the device, because they may not have reached it before
+        the device was aborted.
         """
         self._known.forget()
         self._counts.forget()
@@ -287,8 +291,8 @@ class StepOutput:
             accepted: [>= num_samples] int32, number of accepted drafts; None if the model does not
                 draft.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
-            special: the special places, which may want log-probabilities; None if the step has no
-                special place.
+            special: the special places, whose requests may want log-probabilities; None if the step
+                has no special place.
             prompts: reports of prompts, whose copies are already queued.
             embeddings: hidden states of prompts; their copy is already queued.
         """
@@ -321,8 +325,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called before the wait, so that the host does other work. Its argument is
-                a function that returns whether the results have arrived.
+            while_waiting: called before the wait, and does other work of the host. It gets a
+                function that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)
@@ -347,7 +351,9 @@ class StepOutput:
         )
 
     def _non_finite(self, coming: ComingOutput, counts: IntArray) -> IntArray:
-        """Return the requests for which a new token was chosen from NaN or infinite logits."""
+        """Return the indices of sampled requests for which a new token was chosen from NaN or
+        infinite logits.
+        """
         num_places = coming.num_samples * self._num_places
         is_bad = coming.landing.bits[:num_places] & self._exponent == self._exponent
         if not is_bad.any():

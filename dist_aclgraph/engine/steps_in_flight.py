@@ -33,7 +33,8 @@ class Sampled:
     Attributes:
         tokens: [num_samples * (k + 1)] int32, the sampled token of each place.
         best: [num_samples * (k + 1)], the greatest logit of each place.
-        accepted: [num_samples] int32, number of accepted drafts; None if the model does not draft.
+        accepted: [num_samples] int32, number of accepted drafts of each request; None if the
+            deployment uses no drafts.
         span: measures the replays of a full graph; None if replays are not measured.
     """
 
@@ -50,7 +51,7 @@ class Flight:
 
     Attributes:
         num_written: number of steps whose inputs were written to the buffers, this step included.
-        stages: host time of this step by stage, up to now.
+        stages: the host's time in each stage of this step until now, in microseconds.
         grammars: the state of grammars after the step was queued.
     """
 
@@ -67,12 +68,12 @@ class Flight:
 @dataclass(kw_only=True, eq=False)
 class StepsInFlight:
     """Owns the queued steps, oldest first. Queues the copy of a step's output to the host, waits
-    for it, and makes the result of the step. Does not depend on how a step is computed.
+    for it, and makes the result of the step. This class does not depend on how a step is computed.
 
     Attributes:
-        tally: int64, of shape ``TALLY_SHAPE``, the counters of experts.
+        tally: int64, of shape ``TALLY_SHAPE``, the counters of tokens at experts.
         owns_output: whether this rank sends the sampled tokens to the engine.
-        has_drafts: whether the model drafts.
+        has_drafts: whether the deployment uses drafts.
     """
 
     batch: InputBatch
@@ -88,14 +89,17 @@ class StepsInFlight:
 
     def __post_init__(self) -> None:
         self._flights: deque[Flight] = deque()
-        # Steps whose results were read, but not reported; and the ``waited_us`` of each step.
+        # Steps whose results were read, but not reported yet. The third element is the step's
+        # ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # The time at which enough work of the second oldest step was queued for the device; 0 if
-        # too little is queued yet. After this time, the host only waits for the oldest step.
+        # The time at which enough work of the second oldest step was queued to keep the device
+        # busy; 0 if that has not happened yet. From this time on, the host does nothing but wait
+        # for the oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
-        # Number of tokens beyond the capacity of the decoder's exchanges, in all steps until now.
+        # The device's counter of tokens beyond the capacity of the decoder's exchanges, when it was
+        # last read.
         self._num_unplaced = 0
 
     def __len__(self) -> int:
@@ -110,8 +114,9 @@ class StepsInFlight:
         prompts: Sequence[ComingPrompt] = (),
         embeddings: ComingEmbeddings | None = None,
     ) -> Flight:
-        """Queue the copy of a step's results to the host before drafting, so that the host
-        continues while the device drafts. The step is in flight after ``add``.
+        """Queue the copy of a step's results to the host. Call this before the drafting is queued,
+        so that the host gets the results while the device drafts. The step is in flight only after
+        ``add``.
 
         Args:
             prompts: log-probabilities of prompts; their copies to the host are already queued.
@@ -136,14 +141,15 @@ class StepsInFlight:
         self._flights.append(flight)
 
     def land(self, records: IntArray) -> IntArray:
-        """Wait for all steps in flight; store their results, which ``report_ended`` reports later.
+        """Wait for all steps in flight, and store their results until ``report_ended`` reports
+        them.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
 
         Returns:
-            [num_reqs]: the number of accepted drafts of each request whose last token the host did
-            not have; 0 for the other requests.
+            [num_reqs]: for each request whose last token was not yet on the host, the number of
+            accepted drafts; 0 for the other requests.
         """
         self._note_queued()
         while self._flights:
@@ -153,13 +159,13 @@ class StepsInFlight:
     def report_ended(
         self, report: Callable[[StepResult], None], stage: str, *, is_queued: bool = True
     ) -> None:
-        """Report the steps that have ended, without waiting for the device.
+        """Report the steps that have ended. This method does not wait for the device.
 
         Args:
             report: called with each result.
-            stage: the stage of the next step on which the host is working now.
-            is_queued: whether enough work of the next step is queued, so that the device runs while
-                the host queues the rest.
+            stage: the name of the stage on which the host is working now, a stage of the next step.
+            is_queued: whether so much work of the next step is queued that the device stays busy
+                while the host queues the rest.
         """
         if is_queued:
             self._note_queued()
@@ -235,9 +241,10 @@ class StepsInFlight:
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:
-        """Exclude aborted steps from the reported numbers of tokens beyond capacity.
+        """Exclude the aborted steps from the numbers of tokens beyond capacity that are reported
+        from now on.
 
-        The device's counter includes tokens of these steps, so its current value is subtracted from
-        later counts.
+        The device's counter includes tokens of the aborted steps, so its current value is
+        subtracted from later values.
         """
         self._num_unplaced = int(self.tally[0, 1, 0])

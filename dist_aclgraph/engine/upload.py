@@ -13,7 +13,9 @@ from dist_aclgraph.packing import pack_parts
 
 
 def upload_arrays(npu: Npu, arrays: Sequence[IntArray]) -> list[Tensor]:
-    """Send arrays in one copy; return them as tensors, each at an aligned address."""
+    """Send all arrays in one copy. Return one tensor for each array; each tensor begins at an
+    aligned address.
+    """
     parts, size = pack_parts(array.size for array in arrays)
     packed = np.zeros(size, np.int32)
     for part, array in zip(parts, arrays, strict=True):

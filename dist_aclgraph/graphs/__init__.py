@@ -1,1 +1,3 @@
-"""Graphs on the device: static buffers, recording, replay, updates of attention tasks."""
+"""Graphs on the device: static buffers, recording, replay, and updates of captured attention
+operators.
+"""

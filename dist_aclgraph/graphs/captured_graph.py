@@ -1,4 +1,4 @@
-"""One captured full graph, from capture to release, with its attention tasks."""
+"""One captured full graph with its attention tasks, from its capture to its release."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Forward = Callable[[TaskRecorder | None], None]
 class CapturedGraph:
     """Owns an NPU graph, its task handles and its events.
 
-    The inputs must have the numbers of rows and tokens of the capture, and must be in the buffers
-    whose addresses the graph contains. Other inputs are always refused.
+    The inputs of a replay must have as many rows and tokens as the inputs of the capture. They must
+    be in the buffers whose addresses the graph contains. All other inputs are refused.
 
     Attributes:
         graph: torch_npu's graph.
@@ -52,13 +52,13 @@ class CapturedGraph:
         addresses: tuple[int, ...],
         lens: Lens,
     ) -> None:
-        """Queue one replay. The replay stops at its first task until ``updates`` records the task's
-        event.
+        """Queue one replay. On the device, the replay stops at its first task until ``updates``
+        records the task's event.
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
             lens: the step's lengths, padding included. If lengths were sent ahead, ``after_replay``
-                must get the same lengths; otherwise it can get other lengths.
+                must get the same lengths as this method; otherwise it can get other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.
@@ -81,7 +81,9 @@ class CapturedGraph:
         self.graph.replay()
 
     def release(self) -> None:
-        """Release streams and memory; return the events to the pool for the next capture."""
+        """Release the graph's streams and memory, and return its events to the pool, where the next
+        capture finds them.
+        """
         tasks = self._recorder.tasks
         self._recording.forget(self.graph)
         self._recording.events.give_back(task.event for task in tasks)

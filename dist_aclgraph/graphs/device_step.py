@@ -9,21 +9,22 @@ from torch import Tensor
 
 
 class DraftInputs(NamedTuple):
-    """The places from which drafting continues, for the sampled requests of a step.
+    """The places from which drafting continues: the places of a step's sampled requests.
 
     Attributes:
-        rows: [num_reqs] int32, rows of the requests; padding has the spare row, whose values do not
-            matter.
-        most: [num_reqs] int32, largest number of drafts of a request that may be accepted, from 0
-            to k.
+        rows: [num_reqs] int32, rows of the requests. Padding requests have the spare row, whose
+            values are not used.
+        most: [num_reqs] int32, maximum number of drafts of each request that may be accepted, from
+            0 to k.
         positions: [num_reqs, k + 1] int32, positions of the places.
-        slots: [num_reqs, 3 k] int32, slots of 3 k consecutive positions, from the position of the
-            first place on; -1 is padding.
-        places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
-            with fewer places repeats its last place.
-        behind: [num_reqs] int32; None outside of graphs. To each request's positions, the device
-            adds the number of accepted drafts of the row ``behind``. If the host knows the
-            positions of a request, ``behind`` is the spare row.
+        slots: [num_reqs, 3 k] int32, slots of 3 k consecutive positions, which begin at the
+            position of the request's first place; -1 is padding.
+        places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens. If a
+            request has fewer than k + 1 places, its last place is repeated.
+        behind: [num_reqs] int32, for each request, a row; None outside of graphs. The device adds
+            the number of drafts that this row's last step accepted to the request's positions. If
+            the host already knows the right positions, the row is the spare row, where this number
+            is 0.
     """
 
     rows: Tensor
@@ -35,13 +36,14 @@ class DraftInputs(NamedTuple):
 
 
 class SharedPlaces(NamedTuple):
-    """The prefill rank that runs the token at each place of a split step.
+    """Which prefill rank runs the token at each place, in a step whose prompts are split.
 
     Attributes:
-        owners: [num_places] int32, the rank that runs each place's token, padding included.
-        landings: [num_places] int32, which contains only places of live requests. For each place,
-            the index of the place's token in this rank's list of tokens. If another rank runs the
-            token, the index is the length of this list, padding included.
+        owners: [num_places] int32, the rank that runs the token of each place; padding places are
+            included.
+        landings: [num_places] int32, without padding places. For each place, the index of its token
+            in this rank's list of tokens. If another rank runs the token, the index is the length
+            of this list, padding included.
     """
 
     owners: Tensor
@@ -52,26 +54,27 @@ class SharedPlaces(NamedTuple):
 class DeviceStep:
     """The inputs of a step on the device, all int32.
 
-    Attributes with the names of ``HostStep``'s attributes have the same contents, and are only
-    longer by padding.
+    If ``HostStep`` has an attribute with the same name, the attribute here has the same contents,
+    followed by padding.
 
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
-        block_table: [num_reqs, num_blocks]; padding is included only in graphs.
-        places: indices of tokens whose logits are needed. In graphs, the shape is [num_reqs],
-            padding included; if every request verifies drafts, all tokens are places. Outside of
-            graphs, only live requests have places, and the shape is [num_samples * (k + 1)].
+        block_table: [num_reqs, num_blocks]; it has rows of padding requests only in graphs.
+        places: indices of the tokens whose logits are needed. In graphs, the shape is [num_reqs],
+            padding included; but if every request verifies drafts, all tokens are places. Outside
+            of graphs, only live requests have places, and the shape is [num_samples * (k + 1)].
         drafts: the places from which drafting continues, padding included; None if the step
             verifies no drafts.
-        next_tokens: [num_tokens + 1], the token after each of the step's tokens, padding and one
-            spare element included; None in graphs, or if the model does not draft.
-        draft_table: [num_samples, num_blocks], block table of the live sampled requests; None in
-            graphs, or if the model does not draft.
-        shared: the owners of places, if prompts are split between ranks; else None.
-        state_slots: [num_reqs], base of each request's row in ``StateSlots``, 0 for padding; only
-            in graphs of a model with recurrent state.
-        query_ends, kv_lens: [num_reqs], as ``pad_mixed`` returns them; only in full graphs of mixed
-            batches whose attention reads lengths on the device.
+        next_tokens: [num_tokens + 1], the token after each of the step's tokens, including padding,
+            and one spare element. None in graphs, or if the deployment uses no drafts.
+        draft_table: [num_samples, num_blocks], block table of the live sampled requests. None in
+            graphs, or if the deployment uses no drafts.
+        shared: which rank runs the token of each place, if prompts are split between ranks;
+            otherwise None.
+        state_slots: [num_reqs], first state slot of each request's row (see ``StateSlots``), 0 for
+            padding. Set only in graphs of a model with recurrent state.
+        query_ends, kv_lens: [num_reqs], as ``pad_mixed`` returns them. Set only in full graphs of
+            mixed batches whose attention reads lengths on the device.
     """
 
     token_ids: Tensor

@@ -23,9 +23,10 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Switch off torch's preparations for its compiler, which this package never uses.
+        """Return False, so that torch does not prepare this class for its compiler, which this
+        package never uses.
 
-        Otherwise torch would import the compiler at the start of each rank, which takes one second.
+        The preparation would import the compiler at the start of each rank, which takes one second.
         """
         return False
 

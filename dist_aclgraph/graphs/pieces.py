@@ -1,9 +1,10 @@
-"""A bucket as several graphs: one graph (a *piece*) for each segment between two attentions.
+"""A bucket that is captured as several graphs: one graph (a *piece*) for each segment of the model
+between two attention operators.
 
-Attention runs eagerly between the pieces, with the lengths of the step. So any mixture of prefill
-and decode can replay the same graphs. The values that one piece passes to the next piece are in the
-pool that all graphs share. These values are valid only until the next piece of the same step has
-run.
+Attention runs eagerly between the pieces, with the lengths of the step. So the same graphs can be
+replayed for any mixture of prefill and decode. The values that one piece passes to the next piece
+are in the memory pool that all graphs share. They are valid only until the next piece of the same
+step has run.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CapturedPieces:
         return made[0]
 
     def begin(self) -> None:
-        """Let the next call replay the first piece again."""
+        """Begin a step: the next call of ``replay`` replays the first piece."""
         self._next = 0
 
     def replay(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:

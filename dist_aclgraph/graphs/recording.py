@@ -18,7 +18,8 @@ from dist_aclgraph.device.npu import (
 
 
 class EventPool:
-    """External events that no graph uses; the state of each event is unknown.
+    """Owns the external events that no graph uses. Whether such an event is recorded or reset is
+    unknown.
 
     torch_npu never frees an external event's device memory (4 KiB). So the events of a released
     graph are used again by the next graph.
@@ -41,7 +42,7 @@ class EventPool:
 
 
 class Recording:
-    """Owns the only stream on which graphs are recorded; all graphs share one memory pool.
+    """Owns the only stream on which graphs are recorded, and the memory pool that all graphs share.
 
     There is only one stream, because blocks of the pool belong to the stream that allocated them.
     So every graph gets the blocks that the previous graph freed, at the same addresses.
@@ -55,11 +56,14 @@ class Recording:
 
     @cached_property
     def counts_streams(self) -> bool:
-        """Whether captures change the device's count of free streams. The first use tests this."""
+        """Whether captures change the number of free streams that the device reports. The first use
+        of this property tests it with a capture.
+        """
         return self._npu.counts_graphs(self.stream)
 
     def record(self, name: str, body: Callable[[], None]) -> Any:
-        """Record ``body`` without running it. The pool counts the graph until ``forget`` is called.
+        """Record ``body`` as a graph, without running it. The graph keeps the memory pool alive
+        until ``forget`` is called.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError: the device ran out of streams or memory.
@@ -86,13 +90,13 @@ class Recording:
 
 def _record(graph: Any, body: Callable[[], None], pool_handle: Any) -> None:
     # The capture mode is thread-local, so that threads of Ray and of the controller may use the
-    # device meanwhile.
+    # device during the capture.
     graph.capture_begin(pool=pool_handle, capture_error_mode="thread_local")
     try:
         body()
     except BaseException:
-        # If the error has made the capture invalid, ending the capture fails, too. Only the first
-        # error is raised.
+        # If the error has made the capture invalid, ending the capture raises a second error. Only
+        # the first error is passed on.
         with suppress(RuntimeError):
             _end(graph, pool_handle)
         graph.reset()

@@ -1,12 +1,13 @@
-"""The persistent inputs and outputs of graphs, allocated once at the largest size.
+"""The inputs and outputs of graphs, at fixed addresses. They are allocated once, for the largest
+graph.
 
 The integer inputs of a graph (tokens, positions, slots, places) are at the front of one buffer,
-each array at an aligned address. So a step sends all these inputs in one copy. If the block table
-has changed, the step sends it in another copy. If the pinned memory already contains an array, the
-array is not written again. A graph that verifies drafts has inputs for drafts instead of places,
-because all tokens are sampled. Padding has these values: token 0, position 0, slot -1 (its KV is
-not written), place 0, the spare row, no accepted draft, and block 0 (the dummy block, which no
-request owns).
+each array at an aligned address. So a step sends all of these inputs in one copy. If the block
+table has changed, the step sends it in a second copy. An array that the pinned memory already
+contains is not written there again. A graph that verifies drafts has inputs for drafts in place of
+``places``, because all of its tokens are sampled. Padding has these values: token 0, position 0,
+slot -1 (its KV is not written), place 0, the spare row, 0 as the maximum number of accepted drafts,
+and block 0 (the dummy block, which no request owns).
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ NOTHING_HELD = (None,) * (len(PADDING) + 1)
 
 
 class StepBuffers:
-    """Inputs and outputs of graphs at fixed addresses, and pinned memory for sending inputs.
+    """Owns the inputs and outputs of graphs, and the pinned memory from which inputs are sent.
 
     Attributes:
         addresses: the addresses of the buffers, which captured graphs contain.
         logits: [max_samples, vocab], the logits of the sampled places.
-        tokens: token table whose latest tokens are ``sampled``; None if the model drafts.
-        sampled: [max_samples] int32. A replay writes the most probable tokens; then the sampler
-            overwrites the tokens of special places.
+        tokens: token table whose latest tokens are ``sampled``; None if the deployment uses drafts.
+        sampled: [max_samples] int32, the sampled tokens. A replay writes the most probable tokens;
+            then the sampler overwrites the tokens of special places.
         best: [max_samples], the greatest logit of each sampled place. It is finite unless the
             place's logits contain NaN or infinity.
-        hidden: [max_tokens, hidden], hidden states of all tokens; empty if the model makes no
+        hidden: [max_tokens, hidden], hidden states of all tokens; empty if the deployment uses no
             drafts.
-        accepted: [max_reqs] int32, number of accepted drafts. In a replay, the drafts are compared
-            with the most probable tokens. If the step has special places, the drafts are compared
-            again, with the sampled tokens.
+        accepted: [max_reqs] int32, number of accepted drafts of each request. A replay compares the
+            drafts with the most probable tokens. If the step has special places, the drafts are
+            compared again with the sampled tokens.
         num_written: number of steps whose inputs have been written.
     """
 
@@ -74,7 +75,8 @@ class StepBuffers:
         Args:
             num_drafts: k, number of drafts of each request that decodes.
             spare_row: row of padding requests.
-            steps_in_flight: maximum number of steps in flight; each has its own pinned memory.
+            steps_in_flight: maximum number of steps in flight; each of them has its own pinned
+                memory.
             state_slots: slots of recurrent states; None if the model has no recurrent state.
             reads_device_rows: whether attention reads lengths on the device.
         """
@@ -115,12 +117,12 @@ class StepBuffers:
         self._layouts: dict[BatchDescriptor, _Layout] = {}
         self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
         self.num_written = 0
-        # A copy of the block table that is on the device.
+        # The host's copy of the block table that is on the device.
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
-        self._written_rows = 0  # number of rows of the last step
-        self._written_width = 0  # number of columns in the last step; all further columns are zero
+        self._written_rows = 0  # number of rows of the last step's block table
+        self._written_width = 0  # the columns of the last step; all others are zero
         self._is_forgotten = False  # whether the next step must send all rows of the block table
         self._stream = runtime().current_stream()
 
@@ -140,8 +142,8 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # A piecewise step can have more places than this array has elements. ``upload_step`` sends
-        # all places.
+        # In a piecewise step, there can be more places than elements of this array, but
+        # ``upload_step`` sends the places of such a step.
         values = step.token_ids, step.positions, step.slots, step.places, step.rows
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(
@@ -165,8 +167,8 @@ class StepBuffers:
         twins.is_read = False
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because written values may not have reached the
-        device.
+        """After an abort of the device, let the next step send all inputs again, because written
+        values may not have reached the device.
         """
         self.mark_read(self.num_written)
         self._table[:] = 0
@@ -179,17 +181,20 @@ class StepBuffers:
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Record that the device has read the inputs of steps, so that the pinned memory of these
-        steps is free.
+        """Record that the device has read the inputs of some steps, so that their pinned memory can
+        be written again.
 
         Args:
-            num_written: number of the last step whose inputs the device has read.
+            num_written: value of the attribute ``num_written`` after the last step whose inputs the
+                device has read.
         """
         for twins in self._twins:
             twins.is_read |= twins.number <= num_written
 
     def inputs(self, graph: BatchDescriptor) -> DeviceStep:
-        """Return a graph's inputs as views of the buffers; each call returns the same views."""
+        """Return a graph's inputs as views of the buffers. Each call for the same graph returns the
+        same views.
+        """
         if graph not in self._views:
             self._views[graph] = self._make_views(graph)
         return self._views[graph]
@@ -230,8 +235,8 @@ class StepBuffers:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
 
     def _has_lens(self, graph: BatchDescriptor) -> bool:
-        """Whether the inputs of a graph include query ends and KV lengths. In a graph of decode
-        batches, both are computed from the positions.
+        """Whether the inputs of a graph include query ends and KV lengths. A graph for decode
+        batches computes both from the positions.
         """
         return self._reads_device_rows and graph.mode == "FULL" and graph.query_len == 0
 
@@ -249,7 +254,7 @@ class StepBuffers:
         return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
-        """Return the sizes of a graph's arrays, in their order."""
+        """Return the number of elements of each of a graph's input arrays, in their order."""
         num_drafts = self._num_drafts if self._verifies(graph) else 0
         return input_sizes(
             graph.num_tokens,
@@ -260,12 +265,13 @@ class StepBuffers:
         )
 
     def _update_block_table(self, block_table: IntArray) -> slice | None:
-        """Update the host's copy of the block table; return the rows to send, or None.
+        """Update the host's copy of the block table; return the range of rows to send, or None if
+        no row must be sent.
 
-        A row is as wide as the longest possible request, so unchanged rows before the first and
-        after the last change are not sent. Entries after a step's last column are set to the dummy
-        block: if lengths are never updated, attention reads all entries, and the mask cannot hide
-        NaN in old blocks.
+        Each row has enough entries for the longest possible request. To save bytes, only the rows
+        from the first to the last changed row are sent. Entries after a step's last column are set
+        to the dummy block. The reason is that attention without updates of lengths reads all
+        entries, and its mask cannot hide NaN values in the blocks of earlier requests.
         """
         if block_table is self._latest_table:
             return None
@@ -278,7 +284,8 @@ class StepBuffers:
         self._written_width = width
         first, end = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (n, 0)
         if self._written_rows > n:
-            # Rows that have changed from live rows to padding must contain the dummy block again.
+            # Rows that belonged to live requests in the last step, and are padding now, must
+            # contain the dummy block again.
             end = self._written_rows
             self._table[n:end] = 0
         self._written_rows = n
@@ -291,9 +298,10 @@ class _Layout(NamedTuple):
     """Views of a graph's integer inputs in the buffers.
 
     Attributes:
-        inputs: view of the device's buffer that contains all these inputs.
-        twins: for each pinned memory, a view with the size of ``inputs``.
-        arrays: for each pinned memory, the input arrays that it contains, as views.
+        inputs: view of the device's buffer that contains all integer inputs of the graph.
+        twins: for each of the pinned memories, a view that has the size of ``inputs`` and is copied
+            to it.
+        arrays: for each of the pinned memories, views of the input arrays in it.
     """
 
     inputs: Tensor
@@ -308,8 +316,8 @@ class _Twins:
     Attributes:
         table: the block table as an array.
         copied: event recorded after the copies.
-        is_read: whether the host knows that the copies are complete.
-        number: number of the step whose inputs are in this memory.
+        is_read: whether the host already knows that the copies are complete.
+        number: value of ``StepBuffers.num_written`` after the step whose inputs are in this memory.
         graph: the graph for which these inputs are padded.
         held: the step's arrays whose values this memory contains.
     """

@@ -1,4 +1,4 @@
-"""Attention operators inside a captured graph; their lengths are patched for each replay.
+"""Attention operators inside a captured graph. For each replay, their lengths are patched.
 
 A capture makes each attention operator a task group. Before the operator, the capture inserts a
 wait for an external event and the reset of this event. A patch issues the operator again into the
@@ -6,12 +6,12 @@ task group, with a step's lengths, on the update stream. Then the event is recor
 graph continues. Lengths are sent either
 
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
-- *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
-  next step. A task is *open* if it is patched and its event is recorded before its replay is
+- *ahead* of the replay: while the host waits for the device, it sends guessed lengths for the next
+  step. A task is *open* if it is patched and its event is recorded before its replay is
   queued. Open tasks are always the first tasks of the graph: if other work arrives, the host stops
   between two layers, and patches the remaining tasks after the replay is queued.
 
-Orders on the device:
+Rules for the order of work on the device:
 
 1. A task is patched only after the last replay has read the old lengths. The task's event is
   recorded only after the last replay has reset the event; otherwise the reset cancels the record,
@@ -20,10 +20,11 @@ Orders on the device:
 2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
   update stream waits for the recorded events and resets them, as a replay would do. The main stream
   waits for these resets before the replay. All tasks are patched after the replay is queued.
-3. Steps of other graphs and eager steps do not change open tasks. Tasks stay open until their graph
-  is replayed. Before this replay, open tasks are closed if their lengths differ from the step's.
-4. A graph is released only while the device is idle. At that time, all updates that were sent ahead
-  have run, or they are released with the graph.
+3. Steps that replay other graphs, and eager steps, do not change open tasks. Tasks stay open until
+  their own graph is replayed. Before this replay, open tasks are closed if their lengths differ
+  from the lengths of the step.
+4. A graph is released only while the device is idle. Then no update that was sent ahead is still
+  running.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: arguments of the operator, with the latest sent lengths. Device tensors are weak
-            references, so that the graph's pool can reuse their memory inside the graph.
-        ahead: iteration of drafting to which the operator belongs. The operator uses the KV lengths
-            of this iteration.
+        arguments: arguments of the operator; their lengths are those that were sent last. Device
+            tensors among the arguments are weak references, so that the graph's pool can reuse
+            their memory inside the graph.
+        ahead: index of the iteration of drafting to which the operator belongs. The operator uses
+            the KV lengths of this iteration.
     """
 
     operator: AttentionOperator
@@ -59,7 +61,7 @@ class UpdatableTask:
     ahead: int = 0
 
     def open(self, stream: Any, lens: Lens) -> None:
-        """Send lengths, unless the task already has these lengths, and record the event.
+        """Send the lengths ``lens``, unless the task already has them, and record the task's event.
 
         ``stream`` must be current.
         """
@@ -74,8 +76,8 @@ class UpdatableTask:
             self._update(stream)
         except RuntimeError:
             # If the operator has failed, the update is still open and must be ended. If no update
-            # is open, CANN raises a second error here. Only the first error names the cause, e.g. a
-            # stopped device.
+            # is open, ending it raises a second error, which is ignored: only the first error names
+            # the cause, e.g. a stopped device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise
@@ -91,9 +93,9 @@ class UpdatableTask:
         self.event.record(stream)
 
     def forget(self, stream: Any) -> None:
-        """Forget the lengths of the task, and reset the task's event on ``stream``."""
+        """Drop the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            # No step has these lengths, so the next step will send its own lengths.
+            # No step has lengths of -1, so the next step will send its own lengths.
             self.arguments[name] = [-1] * len(self.arguments[name])
         npu.clear_event(self.event, stream)
 
@@ -101,7 +103,8 @@ class UpdatableTask:
 class TaskRecorder:
     """Collects the updatable tasks of one graph while it is captured.
 
-    Owns the workspace, which all tasks of the graph share, because they run one after another.
+    Owns the operators' workspace. All tasks of the graph share it, because they run one after
+    another.
     """
 
     def __init__(self, stream: Any, events: EventPool) -> None:
@@ -111,7 +114,9 @@ class TaskRecorder:
         self.tasks: list[UpdatableTask] = []
 
     def ahead(self, by: int) -> AttentionTasks:
-        """Return the object that records the operators of iteration ``by`` of drafting."""
+        """Return an object that records the operators of the drafting iteration with the index
+        ``by``.
+        """
         return _TasksAhead(self, by)
 
     @property
@@ -131,7 +136,8 @@ class TaskRecorder:
     ) -> None:
         """Capture a wait for a new event, then the operator as a task group."""
         if self._workspace is None:
-            # Updates cannot enlarge the workspace, so it is allocated for the largest lengths.
+            # An update cannot enlarge the workspace, so the workspace is allocated for the largest
+            # lengths.
             self._workspace = operator.max_workspace(arguments)
         written = {"workspace": self._workspace, "out": outputs}
         event = self._events.take()
@@ -144,13 +150,15 @@ class TaskRecorder:
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
 
     def clear_events(self) -> None:
-        """Reset the events before the first replay, because other graphs may have recorded them."""
+        """Reset the events before the first replay. Earlier graphs used the same events and may
+        have recorded them.
+        """
         for task in self.tasks:
             npu.clear_event(task.event, self._stream)
         self._stream.synchronize()
 
     def forget_workspace(self) -> None:
-        """End the capture, after which other graphs may use the workspace's memory."""
+        """Drop the workspace at the end of the capture, so that other graphs may use its memory."""
         self._workspace = None
 
 
@@ -210,8 +218,8 @@ class TaskUpdates:
         return num_behind
 
     def forget(self, main_stream: Any) -> None:
-        """Reset after an abort of the device, which has also dropped updates and replays. All tasks
-        become closed tasks without lengths. ``main_stream`` resets the graph's events.
+        """Call this after an abort of the device, which has also dropped updates and replays. All
+        tasks are then closed and have no lengths. The graph's events are reset on ``main_stream``.
         """
         for task in self._tasks:
             task.forget(main_stream)
@@ -224,9 +232,10 @@ class TaskUpdates:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Open tasks for the next replay, until all tasks are open or the host has other work.
+        """Open tasks for the next replay, one after another, until all are open or the host has
+        other work.
 
-        A further call with the same lengths continues with the next tasks.
+        If the host had other work, a later call with the same lengths continues with the next task.
         """
         assert self._num_open == 0 or lens == self._open_lens
         self._open_lens = lens

@@ -1,9 +1,9 @@
-"""A table on the device. It contains first the latest tokens, which only the device has, and then
-all token ids.
+"""A table on the device that replaces references by tokens. It begins with the latest tokens, which
+are not on the host; then follow all token ids in order.
 
-One gather turns the numbers of a step into token ids: a negative number is a reference
-(``references.py``) and is replaced by its token; any other number is a token id and does not
-change.
+One gather operator turns the input numbers of a step into token ids. A negative number is a
+reference (``references.py``) and is replaced by its token. Any other number is a token id and does
+not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class TokenTable:
     """Owns the latest tokens of a rank.
 
     Attributes:
-        latest: [num_latest] int32, the tokens to which references refer.
+        latest: [num_latest] int32, the tokens for which references stand.
     """
 
     def __init__(self, vocab_size: int, num_latest: int, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class TokenTable:
         self.latest.zero_()
 
     def fill_in(self, token_ids: Tensor) -> Tensor:
-        """Return token ids, [n] int32, with references replaced by their tokens.
+        """Return the token ids, [n] int32, in which each reference is replaced by its token.
 
         Raises:
             DeviceError: a number is neither a reference nor a token id; raised later, when the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import NamedTuple
 
-ALIGNMENT = 4096  # bytes; each slot begins at a multiple of it
+ALIGNMENT = 4096  # bytes; each slot begins at a multiple of this number
 
 
 class Slot(NamedTuple):
@@ -39,5 +39,5 @@ class Arena:
         return None
 
     def give_back(self, slot: Slot) -> None:
-        """Let other owners have the slot, because nothing accesses it any longer."""
+        """Free the slot for other owners. Nothing may access the slot any longer."""
         self._taken.remove(slot)

@@ -1,10 +1,11 @@
 """Files with copies of KV blocks, in a folder whose size is limited.
 
-A file holds one block of one rank: all layers, one tensor after the other. Its name is the hash of
-the block's tokens and of all tokens before them, so every request with these tokens can use the
-file. A file is renamed to its final name when it is complete, and does not change afterwards. Any
-number of processes read and write the same folder; the file system is their only index. If one
-process deletes a file while another process reads it, the reader can still read the whole file.
+A file contains one block of one rank: the block's part in each layer's tensors, one tensor after
+another. Its name is the hash of the block's tokens and of all tokens before them, so every request
+with these tokens can use the file. A file is renamed to its final name when it is complete, and
+does not change afterwards. Any number of processes may read and write the same folder. No process
+keeps an index of the files; each process asks the file system. If one process deletes a file while
+another process reads it, the reader can still read the whole file.
 
 The count file, protected by a lock, contains the size of all block files. If a new file does not
 fit, the least recently used files are deleted.
@@ -37,14 +38,14 @@ COUNT_FILE = "bytes.count"
 UNFINISHED = ".part"  # suffix of a file that is being written
 # Block files have these names. All other files in the folder are neither counted nor deleted.
 OWN_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
-# an unfinished file of this age is assumed to be left by a process that has ended
+# seconds; an unfinished file of this age is assumed to belong to no running process
 ABANDONED_S = 60.0
-LOCK_S = 1.0  # how long a process waits for the lock of the count file
-LOCK_POLL_S = 0.005  # pause between two attempts to lock the count file
+LOCK_S = 1.0  # how many seconds a process waits for the lock of the count file
+LOCK_POLL_S = 0.005  # seconds between two attempts to lock the count file
 COPY_BYTES = 1 << 24
-# In a prompt, each block gets a time of use that is this many seconds earlier than the previous
-# block's. The value must exceed the time in which a block is computed; otherwise a later block
-# could get a later time of use.
+# Each block of a prompt gets a time of use that is this many seconds earlier than the time of the
+# block before it. The value must exceed the time in which one block is computed. Otherwise, a later
+# block of the prompt could get a later time of use.
 BLOCK_AGE_S = 1.0
 MAX_PARTS = 1000  # maximum number of buffers in one system call; the limit of Linux is 1,024
 
@@ -58,8 +59,8 @@ class _NewFile:
 
     Attributes:
         fd: the descriptor of the unfinished file; -1 if this process must not write the file.
-        exists: whether the file exists, or another process is writing it. Set when the context
-            ends.
+        exists: whether the finished file exists, or another process is writing it. This attribute
+            is set when the context of ``_new_file`` ends.
     """
 
     fd: int = -1
@@ -70,7 +71,7 @@ class BlockFiles:
     """The files of one rank's blocks.
 
     Args:
-        root: the folder whose size is limited; it may contain the folders of several models and
+        root: the folder whose size is limited. It may contain the folders of several models and
             ranks.
         folder: the folder below ``root`` for the blocks of this rank.
         max_bytes: maximum size of all block files below ``root`` together, headers included.
@@ -87,11 +88,11 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return os.path.exists(self.path_of(block_hash))  # a failed disk also has no file
+        return os.path.exists(self.path_of(block_hash))  # on a failed disk, no file exists
 
     def num_bytes(self) -> int:
-        """Return the size of all block files below the root, as the count file has it; 0 without a
-        count file.
+        """Return the size of all block files below the root, as stored in the count file; 0 if
+        there is no count file.
         """
         try:
             return int(COUNT.unpack((self._root / COUNT_FILE).read_bytes())[0])
@@ -99,7 +100,8 @@ class BlockFiles:
             return 0
 
     def read(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
-        """Read a block into ``buffers``; return False if there is no whole file of this size.
+        """Read a block into ``buffers``; return False if there is no valid file with exactly the
+        size of the buffers.
 
         A file with wrong contents is deleted.
 
@@ -135,10 +137,11 @@ class BlockFiles:
         return False
 
     def write(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
-        """Write a block; return whether a file of this block exists, or another process writes it.
+        """Write a block to a file; return whether the block's file exists now, or another process
+        is writing it.
 
-        Returns False if there is no room, if the lock of the count is not free within ``LOCK_S``,
-        or if the file system refuses the file.
+        The result is False if there is no room, if the lock of the count file is not free within
+        ``LOCK_S``, or if the file system refuses the file.
 
         Args:
             depth: number of blocks before this block in its prompt; see ``_touch``.
@@ -167,8 +170,8 @@ class BlockFiles:
             logger.warning("a KV block is not copied: %s", e)
 
     def file_bytes(self, block_hash: BlockHash, max_bytes: int) -> bytes:
-        """Return the whole file of a block, header included; empty if there is no file, or if it
-        has more than ``max_bytes``.
+        """Return the contents of a block's file, header included; empty if there is no file, or if
+        it has more than ``max_bytes``.
         """
         file = self.open_file(block_hash, max_bytes)
         if file is None:
@@ -178,8 +181,8 @@ class BlockFiles:
         return b""
 
     def open_file(self, block_hash: BlockHash, max_bytes: int) -> FileIO | None:
-        """Return the file of a block; None if there is no file, or if it is empty or has more than
-        ``max_bytes``. The caller must close the file.
+        """Open the file of a block. Return None if there is no file, or if it is empty or has more
+        than ``max_bytes``. The caller must close the file.
         """
         try:
             file = FileIO(self.path_of(block_hash))
@@ -193,7 +196,7 @@ class BlockFiles:
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
         """Store a block's file that another node has sent; return whether the file exists now.
 
-        Also returns False if the header does not match the name or the contents.
+        The result is False, too, if the file's header does not match the hash or the contents.
 
         Args:
             file: the result of ``file_bytes`` on the other node.
@@ -241,7 +244,7 @@ class BlockFiles:
                 new.fd = -1
             yield new
             if is_reserved:
-                if _is_removed(new.fd):  # then the unfinished file may be another process's
+                if _is_removed(new.fd):  # this path may belong to another process now
                     raise OSError("another process has removed the unfinished file")
                 os.rename(unfinished, path)
                 new.exists = True
@@ -262,11 +265,12 @@ class BlockFiles:
             return
         if folder != self._root:
             self._make_folder(folder.parent)
-        # With ``parents=True``, mkdir would make the parents with the default mode.
+        # Each folder below the root is made by its own call: with ``parents=True``, mkdir would
+        # make the parents with the default mode.
         folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
 
     def touch(self, block_hash: BlockHash, depth: int = 0) -> None:
-        """Set the time of use of a block's file to now, if the file exists."""
+        """Mark a block's file as used now, if the file exists; see ``_touch``."""
         with suppress(OSError):  # ignored: only the order of deletion depends on this time
             _touch(self.path_of(block_hash), depth)
 
@@ -275,9 +279,9 @@ class BlockFiles:
         self._delete(self.path_of(block_hash))
 
     def delete_all(self) -> None:
-        """Delete the folder with all its files."""
-        # The bytes are subtracted before the files are deleted: if there is no count, ``_add``
-        # counts the existing files.
+        """Delete this rank's folder with all of its files."""
+        # The bytes are subtracted before the files are deleted. The reason: if the count file
+        # contains no count, ``_add`` counts the files that still exist.
         if size := sum(size for _, _, size in _files_below(self._folder)):
             self._add(-size)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -318,10 +322,11 @@ class BlockFiles:
         return True
 
     def _survey(self) -> int:
-        """Find the least recently used files below the root; return the size of all files.
+        """Read the times of use of all files below the root, and queue the least recently used
+        files for deletion. Return the size of all files.
 
-        The size of the found files is only about a tenth of ``max_bytes``, because times of use
-        change. After the deletion of these files, the next survey reads the times again.
+        The queued files have only about a tenth of ``max_bytes``, because times of use change. When
+        these files are deleted, the next survey reads the times again.
         """
         found = sorted(_files_below(self._root))
         total = sum(size for _, _, size in found)
@@ -351,8 +356,8 @@ class BlockFiles:
         """Lock the count file, and yield a list whose only item is the count. The item is stored
         when the context ends.
 
-        Yields None if the file cannot be opened, or if the lock is not free within ``LOCK_S``,
-        because a stopped process may hold the lock.
+        Yields None if the count file cannot be opened, or if its lock is not free within
+        ``LOCK_S``. The wait is limited because a stopped process may hold the lock.
         """
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         try:
@@ -387,7 +392,7 @@ def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> N
     """Read or write all bytes of the buffers.
 
     Raises:
-        OSError: the file is too short, or the file system has no room.
+        OSError: the file ends before the buffers are full, or the file system has no room.
     """
     left = deque(buffers)
     while left:
@@ -401,10 +406,10 @@ def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> N
 
 
 def _touch(file: int | Path, depth: int) -> None:
-    """Mark a file as used.
+    """Set the file's last time of use.
 
-    A block is useless if a block before it is missing. So later blocks of a prompt get earlier
-    times of use, and are deleted first.
+    A block is useless if a block before it in the prompt is missing. So the later blocks of a
+    prompt get earlier times of use than the blocks before them, and are deleted first.
     """
     used_s = time.time() - depth * BLOCK_AGE_S
     os.utime(file, (used_s, used_s))
@@ -416,7 +421,9 @@ def _copy(source: int, target: int) -> None:
 
 
 def _files_below(root: Path) -> Iterator[tuple[float, Path, int]]:
-    """Yield the time of last use, the path and the size of each block file, finished or not."""
+    """Yield the last time of use, the path and the size of each block file. Unfinished files are
+    included.
+    """
     for folder, _, names in os.walk(root):
         for name in names:
             if not OWN_NAME.fullmatch(name):

@@ -1,7 +1,8 @@
-"""BlockPool: records which KV blocks are used, which are free, and which free blocks are cached.
+"""BlockPool: records which KV blocks are used, which are free, and which blocks are in the prefix
+cache.
 
 A full block is identified by a hash of its tokens and of all tokens before it, so prompts with
-equal beginnings share blocks. Every operation needs O(1) time per block.
+equal beginnings share blocks. Every operation takes O(1) time per block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ HASH_BYTES = 16
 
 
 def salted_root(salt: str) -> BlockHash:
-    """Return the parent hash of the first block of requests with this salt; b"" without a salt."""
+    """Return the value that stands for the hash of the block before the first block, for requests
+    with this salt; b"" if ``salt`` is empty.
+    """
     if not salt:
         return b""
     return hashlib.blake2b(salt.encode(), person=b"salt", digest_size=HASH_BYTES).digest()
@@ -42,13 +45,14 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether each reference to a block counts as one used block. CANN 8.5 requires
-            this: its attention operator counts a shared block once for each request, and refuses a
-            batch if this count exceeds the cache's number of blocks.
-        checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
-            freed when the last block before the checkpoint is evicted from the prefix cache.
-        events: receives the evictions from the pool, and the stored blocks from ``store_block``,
-            which knows their tokens. None if events are not published.
+        counts_shared: whether a block that several requests share counts as several used blocks,
+            one for each request. CANN 8.5 requires this: its attention operator counts a shared
+            block once for each request, and refuses a batch if the sum exceeds the cache's number
+            of blocks.
+        checkpoints: the checkpoints of a model with recurrent state; None for other models. A
+            checkpoint is freed when the last block before it is evicted from the prefix cache.
+        events: receives the events of the prefix cache; None if they are not published. The pool
+            reports evicted blocks; ``store_block``, which knows the tokens, reports stored blocks.
     """
 
     def __init__(
@@ -80,7 +84,8 @@ class BlockPool:
     def num_free(self) -> int:
         """Number of blocks that can be allocated now.
 
-        With ``counts_shared``, this can be smaller than the number of blocks without a reference.
+        With ``counts_shared``, this number can be smaller than the number of blocks without a
+        reference.
         """
         if self.counts_shared:
             return self.num_usable - self._num_references
@@ -92,7 +97,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks, used or free, that ``match`` can return."""
+        """Number of blocks in the prefix cache, used or free. ``match`` can return these blocks."""
         return len(self._by_hash)
 
     def clear(self) -> None:
@@ -115,8 +120,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, and add one reference to each block.
 
-        Free blocks without cached contents are allocated first; then cached blocks, in the order in
-        which they were freed.
+        Free blocks that are not in the prefix cache are allocated first. Then follow free blocks of
+        the prefix cache, in the order in which they were freed.
 
         Raises:
             OutOfBlocksError: fewer than ``count`` blocks are free; no block was allocated.
@@ -136,7 +141,9 @@ class BlockPool:
         return block_ids
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the cached blocks of the longest known prefix, without adding references."""
+        """Return the leading blocks of ``hashes`` that are in the prefix cache, up to the first
+        block that is not. No references are added.
+        """
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -162,11 +169,12 @@ class BlockPool:
             self._num_references += 1
 
     def store(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Add a used, full block to the prefix cache, so that ``match`` finds the block. The caller
-        must never write to the block again.
+        """Add a used, full block to the prefix cache, so that ``match`` finds it. After this call,
+        the block must not be written.
 
         Returns:
-            Whether the hash is new. If another block already has this hash, nothing changes.
+            True if the block was added. False if another block already has this hash; then nothing
+            changes.
         """
         if self._ref_counts[block_id] == 0:
             raise KVCacheError(f"block {block_id} is free; only used blocks are stored")
@@ -178,10 +186,11 @@ class BlockPool:
         return True
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Remove one reference from each block of a request, in table order.
+        """Remove one reference from each block of a request. ``block_ids`` must be in the order of
+        the request's block table.
 
-        The last blocks of the request are evicted first, because ``match`` cannot find a block if a
-        block before it was evicted.
+        The request's last blocks are evicted before its first blocks, because ``match`` cannot find
+        a block if a block before it was evicted.
         """
         for block_id in reversed(block_ids):
             count = self._ref_counts[block_id]
@@ -199,15 +208,16 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def condemn(self, block_ids: Iterable[int]) -> None:
-        """Record that used blocks might contain NaN: ``match`` no longer finds these blocks, and
-        each block is cleaned after it is freed.
+        """Record that used blocks might contain NaN. From now on, ``match`` does not find these
+        blocks, and each of them is cleaned after it is freed.
         """
         for block_id in block_ids:
             self._forget(block_id)
             self._condemned.add(block_id)
 
     def take_dirty(self) -> list[int]:
-        """Return the blocks to clean before the next step, and remove them from the list.
+        """Return the blocks that workers must clean before the next step. Each block is returned
+        only once.
 
         The result includes the dummy block, to which tokens after the end of a request are written.
         """
@@ -217,7 +227,7 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Add blocks, used or free, to the blocks that workers clean before the next step."""
+        """Let workers clean these blocks, which may be used or free, before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def hash_of(self, block_id: int) -> BlockHash | None:

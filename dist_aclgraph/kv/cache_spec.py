@@ -1,5 +1,5 @@
-"""Describes the cache of one rank as a list of tensors, and computes its bytes. No other module
-computes these bytes.
+"""Describes the cache of one rank as a list of tensors, and computes the size of the cache. No
+other module computes this size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MIN_BLOCKS = 2  # minimum number of blocks: the dummy block, and one block for r
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
-    """Return the number of elements that one TP rank keeps for a token in each layer.
+    """Return how many elements one TP rank keeps for each token in each layer.
 
-    These elements are keys and values of the rank's heads. With latent attention, the elements are
-    the latent and the rotated key; all heads share both, and every rank keeps both.
+    The elements are the keys and values of the rank's heads. With latent attention, they are the
+    latent and the rotated key, which all heads share and every rank keeps.
 
     Raises:
         ConfigError: the heads cannot be divided evenly among the ranks.
@@ -32,8 +32,8 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return the end of an error message, which names the keys that make each rank's weights
-    smaller.
+    """Return the end of an error message. It names the configuration keys that make each rank's
+    weights smaller.
     """
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")
@@ -41,13 +41,13 @@ def how_to_shrink_weights(config: Config) -> str:
 
 @dataclass(frozen=True)
 class PagedTensor:
-    """A tensor that stores data of each token, in blocks, for some of the layers.
+    """A tensor, divided into blocks, that stores data of each token for some of the layers.
 
     Attributes:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
         is_whole: whether every rank stores the data of all tokens, even if the cache is sharded.
-        is_int8: whether the elements are int8; otherwise the elements have the cache's type.
+        is_int8: whether the elements are int8. If false, they have the type ``KVCacheSpec.dtype``.
     """
 
     num_layers: int
@@ -58,11 +58,12 @@ class PagedTensor:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that stores a state of each request, in slots, for some of the layers.
+    """A tensor, divided into slots, that stores recurrent states of requests for some of the
+    layers.
 
     Attributes:
         num_layers: number of layers that have the tensor.
-        bytes: bytes of a slot in one layer, on one rank.
+        bytes: size of a slot in one layer, on one rank.
     """
 
     num_layers: int
@@ -76,8 +77,8 @@ class KVCacheSpec:
     Attributes:
         paged: tensors that are divided into blocks. All layers use the same block ids.
         states: tensors that are divided into slots, for layers with recurrent state.
-        num_shards: number of ranks that share a request's tokens; a block id means one block on
-            each of these ranks.
+        num_shards: number of ranks among which the tokens of each request are divided. Each of
+            these ranks has one block for each block id.
         dtype: type of the cache's elements, by its name in the configuration.
     """
 
@@ -90,8 +91,8 @@ class KVCacheSpec:
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
-        """Return the cache of one rank. If the model drafts, the cache includes the layer of the
-        next-token module.
+        """Return the shape of one rank's cache. If the deployment uses drafts, the cache includes
+        the layer of the next-token module.
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks.
@@ -120,12 +121,12 @@ class KVCacheSpec:
 
     @property
     def tokens_per_block(self) -> int:
-        """Number of tokens in the blocks of one block id, on all shards together."""
+        """Number of tokens in the blocks with the same id, on all shards together."""
         return self.block_size * self.num_shards
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block id in all layers, on each rank."""
+        """Size of one block in all layers together, on each rank."""
         return sum(
             (self.tokens_per_block if tensor.is_whole else self.block_size)
             * tensor.num_layers
@@ -136,41 +137,42 @@ class KVCacheSpec:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one slot in all layers, on each rank."""
+        """Size of one state slot in all layers together, on each rank."""
         return sum(tensor.num_layers * tensor.bytes for tensor in self.states)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all slots, on each rank."""
+        """Size of all state slots in all layers together, on each rank."""
         return self.num_slots * self.bytes_per_slot
 
     def total_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of the whole cache on each rank: all blocks and all slots."""
+        """Return the size in bytes of the cache on each rank: all blocks and all state slots."""
         return num_blocks * self.bytes_per_block + self.state_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
-        """Return the maximum length of a request, which either the model's context or the cache
-        limits.
+        """Return the maximum length of a request: ``max_model_len``, or less if the cache is too
+        small for this length.
         """
         blocks = num_blocks - 1  # number of blocks without the dummy block
-        # A request can have one token more than its blocks, because the last token's KV is never
-        # written.
+        # A request can be one token longer than its blocks, because the KV of its last token is
+        # never written.
         return min(max_model_len, blocks * self.tokens_per_block + 1)
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return every rank's number of blocks: the configured number, or the number of useful
-        blocks that fit in memory.
+        """Return the number of blocks, which is the same on every rank: the configured number, or
+        as many blocks as fit in memory and can be used.
 
         Args:
-            free_bytes: number of free bytes of the rank with the least free memory.
-            max_model_len: the value of the configuration; if it has none, the value of the model.
+            free_bytes: number of free bytes on the rank with the least free memory.
+            max_model_len: the maximum length of a request in tokens, from the configuration, or
+                from the model if the configuration sets none.
 
         Raises:
-            ConfigError: too few blocks fit: fewer than two, fewer than ``kv.num_blocks``, or too
-                few for one request of the configured ``max_model_len``.
+            ConfigError: too few blocks fit, that is, fewer than two, fewer than ``kv.num_blocks``,
+                or too few for one request of the configured ``max_model_len``.
         """
         kv = config.kv
         affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
@@ -185,7 +187,7 @@ class KVCacheSpec:
         else:
             num_blocks = kv.num_blocks
         longest = self.longest_request(num_blocks, max_model_len)
-        # If no length is configured, the size of the cache limits the length of requests.
+        # Without a configured length, a small cache is no error: it limits the length of requests.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
                 "raise kv.memory_fraction, lower scheduler.max_num_batched_tokens, "
@@ -200,8 +202,8 @@ class KVCacheSpec:
         return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
-        """Return the number of blocks, including the dummy block, that fit in a rank's memory in
-        addition to the slots of states.
+        """Return how many blocks, including the dummy block, fit in a rank's memory beside the
+        state slots.
 
         Every rank of a group must use the smallest result of all ranks.
 

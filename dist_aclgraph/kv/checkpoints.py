@@ -1,8 +1,9 @@
-"""Checkpoints: copies of requests' recurrent state, from which requests with the same prefix start.
+"""Checkpoints: copies of recurrent states. A later request with the same prefix starts from such a
+copy.
 
 Layers with linear attention store no keys. They store one state for each request, and every token
-changes this state. So a prefix can be shared only at a position where the state was copied to a
-checkpoint.
+changes this state. So a request can share a prefix only up to a position where the state was copied
+to a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ BlockHash = bytes
 
 
 class Checkpoints:
-    """Owns the checkpoints of one rank. Each checkpoint has a number from [0, count), and is found
-    by the hash of the last block before its position. Knows nothing about requests or devices.
+    """Owns the checkpoints of one rank. Each checkpoint has a number from 0 to ``count - 1``. It is
+    found by the hash of the last block before its position. This class knows nothing about requests
+    or devices.
 
-    Every checkpoint is in one of three states: free; begun, when a step in flight writes it; or
-    stored, so that ``longest`` finds it. If no checkpoint is free, the least recently used stored
-    checkpoint becomes free.
+    Every checkpoint is in one of three states: free; begun, while a step in flight writes it; or
+    stored, when ``longest`` can find it. If a new checkpoint is needed and none is free, the least
+    recently used stored checkpoint becomes free.
 
     Args:
         count: number of checkpoints; if it is 0, requests share no prefixes.
@@ -61,8 +63,8 @@ class Checkpoints:
         return min((p for p in (following, last) if num_computed < p <= last), default=num_tokens)
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the number of blocks before a prefix's last stored checkpoint; 0 if none is
-        stored.
+        """Return how many leading blocks of ``hashes`` end at a stored checkpoint, for the last
+        such checkpoint; 0 if no checkpoint is stored.
         """
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._stored:
@@ -70,16 +72,16 @@ class Checkpoints:
         return 0
 
     def use(self, block_hash: BlockHash) -> int:
-        """Return a stored checkpoint, and mark it as the most recently used."""
+        """Return the number of a stored checkpoint, and mark it as the most recently used."""
         self._stored.move_to_end(block_hash)
         return self._stored[block_hash]
 
     def begin(self, block_hash: BlockHash) -> int | None:
-        """Return a checkpoint that a step may write; None if this prefix already has a checkpoint,
-        or if no checkpoint is free.
+        """Return the number of a checkpoint that a step may write. Return None if this prefix
+        already has a checkpoint, or if no checkpoint can be made free.
 
-        The result may be the checkpoint from which the step starts, so the step must read this
-        checkpoint before it writes to it.
+        The result may be the same checkpoint from which a request of the step starts. So the step
+        must read all checkpoints before it writes any.
         """
         if block_hash in self._stored or block_hash in self._begun:
             return None
@@ -94,7 +96,7 @@ class Checkpoints:
         return checkpoint
 
     def store(self, block_hash: BlockHash) -> None:
-        """Make a begun checkpoint a stored checkpoint, because its step has ended."""
+        """Change a checkpoint from begun to stored, because the step that writes it has ended."""
         self._stored[block_hash] = self._begun.pop(block_hash)
 
     def drop(self, block_hash: BlockHash) -> None:
@@ -110,8 +112,8 @@ class Checkpoints:
             self._free.append(checkpoint)
 
     def hold(self, block_hash: BlockHash) -> int | None:
-        """Return a stored checkpoint, whose contents stay until ``release``. Return None if no
-        checkpoint with this hash is stored, or if the checkpoint is already held.
+        """Return the number of a stored checkpoint, whose contents stay until ``release`` is
+        called. Return None if no checkpoint with this hash is stored, or if it is already held.
         """
         checkpoint = self._stored.get(block_hash)
         if checkpoint is None or checkpoint in self._held:
@@ -120,13 +122,15 @@ class Checkpoints:
         return checkpoint
 
     def release(self, checkpoint: int) -> None:
-        """End ``hold``; free the checkpoint if its block was evicted meanwhile."""
+        """End ``hold``. If the checkpoint's block was evicted since ``hold`` was called, free the
+        checkpoint.
+        """
         if self._held.pop(checkpoint):
             self._free.append(checkpoint)
 
 
 def make_checkpoints(config: Config, *, has_state: bool) -> Checkpoints | None:
-    """Return the free checkpoints of one rank; None if the model has no recurrent state."""
+    """Return one rank's checkpoints, all of them free; None if the model has no recurrent state."""
     if not has_state:
         return None
     interval = -(-config.kv.checkpoint_interval // config.kv.block_size)

@@ -1,8 +1,9 @@
 """Describes the changes of a prefix cache as events in vLLM's format, for external routers.
 
-vLLM defines the events in ``vllm/distributed/kv_events.py``. The events here have the fields that
-every version from 0.9 on sends, in the same order; later versions add optional fields. Routers of
-llm-d and Dynamo read the events both as arrays (vLLM up to 0.23) and as maps (from 0.24).
+vLLM defines the events in ``vllm/distributed/kv_events.py``. The events here have those fields that
+every version of vLLM from 0.9 on sends, in the same order. Later versions of vLLM add optional
+fields. The routers of llm-d and Dynamo accept events in two encodings: as arrays (vLLM up to 0.23)
+and as maps (vLLM from 0.24).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 Encoding = Literal["array", "map"]
-# In events, this name stands for the device's memory. All routers understand only this name.
+# the name of the device's memory in events; it is the only name that all routers understand
 DEVICE = "GPU"
 NAME_BYTES = 8  # events name a block by an unsigned integer of 64 bits
 
@@ -24,8 +25,8 @@ class _Stored(msgspec.Struct, gc=False):
     """Consecutive blocks of a prefix that were stored.
 
     Attributes:
-        parent_block_hash: name of the block before the first of these blocks; None if the first of
-            these blocks begins the prefix.
+        parent_block_hash: name of the block before the first stored block; None if the first stored
+            block begins the prefix.
         token_ids: the tokens of all these blocks.
         block_size: number of tokens of each block.
         lora_id, lora_name: always None.
@@ -90,8 +91,9 @@ def block_name(block_hash: BlockHash) -> int:
 class CacheEvents:
     """Collects the changes of one rank's prefix cache until ``take`` returns them as a message.
 
-    A router that applies the events in order knows all blocks that ``BlockPool.match`` can find,
-    except blocks that were never reported to ``stored``, such as blocks of requests with a salt.
+    A router that applies the events in order knows all blocks that ``BlockPool.match`` can find.
+    The exceptions are blocks that were never reported to ``stored``, such as blocks of requests
+    with a salt.
     """
 
     def __init__(self, block_size: int, encoding: Encoding = "array") -> None:
@@ -103,7 +105,7 @@ class CacheEvents:
         self._last_stored = b""  # hash of the last block of the last _Stored
 
     def stored(self, block_hash: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> None:
-        """Report a stored block. Consecutive blocks of a prefix share an event.
+        """Report a stored block. Consecutive blocks of a prefix are combined to one event.
 
         Args:
             parent: hash of the previous block; b"" for the first block of a prefix.
@@ -143,7 +145,8 @@ class CacheEvents:
 
         Args:
             now_s: the time of the message, in seconds since 1970.
-            rank: index of the publisher's port; in vLLM, this field is the data-parallel rank.
+            rank: value of the message's field for the data-parallel rank. Here, it is the index of
+                the port that publishes the message.
         """
         if not self._events:
             return b""

@@ -1,8 +1,9 @@
-"""Finds out which nodes of a lockstep group have which files of KV blocks, and which node reads
-which files.
+"""Finds out, for each node of a lockstep group, which files of KV blocks it has, and which files it
+reads from other nodes.
 
-Each worker writes its part of a block to a file on the worker's node. So if the workers of a group
-are on several nodes, each node has only some of the files. All functions here are pure.
+Each worker writes its part of a KV block to a file on the worker's node. So if the workers of a
+group are on several nodes, each node has only some of the files. All functions of this module are
+pure.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import ParallelLayout
 
-Nodes = tuple[int, ...]  # indexes of nodes of a group
+Nodes = tuple[int, ...]  # indices of nodes of a group
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class Holders:
     """The nodes that have the files of one data-parallel rank.
 
     Attributes:
-        blocks: for each place of ``CachePlace.all_places``, the nodes that have a worker at this
-            place.
-        states: for each place of ``CachePlace.all_state_places``, the nodes that have a worker
-            there.
+        blocks: for each element of ``CachePlace.all_places``, the nodes with a worker that keeps
+            this part of the blocks.
+        states: for each element of ``CachePlace.all_state_places``, the nodes with a worker that
+            keeps this part of the recurrent states.
     """
 
     blocks: tuple[Nodes, ...]
@@ -37,12 +38,13 @@ class Holders:
 
 @dataclass(frozen=True)
 class Route:
-    """The node from which each file is read, by the index of the file's place. None stands for the
-    reading node itself. Only places whose files the reading node needs are in the route.
+    """From which node each file is read. The keys are indices of the part of the cache that the
+    file contains. The value None stands for the reading node itself. A route contains only the
+    parts that the reading node needs.
 
     Attributes:
-        blocks: from the index of a place in ``CachePlace.all_places`` to a node.
-        states: from the index of a place in ``CachePlace.all_state_places`` to a node.
+        blocks: for indices in ``CachePlace.all_places``, the index of the node that sends the file.
+        states: the same for indices in ``CachePlace.all_state_places``.
     """
 
     blocks: dict[int, int | None]
@@ -56,14 +58,16 @@ class Route:
 
 @dataclass(frozen=True)
 class GroupFiles:
-    """The places and nodes of a lockstep group's workers.
+    """Which part of the cache each worker of a lockstep group keeps, and on which node the worker
+    is.
 
     Attributes:
-        places: the part of the cache that each worker of a data-parallel rank keeps.
+        places: for each worker of a data-parallel rank, the part of the cache that the worker
+            keeps.
         node_ids: Ray's id of each worker's node, by group rank. The group's engine is on the node
             of the first worker.
-        only_workers: whether only workers fetch and send files, because the transport needs a
-            device. Otherwise, the engine does this on its own node.
+        only_workers: whether workers fetch and send files on every node, because the transport
+            needs a device. If false, the engine fetches and sends files on its own node.
     """
 
     places: tuple[CachePlace, ...]
@@ -79,7 +83,8 @@ class GroupFiles:
         *,
         only_workers: bool = False,
     ) -> GroupFiles | None:
-        """Return the files of a group whose workers are on these nodes; None if no copies are kept.
+        """Return the files of a group whose workers are on these nodes; None if no copies of KV are
+        kept.
 
         Args:
             node_ids: Ray's id of each worker's node, by group rank.
@@ -96,7 +101,7 @@ class GroupFiles:
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
-        """The ids of the group's nodes; the engine's node is the first."""
+        """The ids of the group's nodes. The engine's node comes first."""
         return tuple(dict.fromkeys(self.node_ids))
 
     def ranks_of(self, dp_rank: int) -> range:
@@ -109,13 +114,13 @@ class GroupFiles:
         return len(self.node_ids) // len(self.places)
 
     def is_beside_engine(self, dp_rank: int) -> bool:
-        """Whether a worker of a data-parallel rank is on the engine's node."""
+        """Return whether a worker of the data-parallel rank ``dp_rank`` is on the engine's node."""
         return any(self.node_ids[rank] == self.nodes[0] for rank in self.ranks_of(dp_rank))
 
     def finders(self, dp_rank: int) -> list[int]:
         """Return the workers that look up and fetch files for a data-parallel rank: the rank's
-        first worker on each node. On the engine's node, the engine itself does this, so the result
-        has no worker there, except with ``only_workers``.
+        first worker on each node. On the engine's node, the engine itself looks up and fetches
+        files, so the result contains no worker of this node, unless ``only_workers`` is true.
         """
         first: dict[str, int] = {}
         for rank in self.ranks_of(dp_rank):
@@ -135,9 +140,9 @@ class GroupFiles:
         return self.nodes if self.only_workers else self.nodes[1:]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
-        """Return the places of the workers that have the same data-parallel rank and the same node
-        as the worker ``rank``. The places have no duplicates, and the order of
-        ``CachePlace.all_places``.
+        """Return the places of all workers that have the data-parallel rank and the node of the
+        worker ``rank``. The places are in the order of ``CachePlace.all_places``, without
+        duplicates.
         """
         ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
         there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}
@@ -145,7 +150,9 @@ class GroupFiles:
 
     @property
     def holders(self) -> tuple[Holders, ...]:
-        """The holders of each data-parallel rank's files, without duplicates."""
+        """For each data-parallel rank, the nodes that have its files. Equal holders are listed
+        once.
+        """
         return tuple(dict.fromkeys(self._holders(dp_rank) for dp_rank in range(self.num_dp)))
 
     def _holders(self, dp_rank: int) -> Holders:
@@ -171,20 +178,19 @@ def routes(
     here: int | None = None,
     turn: int = 0,
 ) -> list[Route]:
-    """Return the routes by which a node can read the files that it needs from the nodes of a
-    source.
+    """Return routes: from which nodes of a source group a node can read the files that it needs.
 
-    Each route has a node for every file. There is one route for each data-parallel rank of the
-    source, because the reader does not know which of these ranks has computed the blocks. A route
-    is omitted if all its files are on the reading node itself.
+    Each route names a node for every file. There is one route for each data-parallel rank of the
+    source group, because the reader does not know which of these ranks has computed the blocks. A
+    route is omitted if all of its files are on the reading node itself.
 
     Args:
-        source: the part of the cache that the source's first worker keeps.
-        readers: the places of the workers on the reading node.
-        here: index of the reading node among the source's nodes; None if it is not one of these
-            nodes.
-        turn: if several nodes have a file, this number chooses the node, so that different readers
-            use different nodes.
+        source: the part of the cache that the first worker of the source group keeps.
+        readers: the parts of the cache that the workers on the reading node keep.
+        here: index of the reading node among the source group's nodes; None if it is not one of
+            these nodes.
+        turn: a number that decides from which node a file is read if several nodes have it. Readers
+            with different numbers use different nodes.
     """
     blocks = [
         index
@@ -213,8 +219,9 @@ def routes(
 
 
 def overlaps(place: CachePlace, other: CachePlace) -> bool:
-    """Return whether two workers store parts of the same blocks, so that each worker can use the
-    other worker's file. Their groups may have different numbers of ranks. See ``OtherLayouts``.
+    """Return whether two workers store overlapping parts of blocks, so that each of them can use
+    the other worker's files. Their groups may have different numbers of ranks. See
+    ``OtherLayouts``.
     """
     shards = [(p.shard, p.num_shards, p.interleave, p.num_kv_heads) for p in (place, other)]
     if shards[0] != shards[1]:

@@ -1,8 +1,8 @@
 """Looks up block files without waiting for a disk.
 
-A file system on a network can hang: then a call that looks up a file does not return. So a separate
-thread looks up files on a disk. If a look-up takes too long, the caller assumes that the disk has
-no file, and for a while only the files in memory are looked up.
+If a network file system hangs, a call that looks up a file does not return. So a separate thread
+looks up files on a disk. If a look-up takes too long, the caller assumes that the file is not on
+the disk. For some time after this, only files in memory are looked up.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.tiers import DISK, HOST, KVTiers
 from dist_aclgraph.logs import event
 
-LIMIT_S = 1.0  # maximum time of a look-up on the disk
-PAUSE_S = 30.0  # after a look-up that takes too long, the disk is not used for this time
-# The caller waits this long for an answer. Most answers arrive within this time, and the next step
-# can use them. If an earlier call still has no answer, the caller does not wait at all, so that
+LIMIT_S = 1.0  # seconds; maximum duration of a look-up on the disk
+PAUSE_S = 30.0  # seconds for which the disk is not used after a look-up that takes too long
+# Seconds that the caller waits for an answer. Most answers arrive within this time, so that the
+# next step can use them. If an earlier look-up still has no answer, the caller does not wait. So
 # many slow look-ups delay a step only once.
 GRACE_S = 0.001
 
@@ -45,14 +45,14 @@ def _count_nothing() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Files:
-    """Functions that look up files. Their results may be wrong: they look up only the files of a
-    data-parallel rank's first worker, and files can be deleted at any time.
+    """Functions that look up files. Their results may be wrong, because they look up only the files
+    of a data-parallel rank's first worker, and because files can be deleted at any time.
 
     Attributes:
-        has: returns whether a block has a file.
-        has_state: returns whether the checkpoint after a block has a file; None without recurrent
-            state.
-        num_bytes: returns the bytes of the files in each tier, by the tier's name.
+        has: takes a block's hash; returns whether the block has a file.
+        has_state: takes a block's hash; returns whether the checkpoint after the block has a file.
+            None if the model has no recurrent state.
+        num_bytes: returns the size of all files in each tier; the keys are the tiers' names.
     """
 
     has: HasFile
@@ -62,10 +62,11 @@ class Files:
 
 @dataclass(frozen=True)
 class Source:
-    """The group from which workers on nodes without the engine fetch a request's blocks.
+    """The group that has the blocks of a request. Workers on nodes without the engine fetch the
+    blocks from this group.
 
     Attributes:
-        message: the encoded source, which ``BlockFetches.decode_source`` decodes.
+        message: the address of the group, encoded for ``BlockFetches.decode_source``.
         is_wanted: returns whether the request still waits for the fetch.
     """
 
@@ -79,14 +80,14 @@ LookUp = Callable[[Files], T]
 def count_found(
     hashes: Sequence[BlockHash], files: Files, is_refused: HasFile = lambda _: False
 ) -> int:
-    """Return the number of leading blocks that have files. With recurrent state, the last of these
-    blocks also has a checkpoint with a file.
+    """Return how many leading blocks of a prompt have files. With recurrent state, the last of
+    these blocks also has a checkpoint with a file.
 
     The binary search assumes that no file exists after the first missing file, because files of
-    later blocks are deleted first (``block_files``). If the assumption is wrong, the result may be
-    too large; then reading the missing file fails. The first file is always looked up, because the
-    files of a prefix can be deleted before the files of later blocks: as long as the prefix is in
-    the device's cache, no request reads the files.
+    later blocks are deleted first (``block_files``). If this assumption is wrong, the result may be
+    too large. In that case, the read of the missing file fails later. The first block's file is
+    always looked up, because the files of a prefix can be deleted before the files of later blocks:
+    while the prefix is in the device's cache, no request reads the prefix's files.
 
     Args:
         is_refused: returns whether a block's file must not be used.
@@ -105,7 +106,9 @@ def count_found(
 
 
 class Existing(NamedTuple):
-    """Hashes of blocks that have files, and of blocks whose checkpoints have files."""
+    """The hashes of blocks that have files, and the hashes of blocks after which a checkpoint has a
+    file.
+    """
 
     blocks: Collection[BlockHash]
     states: Collection[BlockHash]
@@ -114,7 +117,9 @@ class Existing(NamedTuple):
 def find_existing(
     blocks: Sequence[BlockHash], states: Sequence[BlockHash], files: Files
 ) -> Existing:
-    """Look up the files of blocks, and of the checkpoints after the blocks ``states``."""
+    """Look up the files of the blocks ``blocks``, and the files of the checkpoints after the blocks
+    ``states``.
+    """
     has_state = files.has_state
     return Existing(
         {each for each in blocks if files.has(each)},
@@ -125,7 +130,7 @@ def find_existing(
 class LookUps:
     """Looks up files in the caller's thread.
 
-    Use it only for files in memory, because no call may hang.
+    Use this class only for files in memory, because a look-up on a disk could hang.
     """
 
     num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
@@ -145,15 +150,15 @@ class LookUps:
         return lambda: result
 
     def close(self) -> None:
-        """End the thread, if there is one. No look-up may follow this call."""
+        """End the thread, if there is one. Call no method after this call."""
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the bytes in each tier of this node, as the last look-up found.
+        """Return the size of all files in each tier of this node, as the last look-up found it.
 
         Any thread may call this.
         """
-        # The first pass reads the answer of the last look-up, and begins a new look-up. The second
-        # pass reads the new answer, if it has already arrived.
+        # The first pass of this loop reads the answer of the last look-up, and begins a new
+        # look-up. The second pass reads the answer of the new look-up, if it has already arrived.
         for _ in range(2):
             if (found := self._counted()) is None:
                 break
@@ -204,8 +209,8 @@ class DiskLookUps(LookUps):
         self._calls.put(None)
 
     def _is_silent(self) -> bool:
-        """Whether the disk is not used now, because a look-up took too long."""
-        late = self._late  # another thread may set this attribute to None
+        """True if the disk is not used at present, because a look-up took too long."""
+        late = self._late  # read once, because another thread may set it to None
         if late is None:
             return False
         if not late.done.is_set() or self._clock() < self._resumes_s:
@@ -242,12 +247,12 @@ class DiskLookUps(LookUps):
 def find_or_fetch(
     ask: Callable[[], Answer[int]], fetch: FetchBlocks, hashes: Sequence[BlockHash]
 ) -> Answer[int]:
-    """Look up files, fetch the missing files, and look up the files again; return the answer of the
-    last look-up.
+    """Look up files, fetch the missing files, and look up the files again. Return the answer of the
+    second look-up.
 
     Args:
-        ask: begins to look up the number of leading blocks of ``hashes`` that this node has. The
-            other blocks are fetched.
+        ask: begins to look up how many leading blocks of ``hashes`` have files on this node. The
+            blocks after them are fetched.
     """
 
     def turns() -> Iterator[int | None]:
@@ -266,8 +271,8 @@ def find_or_fetch(
 
 
 def look_ups_of(tiers: KVTiers, states: KVTiers | None) -> LookUps:
-    """Return an object that looks up files of blocks, and, with recurrent state, files of
-    checkpoints.
+    """Return an object that looks up the files of blocks; for a model with recurrent state, also
+    the files of checkpoints.
     """
     has_state = None if states is None else states.has
     everywhere = Files(tiers.has, has_state, tiers.num_bytes)

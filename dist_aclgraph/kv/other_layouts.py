@@ -1,4 +1,6 @@
-"""Reads a rank's blocks from files of groups that divide the heads into another number of parts."""
+"""Reads a rank's blocks from the files of other groups, which divide the heads among more or fewer
+ranks than this rank's group.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class HeadPart:
         return self.index * self.size
 
     def overlaps(self, count: int) -> Iterator[HeadPart]:
-        """Divide all heads into ``count`` equal parts; yield the parts that share heads with this
-        part.
+        """Divide all heads into ``count`` equal parts; yield those parts that have heads in common
+        with this part.
         """
         size = self.total // count
         for index in range(self.first // size, -(-(self.first + self.size) // size)):
@@ -37,10 +39,10 @@ class HeadPart:
 
 
 class OtherLayouts:
-    """The files in one tier that other groups have written, whose ranks have more or fewer heads
-    than ``part``.
+    """The files of one tier that were written by groups whose ranks have more or fewer heads than
+    ``part``.
 
-    In a block, each tensor is [token slots, heads of the part, bytes of a head].
+    In a block, each tensor has the shape [token slots, heads of the part, bytes of a head].
 
     Args:
         num_slots: number of token slots of a block.
@@ -52,8 +54,8 @@ class OtherLayouts:
     ) -> None:
         self._part = part
         self._num_slots = num_slots
-        # Each item belongs to one number of parts. It lists the parts that share heads with
-        # ``part``, and the files of these parts.
+        # Each item describes one division of the heads. It lists those parts that have heads in
+        # common with ``part``, and the files of these parts.
         self._divisions = [
             [(other, files_of(other)) for other in part.overlaps(count)]
             for count in range(1, part.total + 1)
@@ -93,8 +95,8 @@ class OtherLayouts:
         buffers: Buffers,
         depth: int,
     ) -> bool:
-        """Read the heads that are both in the part ``other`` and in this rank's part; return
-        whether the read has succeeded.
+        """Read the heads that are both in the part ``other`` and in this rank's part. Return
+        whether the file was read.
         """
         ours = self._part
         stored = [bytearray(len(buffer) // ours.size * other.size) for buffer in buffers]

@@ -1,8 +1,8 @@
 """Stores KV outside the device, as files of blocks in a node's memory and on its disk.
 
-All groups of a node that serve the same model share these files, even if they divide the heads
-among different numbers of ranks. A block is written to memory first. It is written to the disk
-later, when no other work waits. If a tier is full, its least recently used blocks are deleted.
+All groups of a node that serve the same model use the same files, even if the groups divide the
+heads among different numbers of ranks. A block is written to memory first. It is written to the
+disk later, when no other work waits. If a tier is full, its least recently used blocks are deleted.
 Files can be deleted at any time, because a block that is in no tier is computed again.
 """
 
@@ -49,13 +49,13 @@ class CachePlace:
 
     Attributes:
         heads: index of the worker's part of the key-value heads, which are divided into
-            ``num_heads`` parts. Workers with the same heads have the same value. With latent
-            attention, all workers have the same latents, so there is one part.
-        shard: index of the worker's shard of the context, which is divided into ``num_shards``
-            shards.
+            ``num_heads`` parts. Workers that keep the same heads have the same index. With latent
+            attention, all workers keep the same latents, so there is only one part.
+        shard: index of the worker's shard. The tokens of each request are divided among
+            ``num_shards`` shards.
         interleave: number of consecutive tokens on one shard.
-        rank: the worker's tensor parallel rank, from 0 to ``num_ranks - 1``. Each rank has a
-            different part of recurrent states.
+        rank: the worker's tensor parallel rank, from 0 to ``num_ranks - 1``. Each rank keeps
+            another part of the recurrent states.
         has_state: whether the model has recurrent state.
         num_kv_heads: number of key-value heads of the model; 0 with latent attention.
     """
@@ -74,7 +74,7 @@ class CachePlace:
     def of(
         cls, config: Config, facts: ModelFacts, tp_rank: int = 0, dcp_rank: int = 0
     ) -> CachePlace | None:
-        """Return the place of a worker; None if no copies are kept."""
+        """Return the place of a worker; None if no copies of KV are kept."""
         if not config.kv.keeps_copies:
             return None
         parallel = config.parallel
@@ -93,8 +93,8 @@ class CachePlace:
 
     @property
     def all_places(self) -> list[CachePlace]:
-        """The places of the data-parallel rank's workers, without duplicates: one place for each
-        part of the blocks.
+        """The places of the data-parallel rank's workers: one place for each different part of the
+        blocks.
         """
         parts = product(range(self.num_heads), range(self.num_shards))
         return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
@@ -115,7 +115,7 @@ class CachePlace:
 
     @property
     def part(self) -> HeadPart | None:
-        """The worker's heads; None with latent attention, which does not divide heads."""
+        """The worker's part of the heads; None with latent attention, which has no KV heads."""
         if not self.num_kv_heads:
             return None
         return HeadPart(self.heads, self.num_heads, self.num_kv_heads)
@@ -132,8 +132,8 @@ class KVTiers:
 
     Args:
         tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
-        others: for each tier's name, the tier's files of groups that divide the heads in other
-            ways.
+        others: for each tier's name, the files in this tier of groups that divide the heads in
+            other ways.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class KVTiers:
         self._by_name = tiers
         self._all: list[BlockFiles | OtherLayouts] = [*tiers.values(), *others.values()]
         # Number of blocks that were read from each tier. Only the thread that reads files changes
-        # it.
+        # these numbers.
         self.num_read: Counter[str] = Counter()
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
-        # Blocks that wait to be written to the second tier. If the second tier is too slow, the
-        # oldest waiting blocks are dropped from this list.
+        # Blocks that must still be written to the second tier. If the second tier is too slow, the
+        # oldest of these blocks are dropped from the list, and are never written there.
         self._late: deque[BlockHash] = deque(maxlen=MAX_LATE)
 
     @classmethod
@@ -160,10 +160,10 @@ class KVTiers:
 
     @classmethod
     def open(cls, config: Config, place: CachePlace, identity: str = "") -> KVTiers:
-        """Return the tiers of the configuration for blocks.
+        """Return the tiers for KV blocks, as the configuration describes them.
 
         Args:
-            identity: see ``cache_identity``; "" for the identity of the model's present files.
+            identity: see ``cache_identity``. If it is "", it is computed from the model's files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
@@ -190,14 +190,14 @@ class KVTiers:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the tiers, the first tier first."""
+        """The names of the tiers, in the order in which they are read."""
         return self._by_name.keys()
 
     def has(self, block_hash: BlockHash, *, only: str = "") -> bool:
         """Return whether a block has a file in any tier.
 
         Args:
-            only: the name of the only tier that is looked up; None for all tiers.
+            only: name of a tier; if it is set, the other tiers are not looked up.
         """
         names = [only] if only else self.names
         return any(
@@ -214,8 +214,8 @@ class KVTiers:
         A block that is read from the second tier is also written to the first tier.
 
         Args:
-            block: memory for the contents of all tensors, one after the other.
-            sizes: bytes of the block in each tensor.
+            block: memory that receives the contents of all tensors, one after another.
+            sizes: number of bytes that the block has in each tensor.
             depth: number of blocks before this block in its prompt.
         """
         for name, files in self._by_name.items():
@@ -233,8 +233,8 @@ class KVTiers:
         return False
 
     def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
-        """Write a block to the first tier; see ``BlockFiles.write``. The block then waits for
-        ``write_late``.
+        """Write a block to the first tier; see ``BlockFiles.write``. A later call of ``write_late``
+        writes it to the second tier.
         """
         if not self._first.write(block_hash, [block], depth):
             return False
@@ -243,7 +243,9 @@ class KVTiers:
         return True
 
     def file_bytes(self, block_hash: BlockHash, max_bytes: int) -> bytes:
-        """Return the file of a block from the first tier that has it; see ``BlockFiles``."""
+        """Return the contents of a block's file from the first tier that has it; see
+        ``BlockFiles``.
+        """
         found = (files.file_bytes(block_hash, max_bytes) for files in self._by_name.values())
         return next((file for file in found if file), b"")
 
@@ -253,26 +255,28 @@ class KVTiers:
         return next((file for file in found if file is not None), None)
 
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
-        """Store a file that another node has sent in the first tier; see ``BlockFiles``. Any thread
-        may call this.
+        """Store, in the first tier, a file that another node has sent; see ``BlockFiles``. Any
+        thread may call this.
         """
         return self._first.add_file(block_hash, file, depth)
 
     def write_late(self) -> bool:
-        """Write one waiting block to the second tier; return False if no block waits."""
+        """Write to the second tier one of the blocks that wait for this; return False if no block
+        waits.
+        """
         if self._second is None or not self._late:
             return False
         self._second.copy_from(self._first, self._late.popleft())
         return True
 
     def touch(self, block_hash: BlockHash, depth: int) -> None:
-        """Set the time of use of a block's files to now, in all tiers; see ``BlockFiles.read``."""
+        """Mark the files of a block in all tiers as used now; see ``BlockFiles.touch``."""
         for files in self._all:
             files.touch(block_hash, depth)
 
     def delete(self, block_hash: BlockHash) -> None:
-        """Delete a block's files in all tiers. This includes the files of groups that divide the
-        heads in other ways.
+        """Delete a block's files in all tiers, including the files of groups that divide the heads
+        in other ways.
         """
         for files in self._all:
             files.delete(block_hash)
@@ -282,7 +286,7 @@ class KVTiers:
         return self._first.has(block_hash)
 
     def num_bytes(self, *, only: str = "") -> dict[str, int]:
-        """Return the bytes in each tier of this node, by the tier's name.
+        """Return the size of all files in each tier of this node; the keys are the tiers' names.
 
         Args:
             only: see ``has``.
@@ -292,12 +296,12 @@ class KVTiers:
 
 
 def host_root(config: Config) -> Path:
-    """Return this user's folder for copies in memory."""
+    """Return this user's folder for copies of KV in memory."""
     return Path(config.kv.host_path) / f"{PREFIX}{os.getuid()}"
 
 
 def disk_root(config: Config) -> Path:
-    """Return the folder for copies on disk; the current folder if ``kv.disk`` is not set.
+    """Return the folder for copies of KV on disk; the current folder if ``kv.disk`` is not set.
 
     Raises:
         ConfigError: the folder begins with the home of a user that does not exist.
@@ -311,10 +315,11 @@ def disk_root(config: Config) -> Path:
 
 
 class HostCopies:
-    """Registers a group as a user of the model's copies in the memory of the node.
+    """Registers a group as a user of the copies of KV that the node's memory contains for the
+    model.
 
-    When a group ends, and no other group uses the copies, the group deletes them. A killed group
-    cannot delete the copies.
+    When a group ends and no other group uses the copies, the group deletes them. If a group is
+    killed, the copies stay.
     """
 
     def __init__(self, config: Config) -> None:
@@ -345,12 +350,12 @@ class HostCopies:
 
 
 def cache_identity(config: Config) -> str:
-    """Return a name for a cache's contents. Two caches have the same name only if equal tokens have
-    equal KV in both.
+    """Return a name for the contents of a cache. Two caches have the same name only if the same
+    tokens have the same KV in both caches.
 
-    The name depends on the model's files, and on all settings that change values or their layout
-    within a block. Of each file, only the file's name, size, time and samples of its contents are
-    used, because reading all weights would take minutes.
+    The name depends on the model's files, and on all settings that change KV values or their layout
+    within a block. Each file contributes only its name, its size, its time and samples of its
+    contents, because reading all weights would take minutes.
     """
     directory = Path(config.model)
     files = [directory / MODEL_CONFIG]
@@ -378,8 +383,8 @@ def cache_identity(config: Config) -> str:
 def _signature(file: Path) -> tuple[int, int, str]:
     """Return size and time of a file, and a hash of some of its contents.
 
-    Size and time are not enough: tools that pack files often give all files the same time. So two
-    checkpoints with the same shapes can have files of equal sizes and times.
+    Size and time are not enough, because tools that pack files often give all files the same time.
+    So the files of two checkpoints with the same shapes can have equal sizes and times.
     """
     try:
         status = file.stat()
@@ -407,7 +412,7 @@ def _files_of(
 
 
 def foreign_problem(root: Path) -> tuple[str, str] | None:
-    """Return why other users could change a folder, and a remedy; None if they cannot."""
+    """Return how other users could change the folder, and a remedy; None if they cannot."""
     status = root.stat()
     # In /dev/shm, another user can make a link that leads to a folder of this user.
     is_foreign = root.lstat().st_uid not in (0, os.getuid())

@@ -1,1 +1,1 @@
-"""Layers of several model families; each layer is split over the tensor parallel group."""
+"""Layers of several model families. Each layer is split over a tensor parallel group."""

@@ -1,9 +1,10 @@
-"""Grouped-query attention over the paged KV cache. Attention runs eagerly, or is captured as a task
-of a graph; then the lengths of the task can be updated.
+"""Grouped-query attention over the paged KV cache. Attention runs eagerly, or it is captured as a
+task of a graph. The lengths of such a task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
-``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists. In graphs
-whose lengths are never updated, the layout is BSND, and a mask hides keys.
+``npu_fused_infer_attention_score`` computes attention in the layout TND; its lengths are lists on
+the host. In graphs whose lengths are never updated, the layout is BSND, and a mask hides the keys
+after each query.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL, SPARSE_MODE_BAND = 0, 3, 4
 
 @dataclass(frozen=True)
 class AttentionOperator:
-    """An operator of torch_npu whose lengths are host lists.
+    """An attention operator of torch_npu whose lengths are lists on the host.
 
     Attributes:
         query_ends, kv_lens: names of the operator's arguments for cumulative query lengths and KV
             lengths.
-        sums: name of the operator's argument that requests the log-sum-exps.
+        sums: name of the operator's argument that tells it to return the log-sum-exps.
     """
 
     name: str
@@ -82,22 +83,25 @@ class AttentionTasks(Protocol):
     """Records the attention operators of a captured graph, so that a replay can patch them."""
 
     def run(self, operator: AttentionOperator, outputs: list[Tensor], arguments: Arguments) -> None:
-        """Capture the operator as one task group; the operator writes to ``outputs``."""
+        """Capture the operator as a task whose lengths can be updated. The operator writes to
+        ``outputs``.
+        """
 
 
 @dataclass(frozen=True)
 class DeviceRows:
     """The lengths of the requests that attend directly, and the slots of new keys, on the device.
 
-    Operators that read lengths on the device need no update in a captured graph. If the cache is
-    sharded, lengths and slots belong to the cache of index keys, which every rank keeps whole.
+    Some operators read their lengths on the device. In a captured graph, these operators need no
+    update. If the cache is sharded, lengths and slots belong to the cache of index keys, which
+    every rank keeps whole.
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
         slots: [num_written, 1] int32, whole slots. Padding has a slot of the dummy block, because
             an operator that writes rows by their indices refuses slot -1.
-        num_seen: [num_direct] int32, number of keys that each query sees; None for attention to
-            keys that an indexer chooses.
+        num_seen: [num_direct] int32, to how many keys each query attends; None if an indexer
+            chooses the keys.
     """
 
     query_ends: Tensor
@@ -108,14 +112,14 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The first tokens of a step, which attend to their chosen keys on all shards; each shard's
-    rank computes the attention to the keys of its shard.
+    """The first tokens of a step, whose chosen keys are on all shards. The rank of each shard
+    computes the attention of these tokens to the keys of its shard.
 
     Attributes:
         place: the indices of this rank in context parallelism, its shard's index included.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
-        query_ends: [1] int32, contains n. For the operator, the n tokens are the queries of one
-            request, and all keys of the shard are this request's keys.
+        query_ends: [1] int32, contains n. The operator gets the n tokens as the queries of one
+            request, and all keys of the shard as the keys of this request.
     """
 
     place: ContextPlace
@@ -125,41 +129,43 @@ class ShardRows:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """The slots, blocks and lengths of a step's tokens; all layers use the same value.
+    """The slots, blocks and lengths of a step's tokens. All layers use the same object.
 
     The first tokens of the step attend directly through the block table; ``parts`` describes the
-    attention of the other tokens. If the cache is sharded, each token that attends directly is
-    passed as a separate request, because a token's KV length on a shard does not follow from the
-    length of the previous token.
+    attention of the other tokens. If the cache is sharded, the operator gets each directly
+    attending token as a separate request. The reason is that a token's KV length on a shard cannot
+    be computed from the KV length of the token before it.
 
     Attributes:
-        num_tokens: number of live tokens of this rank; activations can have more rows.
+        num_tokens: number of live tokens of this rank; activations can have more rows, for padding.
         written: [num_written], the slots to which new KV is written; nothing is written to slot -1.
-            The slots are in the order of this rank's live tokens. If a prompt is split, they are in
-            the order of the tokens of all ranks.
-        num_exchanged: if a prompt is split, number of elements of ``written`` for each rank; else
-            0.
-        written_rope: rotary rows of the tokens in ``written``; None if the cache write needs no
-            rotary rows.
+            The slots are in the order of this rank's live tokens. If prompts are split, they belong
+            to the tokens of all prefill ranks, rank by rank.
+        num_exchanged: if prompts are split, the number of elements of ``written`` for each prefill
+            rank; otherwise 0.
+        written_rope: the rows of cosines and sines for the tokens in ``written``; None if writing
+            the cache does not need them.
         block_table: [num_reqs, max_blocks] int32, the blocks of requests that attend directly.
         query_ends: [num_reqs], cumulative query lengths; the last element is the number of tokens
             that attend directly.
         kv_lens: [num_reqs], KV length of each request on this shard, its queries included.
-        is_empty: [num_direct, 1, 1] bool, whether the shard has no key to which the token may
-            attend; then the token's KV length is 1. None if the cache is not sharded.
+        is_empty: [num_direct, 1, 1] bool, true if the shard has no key to which the token may
+            attend. The KV length of such a token is 1. None if the cache is not sharded.
         causal_mask: [2048, 2048] bool, the result of ``make_causal_mask``.
         is_causal: whether requests that attend directly need the causal mask.
-        hidden_keys: [num_reqs, 1, 1, kv_len] bool, the keys that each request must not see. With
-            this mask, every request has one query and kv_len keys; the last keys are padding. None
-            if ``kv_lens`` are the lengths of the requests.
-        on_device: lengths and slots for kinds of attention that read lengths on the device; None
+        hidden_keys: [num_reqs, 1, 1, kv_len] bool, true for the keys to which a request must not
+            attend. With this mask, the operator gets one query and kv_len keys for every request,
+            and the last of these keys are padding. None if ``kv_lens`` contains the real lengths of
+            the requests.
+        on_device: lengths and slots for a kind of attention that reads lengths on the device; None
             for other kinds.
-        on_shards: if attention chooses keys, the tokens that attend to each shard on the shard's
-            rank; None if the cache is not sharded, or if there are no such tokens.
+        on_shards: if an indexer chooses keys, the tokens whose attention to a shard is computed by
+            the shard's rank. None if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
-        is_in_pieces: whether piecewise graphs run the parts of layers before and after attention.
-        states: the slots of recurrent states that the step uses; None if no layer has such a state,
-            or if no request is live.
+        is_in_pieces: whether the parts of layers before and after attention run in piecewise
+            graphs.
+        states: the slots of recurrent states that the step uses. None if the model has no recurrent
+            state, or if no request is live.
     """
 
     num_tokens: int
@@ -186,20 +192,20 @@ class AttentionMetadata:
 
     @property
     def attends_directly(self) -> bool:
-        """Whether all tokens of the step attend directly, to a cache that is not sharded."""
+        """Whether all tokens of the step attend directly, and the cache is not sharded."""
         return not self.parts and self.num_exchanged == 0 and self.is_empty is None
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank and the ranks that split its prompts have no tokens."""
+        """Whether neither this rank nor any rank that splits prompts with it has a token."""
         return self.num_tokens == 0 and self.num_exchanged == 0
 
     def mask_arguments(self, *, is_causal: bool, window: int | None = None) -> Arguments:
-        """Return the arguments with which the operator hides keys from queries.
+        """Return the operator's arguments that say which keys are hidden from which queries.
 
         Args:
-            window: number of latest keys that a query sees, including its own key; None means all
-                keys up to the query's own key.
+            window: to how many latest keys a query attends, including its own key; None means all
+                keys up to its own key.
         """
         if window is not None:
             return {
@@ -239,13 +245,14 @@ class PagedAttention:
     """Grouped-query attention of this rank's heads.
 
     Attributes:
-        num_kv_heads: number of KV heads on this rank. The rank's cache contains all tokens of these
-            heads, or a shard of the tokens.
-        window: number of latest keys that a query sees, including its own key; None means all keys.
-            With a window, ranks do not share contexts.
-        sinks: [num_heads], for each head an additional logit of the softmax, to which no value
-            belongs; None if the model has no sinks. With sinks, ranks do not share contexts.
-        scale: factor of the scores; None means ``head_dim ** -0.5``.
+        num_kv_heads: number of KV heads on this rank. For these heads, the rank's cache contains
+            all tokens, or only a shard of the tokens.
+        window: to how many latest keys a query attends, including its own key; None means all keys.
+            With a window, there is no context parallelism.
+        sinks: [num_heads], for each head, an additional logit of the softmax that belongs to no key
+            and no value; None if the model has no sinks. With sinks, there is no context
+            parallelism.
+        scale: factor by which scores are multiplied; None means ``head_dim ** -0.5``.
     """
 
     num_heads: int
@@ -265,7 +272,8 @@ class PagedAttention:
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write k and v to the cache, then attend; padding rows of ``out`` stay unchanged.
+        """Write k and v to the cache, then compute attention into ``out``. Padding rows of ``out``
+        stay unchanged.
 
         Args:
             q, out: [num_tokens, num_heads, head_dim].
@@ -295,7 +303,9 @@ class PagedAttention:
     def _attend_padded(
         self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> None:
-        """Attend with one query for each request; a mask hides the padding of the keys."""
+        """Compute attention for one query of each request. All requests have equally many keys, and
+        a mask hides padding keys.
+        """
         assert self.window is None and self.sinks is None
         arguments: Arguments = {
             "query": q.unsqueeze(1),  # [num_reqs, 1, num_heads, head_dim]
@@ -363,7 +373,7 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            # Version 2 of the operator has other names for these two arguments.
+            # version 2 of the operator has these names for the two arguments
             heads, scale = "num_query_heads", "softmax_scale"
         return {
             heads: num_heads,
@@ -380,7 +390,7 @@ def launch(
     out: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Run the attention of direct tokens, or capture it as a task of a graph.
+    """Run the attention of the tokens that attend directly, or capture it as a task of a graph.
 
     Args:
         arguments: all arguments of the operator except lengths and outputs.
@@ -410,6 +420,8 @@ def _outputs(
 
 
 def make_causal_mask(device: torch.device) -> Tensor:
-    """Return the [2048, 2048] mask of sparse modes 3 and 4: True above the diagonal hides a key."""
+    """Return the mask of sparse modes 3 and 4, [2048, 2048]. It is True above the diagonal; True
+    hides a key.
+    """
     shape = (CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE)
     return torch.ones(shape, dtype=torch.bool).triu(1).to(device)

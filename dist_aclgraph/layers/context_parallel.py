@@ -1,13 +1,12 @@
 """Collectives in attention between ranks that share a request's context.
 
-In a DCP group, only one rank keeps the KV of a token. In decoding, the ranks of the group gather
-the queries of all heads. Each rank attends to its shard with all heads, and sends the results of
-each head to the ranks that own this head; these ranks merge the results by their log-sum-exps.
-For prompts, the ranks of the group gather the keys of the request, not the queries. The ranks of a
-PCP group send each other the new keys of their prompt tokens.
+In a DCP group, only one rank keeps the KV of each token. In decoding, the ranks of the group gather
+the queries of all heads. Each rank computes attention to its shard for all heads, and sends the
+results of each head to the ranks that own this head. Those ranks merge the results of all shards,
+weighted by their log-sum-exps. For prompts, the ranks of the group gather the keys of the request,
+not the queries. The ranks of a PCP group send each other the new keys of their prompt tokens.
 
-Shapes and collectives are the same on all ranks, because they do not depend on the contents of a
-shard.
+Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from torch.nn.functional import pad
 
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 
-ALIGNED_FLOATS = 8  # kernels load blocks of 32 bytes
-# The log-sum-exp of attention without keys. The value is not minus infinity, because
-# npu_attention_update would return NaN if all shards are empty.
+ALIGNED_FLOATS = 8  # 32 bytes, because kernels load blocks of 32 bytes
+# The log-sum-exp of attention without keys. It is not minus infinity, because npu_attention_update
+# would then return NaN if all shards are empty.
 NOTHING = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The groups in which one rank shares the context of its requests.
+    """The groups of one rank whose ranks share the context of its requests.
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
-        pcp: ranks that share the computation of a request's prompt. All these ranks are in ``dcp``,
-            unless ``dcp`` is a group of one.
+        pcp: ranks that share the computation of a request's prompt. All of these ranks are in
+            ``dcp``, unless ``dcp`` contains only one rank.
     """
 
     dcp: CommGroup = ALONE
@@ -50,15 +49,17 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Number of ranks of ``dcp`` with different query heads; the other ranks have copies of
-        these heads.
+        """Number of ranks of ``dcp`` that together have each query head once. The other ranks have
+        copies of the same heads.
         """
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:
-        """Run one collective in each group, so that HCCL creates the domains and their streams now.
+        """Run one collective in each group, so that HCCL creates the communication domains and
+        their streams now.
 
-        Otherwise the first prompt would create PCP's domain, after the free streams were counted.
+        Otherwise, HCCL would create PCP's domain at the first prompt, after the free streams were
+        counted.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
@@ -68,25 +69,27 @@ class ContextParallel:
         return self.pcp.all_gather(rows[:num_rows].contiguous()).flatten(0, 1)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """Gather the queries of all heads: [n, heads, d] -> [n, head ranks * heads, d]."""
+        """Gather the queries of all heads: [n, heads, d] -> [n, ``num_head_ranks`` * heads, d]."""
         size = self.num_head_ranks
         if size == 1:
             return q
         every = self.dcp.all_gather(q.contiguous())[:size]
-        # A copy is needed: with one head, flatten returns a view, which operators do not accept.
+        # ``contiguous`` is needed, because with one head, ``flatten`` returns a view that is not
+        # contiguous, which operators do not accept.
         return every.transpose(0, 1).flatten(1, 2).contiguous()
 
     def merge(self, out: Tensor, sums: Tensor, is_empty: Tensor) -> Tensor:
-        """Exchange the results of shards, and merge them for this rank's heads.
+        """Exchange the attention results of all shards, and merge the results for this rank's
+        heads.
 
         Args:
             out: [n, head ranks * heads, d], this shard's results.
             sums: [n, head ranks * heads, 1] float32, log-sum-exps of the attention scores.
-            is_empty: [n, 1, 1] bool, whether this shard has no key for a row; then ``out`` and
-                ``sums`` of the row are meaningless.
+            is_empty: [n, 1, 1] bool, true if this shard has no key for the query of a row. Such a
+                row of ``out`` and ``sums`` is meaningless.
 
         Returns:
-            [n, heads, d] float32; zero if all shards are empty.
+            [n, heads, d] float32; a row is zero if no shard has a key for it.
         """
         n, d, size = len(out), out.shape[2], self.num_head_ranks
         out = out.float().masked_fill(is_empty, 0)
@@ -95,7 +98,7 @@ class ContextParallel:
         outs, logs = (x.reshape(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
         sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)
-        copies = self.pcp.size  # number of ranks with the same heads
+        copies = self.pcp.size  # number of ranks that have the same heads
         if copies > 1:
             sent = sent.expand(copies, -1, -1).flatten(0, 1)
         received = self.dcp.all_to_all(sent.contiguous())
@@ -105,11 +108,12 @@ class ContextParallel:
         return merged.view(n, -1, d)
 
     def gather_keys(self, caches: Sequence[Tensor], own: Tensor) -> Tensor:
-        """Return rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
+        """Gather cache rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
-            caches: tensors [num_slots, ...] of this shard; their rows are joined.
-            own: [m], slots of this shard that are read.
+            caches: this shard's tensors, [num_slots,...]; the rows with the same slot are joined to
+                one row.
+            own: [m], the slots of this shard whose rows are read.
         """
         rows = [cache.index_select(0, own).flatten(1) for cache in caches]
         return self.dcp.all_gather(torch.cat(rows, 1)).flatten(0, 1)
@@ -119,7 +123,8 @@ UNDIVIDED = ContextParallel()
 
 
 def merge_attention(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the results of attention over several sets of keys; return results and log-sum-exps.
+    """Merge the results of attention over several sets of keys. Return the merged results and their
+    log-sum-exps.
 
     Args:
         outs: for each set of keys, the results of attention over the set, [rows, d].

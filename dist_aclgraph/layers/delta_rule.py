@@ -1,12 +1,13 @@
-"""The gated delta rule (arXiv 2412.06464). CANN's operators compute the rule in bfloat16. Plain
-operators compute it for other types, and for decays that differ between channels.
+"""The gated delta rule (arXiv 2412.06464). For bfloat16, CANN's operators compute the rule. For
+other types, and for decays that differ between channels, plain operators compute it.
 
 For each token and value head, with the state S [value_dim, key_dim]:
 
     S = S exp(g);  S = S + beta (v - S k) k';  out = S q / sqrt(key_dim)
 
-Neighbouring value heads share a key head. The decay g is one number for all channels of the key, or
-one number for each channel, that is, for each column of S (Kimi Delta Attention, arXiv 2510.26692).
+Several neighbouring value heads share a key head. The decay g is one number for each head, or one
+number for each channel of the head's key, that is, for each column of S (Kimi Delta Attention,
+arXiv 2510.26692).
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from torch.nn.functional import pad
 from dist_aclgraph.layers.state_metadata import DirectStates, PromptStates, store
 
 CHUNK_TOKENS = 64  # number of tokens whose updates are computed together; a power of two
-# number of tokens per pass; larger passes mean fewer launches, but more memory
+# maximum number of tokens of one pass; larger passes need fewer launches, but more memory
 PASS_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """The inputs of the rule for tokens of direct requests, or for tokens of prompts.
+    """The inputs of the rule for the tokens of direct requests (see ``StateSteps.of_step``), or for
+    the tokens of prompts.
 
     Attributes:
         q, k: [n, num_key_heads, key_dim]; each row is a vector of length one.
         v: [n, num_value_heads, value_dim].
-        g: [n, num_value_heads] or [n, num_value_heads, key_dim] float32, logarithm of the decay, at
-            most 0.
-        beta: [n, num_value_heads], step size of the update, 0 to 1.
+        g: [n, num_value_heads] or [n, num_value_heads, key_dim] float32, the logarithm of the
+            decay, which is at most 0.
+        beta: [n, num_value_heads], step size of the update, from 0 to 1.
     """
 
     q: Tensor
@@ -58,7 +60,8 @@ class DeltaRule(Protocol):
     state_dtype: torch.dtype
 
     def direct(self, inputs: DeltaInputs, states: Tensor, at: DirectStates) -> Tensor:
-        """Update the states of direct requests in place. A graph can contain this computation.
+        """Return the results of direct requests, and update their states in place. This computation
+        can be captured in a graph.
 
         Args:
             states: [num_slots, num_value_heads, value_dim, key_dim].
@@ -67,20 +70,20 @@ class DeltaRule(Protocol):
     def prompts(
         self, inputs: DeltaInputs, states: Tensor, at: PromptStates
     ) -> tuple[Tensor, Tensor]:
-        """Return the results, and the states after the last tokens.
+        """Return the results of prompts, and the states after their last tokens.
 
         Args:
-            states: [num_reqs, num_value_heads, value_dim, key_dim], the states before the first
-                tokens. This tensor stays unchanged.
+            states: [num_reqs, num_value_heads, value_dim, key_dim], the states before the prompts'
+                first tokens. This tensor stays unchanged.
         """
 
 
 class FusedDeltaRule:
-    """Runs CANN's operators. All inputs, results and states except ``g`` are bfloat16.
+    """Runs CANN's operators. Inputs, results and states are bfloat16; only ``g`` is float32.
 
-    ``g`` has one number for each head. torch_npu 2.13 does not support one decay per channel: the
-    documentation of the operator for direct requests says that the argument ``gk`` is not supported
-    yet, and the operator for prompts has no such argument.
+    ``g`` must have one number for each head, because torch_npu 2.13 does not support one decay for
+    each channel. Its documentation of the operator for direct requests says that the argument for
+    such decays, ``gk``, is not supported yet. The operator for prompts has no such argument.
     """
 
     state_dtype = torch.bfloat16
@@ -119,7 +122,7 @@ class FusedDeltaRule:
 class PlainDeltaRule:
     """Computes with plain operators in float32. ``g`` has one number for each head or channel.
 
-    CANN's operators return bfloat16 only.
+    It is used for other types than bfloat16, because CANN's operators return only bfloat16.
     """
 
     state_dtype = torch.float32
@@ -131,8 +134,8 @@ class PlainDeltaRule:
         out = v.new_empty(n + 1, *v.shape[1:])
         state = states.index_select(0, at.sources)
         for i in range(layout.max_tokens):
-            # A request with fewer tokens repeats its last token; slot 0 and the last row of ``out``
-            # receive the results, which are not used.
+            # For a request with fewer tokens, its last token is computed again. The results go to
+            # slot 0 and to the last row of ``out``, and are not used.
             is_live = layout.lengths > i
             token = (layout.starts + i).clamp(max=n - 1)
             key = k.index_select(0, token)[..., None]  # [num_reqs, heads, key_dim, 1]
@@ -160,14 +163,14 @@ class PlainDeltaRule:
 
 
 def rule_for(dtype: torch.dtype, *, decays_by_channel: bool) -> DeltaRule:
-    """Return the rule for activations of this type."""
+    """Return the object that runs the rule for activations of the type ``dtype``."""
     is_fused = dtype == torch.bfloat16 and not decays_by_channel
     return FusedDeltaRule() if is_fused else PlainDeltaRule()
 
 
 def _in_float32(inputs: DeltaInputs) -> tuple[Tensor, ...]:
-    """Return q, k, v, g and beta for each value head; q is scaled, and g is [n, heads, 1 or
-    key_dim].
+    """Return q, k, v, g and beta in float32, with one row for each value head. q is multiplied by
+    its scale, and g has the shape [n, heads, 1 or key_dim].
     """
     group = inputs.v.shape[1] // inputs.q.shape[1]
     q, k = (x.float().repeat_interleave(group, 1) for x in (inputs.q, inputs.k))
@@ -202,20 +205,21 @@ def _run_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over at most ``PASS_TOKENS`` tokens, chunk by chunk; see ``_run_part``.
 
-    Within a chunk, the change that each token makes to the state depends on the changes of the
-    tokens before it. A triangular system describes all changes of the chunk; its solution is linear
-    in the state before the chunk. Only the states depend on earlier chunks. So all other values are
-    computed for all chunks together.
+    Within a chunk, the change that each token makes to the state depends on the changes that the
+    tokens before it have made. A triangular system of equations describes all changes of a chunk.
+    Its solution is linear in the state before the chunk. So only the states must be computed chunk
+    after chunk; all other values are computed for all chunks at once.
 
     Args:
         beta: [heads, n, 1].
     """
     n = q.shape[1]
     size = min(CHUNK_TOKENS, 1 << (n - 1).bit_length())
-    # The inputs are padded with zeros after the last token, which leave the state unchanged.
+    # The inputs are padded with zeros after the last token. Zeros leave the state unchanged.
     padding = (0, 0, 0, -n % size)
     q, k, v, g, beta = (torch.unflatten(pad(x, padding), 1, (-1, size)) for x in (q, k, v, g, beta))
-    sums = g.cumsum(2)  # [heads, chunks, size, 1 or key_dim], logarithms of decays
+    # [heads, chunks, size, 1 or key_dim], logarithms of the decays since the chunk's start
+    sums = g.cumsum(2)
     weighted = k * beta
     system = _inverse_of_unit_triangle(_decayed_products(weighted, k, sums).tril(-1))
     own = _decayed_products(q, k, sums)
@@ -232,7 +236,8 @@ def _run_chunks(
 
 
 def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """Return the products of x[i] and k[j] for all tokens j <= i, decayed from j to i.
+    """Return the products of x[i] and k[j] for all tokens j <= i, multiplied by the decay from
+    token j to token i.
 
     Args:
         x, k: [heads, chunks, size, key_dim].
@@ -244,9 +249,10 @@ def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
     if sums.shape[-1] == 1:
         is_later = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool, device=x.device).triu(1)
         return (x @ k.mT) * (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()
-    # Each channel has its own decay, so x and k are multiplied by decays before their product. In a
-    # block of tokens, rows of x are in the second half, and rows of k in the first half. Decays are
-    # relative to the end of the first half, so no exponent is above 0, and nothing overflows.
+    # Each channel has its own decay, so x and k are multiplied by decays before their product is
+    # computed. In each block of tokens, the rows of x come from the second half, and the rows of k
+    # from the first half. Decays are computed relative to the end of the first half. So no exponent
+    # is above 0, and nothing overflows.
     found = (x * k).sum(-1)[..., None, None]  # [heads, chunks, blocks, rows, rows]
     while (rows := found.shape[-1]) < x.shape[2]:
         halves = (torch.unflatten(t, 2, (-1, 2, rows)).unbind(3) for t in (x, k, sums))
@@ -262,8 +268,8 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
     """Return the inverse of I + ``below``; ``below`` [heads, chunks, n, n] has non-zero elements
     only below the diagonal, and n is a power of two.
 
-    Blocks on the diagonal are inverted: first the blocks of one row, then blocks of two rows, four
-        rows, and so on.
+    The function inverts blocks on the diagonal: first the blocks of one row, then the blocks of two
+        rows, of four rows, and so on.
     """
     n = below.shape[-1]
     found = below.new_ones(*below.shape[:2], n, 1, 1)  # [heads, chunks, blocks, rows, rows]
@@ -279,6 +285,8 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
 
 
 def _below(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
-    """Return [..., 2 n, 2 n]: two triangles on the diagonal, and ``corner`` below the diagonal."""
+    """Return the matrix [..., 2 n, 2 n] with the triangles ``first`` and ``second`` on the
+    diagonal, and ``corner`` below it.
+    """
     above = torch.cat([first, torch.zeros_like(first)], -1)
     return torch.cat([above, torch.cat([corner, second], -1)], -2)

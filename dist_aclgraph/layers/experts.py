@@ -1,5 +1,5 @@
-"""A layer of experts. A router chooses a few experts for each token; shared experts run for all
-tokens.
+"""A layer of experts. A router chooses a few experts for each token. Shared experts run for
+all tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from dist_aclgraph.topology import ExchangeKind
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """The way in which a step sends tokens to their experts; ``exchange`` is equal on all ranks.
+    """How a step sends tokens to their experts. ``exchange`` must be the same on all ranks.
 
     Attributes:
-        exchange: the kind of the exchange; None if every tensor parallel group has all experts.
+        exchange: the kind of exchange; None if every tensor parallel group has all experts, so that
+            no exchange is needed.
         tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
             tokens beyond the capacity of an exchange. If None, nothing is counted.
     """
@@ -46,11 +47,12 @@ class ExpertSetup:
     """How a rank runs its layers of experts.
 
     Attributes:
-        capacity_factor: the argument ``factor`` of ``expert_capacity``, for an all-to-all.
-        side: stream on which shared experts run in parallel to routed experts; if None, shared
-            experts run before routed experts.
-        mc2: MC2's operators on this chip; None if MC2 is not used.
-        redundant: number of additional copies of experts, see ``place_experts``.
+        capacity_factor: the argument ``factor`` of ``expert_capacity``; used for the exchange by
+            all-to-all.
+        side: stream on which shared experts run while routed experts run on the main stream; if
+            None, shared experts run before routed experts.
+        mc2: the operators of MC2 for this chip; None if MC2 is not used.
+        redundant: number of additional copies of experts; see ``place_experts``.
     """
 
     groups: RankGroups
@@ -65,15 +67,16 @@ class ExpertLayer:
     """The experts of a layer, routed and shared.
 
     Without expert parallelism, each routed expert is split over the tensor parallel group. With
-    expert parallelism, each rank of the expert parallel group has some whole experts. Shared
-    experts are always split over the tensor parallel group. One sum over the tensor parallel group
-    adds the results of routed and shared experts.
+    expert parallelism, each rank of the expert parallel group has some of the experts, and each of
+    these as a whole. Shared experts are always split over the tensor parallel group. One sum over
+    the tensor parallel group adds up the results of routed and shared experts.
 
     Attributes:
-        exchanges: the possible exchanges with other ranks; empty without expert parallelism.
+        exchanges: the exchanges with other ranks that a step can use, by their kind; empty without
+            expert parallelism.
     """
 
-    quantises_rows: ClassVar[bool] = False  # because the router needs rows in floats
+    quantises_rows: ClassVar[bool] = False  # false, because the router needs its input in floats
 
     router: Router
     local: LocalExperts
@@ -87,8 +90,8 @@ class ExpertLayer:
         Args:
             x: [n, hidden], equal on all ranks of the tensor parallel group; ``n`` must be equal on
                 all ranks of the expert parallel group.
-            slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding tokens, which
-                come last. No expert runs padding tokens, and their results are meaningless.
+            slots: [n] int32, KV slot of each token. Padding tokens have ``PADDING_SLOT`` and come
+                last. No expert runs padding tokens, and their results are meaningless.
         """
         x = in_floats(x)
         if self._is_together(step):
@@ -100,14 +103,15 @@ class ExpertLayer:
         return self._exchanged(x, slots, self.exchanges[step.exchange], step.tally)
 
     def _is_together(self, step: ExpertStep) -> bool:
-        """Return whether every rank runs all tokens through its own experts, without an exchange.
+        """Return whether this step needs no exchange, because every rank runs all tokens through
+        its own experts.
 
         This is possible if the ranks of the tensor parallel group together have all experts.
         """
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
-        # If other ranks have experts, a step without an exchange would add only the results of this
-        # group's experts.
+        # If ranks of other groups have experts, a step without an exchange would lack the results
+        # of those experts.
         assert has_all or step.exchange is not None
         return has_all and step.exchange in (None, "all_gather")
 
@@ -116,15 +120,16 @@ class ExpertLayer:
     ) -> Tensor:
         """Exchange this rank's slice of the tokens, then join the slices of all ranks."""
         tp, n = self.groups.tp, x.shape[0]
-        # Only the last ranks have too few tokens, but every rank pads, because all ranks must
-        # capture the same operators.
+        # Only the last ranks have too few tokens, but every rank runs the padding operators,
+        # because all ranks must capture the same operators.
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))
             slots = pad(slots, (0, missing), value=PADDING_SLOT)
         m = x.shape[0] // tp.size
         mine = slice(tp.rank * m, (tp.rank + 1) * m)
-        # A view of the slots could begin at any address, but operators load blocks of 32 bytes.
+        # The slots are gathered, because a view of them could begin at any address, but operators
+        # need addresses that are multiples of 32 bytes.
         rows = torch.arange(mine.start, mine.stop, dtype=torch.int32, device=x.device)
         with self._running_shared(x) as shared:
             own = x[mine]

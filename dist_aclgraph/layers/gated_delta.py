@@ -1,6 +1,6 @@
 """Linear attention with the gated delta rule, for the heads of one rank: a short convolution, then
-the rule. The convolution and the rule have states for each request. Projections are not in this
-file.
+the rule. Both the convolution and the rule keep a state for each request. The projections before
+and after them are not in this file.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from dist_aclgraph.layers.state_metadata import (
     store,
 )
 
-UNIT_EPS = 1e-6  # epsilon, which is added to the sum of squares of a query or key
+UNIT_EPS = 1e-6  # added to the sum of squares of a query or key, before the square root
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
     """A causal convolution of each channel over the last tokens of a request, followed by silu.
 
-    Computes in float32. CANN has no convolution over four tokens, so other operators compute it.
+    The convolution is computed in float32. CANN has no operator for a convolution over four tokens,
+    so several other operators compute it.
 
     Attributes:
-        weight: [width, channels] float32; the last row multiplies the input of the token itself.
+        weight: [width, channels] float32; its last row is multiplied with the input of the token
+            itself.
     """
 
     weight: Tensor
@@ -59,8 +61,8 @@ class ShortConvolution:
         before = _begin(states, at).flatten(0, 1)
         padded = torch.cat([x, before]).index_select(0, at.padded)
         count = padded.shape[0] - self.width + 1
-        # Each pass adds one of a token's ``width`` inputs, for all tokens. A single pass for all
-        # inputs would need ``width`` times the memory.
+        # Each pass of this loop adds one of the ``width`` inputs of every token. A single pass for
+        # all inputs would need ``width`` times the memory.
         total = padded[:count].float() * self.weight[0]
         for i in range(1, self.width):
             total = torch.addcmul(total, padded[i : i + count].float(), self.weight[i])
@@ -102,12 +104,13 @@ class GatedDelta:
         cache: StateCache,
         metadata: StateMetadata,
     ) -> None:
-        """Update the states, and write the results to ``out``, whose padding rows stay unchanged.
+        """Update the states, and write the results to ``out``. The padding rows of ``out`` stay
+        unchanged.
 
         Args:
             qkv: [n, num_channels], inputs of the convolution: first all q, then all k, then all v.
-            g: float32, logarithm of the decay, at most 0; see ``DeltaInputs``.
-            beta: [n, num_value_heads], step size of the update, 0 to 1.
+            g: float32, the logarithm of the decay; see ``DeltaInputs``.
+            beta: [n, num_value_heads], step size of the update, from 0 to 1.
             out: [n, num_value_heads, value_dim].
         """
         start = 0

@@ -1,4 +1,6 @@
-"""Norms of queries and keys: one for each head, or one for all heads of the model."""
+"""Normalisation of queries and keys, either of each head on its own, or of all heads of a token
+together.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,13 @@ class CenteredHeadNorms:
 
 @dataclass(frozen=True)
 class NormsOfAllHeads:
-    """Normalises all heads of a token together, the heads of other ranks included.
+    """Normalises all heads of a token together, including the heads of other ranks.
 
     Attributes:
         q, k: [heads * head_dim], weights of this rank's heads.
-        group: ranks among which the heads are split. If ranks have copies of KV heads, each head
-            has equally many copies, so the copies do not change a mean.
+        group: ranks among which the heads are split. If several ranks have copies of the same KV
+            head, every head has equally many copies, so that copies do not change the mean over all
+            heads.
     """
 
     q: Tensor
@@ -74,13 +77,15 @@ class NormsOfAllHeads:
         return own_q.view(q.shape), own_k.view(k.shape)
 
     def _rescaled(self, own: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
-        """Replace the scale of this rank's heads by the scale of all heads.
+        """Replace the scale that was computed from this rank's heads by the scale of all heads.
 
         A scale is ``(mean of squares + eps) ** -0.5``. So ``scale ** -2`` of all heads is the mean
-        of ``scale ** -2`` over the ranks. One all-reduce serves both norms.
+        of ``scale ** -2`` over the ranks. One all-reduce is enough for the norms of queries and
+        keys.
 
         Args:
-            own: results of this rank's norms; scales: [..., 2] float32, the scales of these norms.
+            own: q and k, normalised with this rank's scales; scales: [..., 2] float32, these scales
+                for q and for k.
         """
         means = self.group.all_reduce((scales * scales).reciprocal()) / self.group.size
         factors = torch.split(means.rsqrt() / scales, 1, -1)

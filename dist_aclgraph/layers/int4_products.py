@@ -1,10 +1,11 @@
-"""Products with weights of four bits. Eight consecutive outputs are in one int32, the first output
-in the lowest bits.
+"""Products with weights of four bits. The weights of eight consecutive outputs are in one int32,
+with the first output in the lowest bits.
 
-W4A16: ``npu_weight_quant_batchmatmul``, and ``npu_grouped_matmul`` for experts, convert weights to
-the type of the rows, and then multiply. W4A8: rows become int8, as in ``int8_products``; then
-``npu_quant_matmul`` or ``npu_grouped_matmul`` multiplies. The operators of W4A8 multiply rows from
-which 8 was subtracted, so they need sums of the weights to correct the results.
+W4A16: ``npu_weight_quant_batchmatmul`` (for experts, ``npu_grouped_matmul``) converts the weights
+to the type of the rows, and then multiplies. W4A8: rows are quantised to int8, as in
+``int8_products``; then ``npu_quant_matmul`` (for experts, ``npu_grouped_matmul``) multiplies. The
+operators of W4A8 subtract 8 from the rows before they multiply, and need sums of the weights to
+correct the results.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class W4A16Linear:
             self.weight,
             self.scale,
             bias=self.bias,
-            # 0 means one scale for all inputs.
+            # 0 means that all inputs have the same scale
             antiquant_group_size=self.weight.shape[0] // groups if groups > 1 else 0,
         )
         return y if out is None else out.copy_(y)
@@ -58,8 +59,8 @@ class W4A16GroupedProduct:
     Attributes:
         weight: [num_local, in, out / 8] int32.
         scale: [num_local, groups, out], with the type of the rows.
-        zeros: offsets, all zero, with shape and type of ``scale``; the operator requires them for
-            weights of four bits. All layers can share one tensor.
+        zeros: offsets with the shape and type of ``scale``. All of them are zero, but the operator
+            requires offsets for weights of four bits. All layers can share one tensor of zeros.
     """
 
     quantises_rows: ClassVar[bool] = False
@@ -84,10 +85,11 @@ class W4A8Linear:
     """``Linear`` with a weight of four bits and rows of int8.
 
     Attributes:
-        weight: [in, out / 8] int32, contiguous; 256 divides the number of inputs.
-        scale: [in / 256, out] int64, each with the bits of a float32.
+        weight: [in, out / 8] int32, contiguous; the number of inputs is a multiple of 256.
+        scale: [in / 256, out] int64; each element contains the bits of a float32.
         sums: [out] float32: 8 times the sum of each output's weights.
-        bias: [out] or None; added after the operator, which accepts no bias.
+        bias: [out] or None; it is added to the operator's result, because the operator accepts no
+            bias.
     """
 
     quantises_rows: ClassVar[bool] = True
@@ -119,8 +121,8 @@ class W4A8GroupedProduct:
     """``GroupedProduct`` with weights of four bits and rows of int8.
 
     Attributes:
-        weight: [num_local, in, out / 8] int32; 64 divides the number of inputs.
-        scale: [num_local, 1 or in / 256, out] int64, each with the bits of a float32.
+        weight: [num_local, in, out / 8] int32; the number of inputs is a multiple of 64.
+        scale: [num_local, 1 or in / 256, out] int64; each element contains the bits of a float32.
         sums: [num_local, out] float32: 8 times the sum of each output's weights.
     """
 

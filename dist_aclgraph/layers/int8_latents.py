@@ -1,12 +1,12 @@
-"""Latent attention over a cache whose latents are int8.
+"""Latent attention over a cache that stores latents in int8.
 
-A token's row contains the values of its latent in int8, the bytes of its rotated key, and a float32
-scale for each 128 values. ``npu_dynamic_quant`` quantises the normalised latents when they are
-written; ``npu_kv_quant_sparse_flash_attention`` reads the rows. This operator returns no
-log-sum-exps, so ranks cannot share such a cache.
+The cache row of a token contains the values of its latent in int8, the bytes of its rotated key,
+and one float32 scale for every 128 values of the latent. When the normalised latents are written,
+``npu_dynamic_quant`` quantises them. ``npu_kv_quant_sparse_flash_attention`` reads the rows. It
+returns no log-sum-exps, so such a cache cannot be sharded.
 
-The operator attends to the keys that it gets by their indices. Attention without an indexer names
-all keys that a query sees, in blocks of 16.
+The operator gets the indices of the keys to which it attends. Without an indexer, these are the
+indices of all keys that a query may see, as blocks of 16 keys.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dist_aclgraph.layers.latent_attention import (
 )
 from dist_aclgraph.shapes.int8_latents import ROPE_DIM, TILE
 
-BY_TILE = 2  # quantisation mode of keys and values: one scale for each tile
-IN_ROWS = 1  # the scales are in the rows of the keys
+BY_TILE = 2  # quantisation mode of keys and values: one scale for each tile of 128 values
+IN_ROWS = 1  # the scales are in the cache rows, after the keys
 ABSORBED_MODE = 2  # the only value of attention_mode that the operator accepts
-KEY_BLOCK = 16  # the largest number of keys that the operator takes by one index
+KEY_BLOCK = 16  # the largest number of keys that one index can mean for the operator
 
 
 @dataclass(frozen=True)
 class Int8LatentCache:
-    """One layer's rows, [num_blocks, block_size, 1, row bytes] int8, and index keys, [num_blocks,
-    block_size, 1, 128]. A layer without an indexer has no index keys.
+    """One layer's cache rows, [num_blocks, block_size, 1, row bytes] int8, and its index keys,
+    [num_blocks, block_size, 1, 128]. A layer without an indexer has no index keys.
     """
 
     rows: Tensor
@@ -85,12 +85,14 @@ def attend_to_int8_latents(
     rows: DeviceRows,
     key_block: int = 1,
 ) -> Tensor:
-    """Return the attended latents, [n, heads, 512].
+    """Return, for each query, the sum of the latents weighted by its attention: [n, heads, 512].
 
     Args:
-        query: [n, heads, 512 + 64], absorbed and rotated.
-        chosen: [n, 1, top_k] int32, the indices of each query's blocks of keys, followed by -1.
-        key_block: number of keys in a block; if 1, the indices are positions.
+        query: [n, heads, 512 + 64], queries multiplied by the key matrices, and their rotated part.
+        chosen: [n, 1, top_k] int32, for each query, the indices of the blocks of keys to which it
+            attends; the remaining elements are -1.
+        key_block: number of keys in each of these blocks; if it is 1, the indices are positions of
+            keys.
     """
     attended: Tensor = torch.ops.npu.npu_kv_quant_sparse_flash_attention(
         query,
@@ -115,11 +117,12 @@ def attend_to_int8_latents(
 
 
 def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
-    """Return the blocks of ``KEY_BLOCK`` keys that each query sees, followed by -1.
+    """Return, for each query, the indices of the blocks of ``KEY_BLOCK`` keys that it may see; the
+    remaining elements are -1.
 
     Args:
-        num_seen: [n] int32, number of keys that each query sees.
-        num_keys: number of keys for which block tables have room.
+        num_seen: [n] int32, number of keys that each query may see.
+        num_keys: maximum number of keys of a request for which a block table has entries.
 
     Returns:
         [n, 1, num_keys / KEY_BLOCK] int32.
@@ -131,7 +134,9 @@ def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
 
 
 def read_int8_latents(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the latents [n, rank] and the rotated keys [n, 64] of rows [n, row bytes] int8."""
+    """Return the latents, [n, rank], and the rotated keys, [n, 64], which cache rows [n, row bytes]
+    int8 contain.
+    """
     key_bytes = ROPE_DIM * dtype.itemsize
     values, keys, scales = torch.split(
         rows, [rank, key_bytes, rows.shape[1] - rank - key_bytes], dim=1
@@ -164,13 +169,13 @@ class Int8LatentAttention(LatentAttention):
         metadata: AttentionMetadata,
         earlier: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the latents of the cache, see ``LatentAttention.attend_directly``.
+        """Compute attention to the latents of the cache; see ``LatentAttention.attend_directly``.
 
         Args:
-            earlier: the blocks that each query sees, if an earlier layer has computed them.
+            earlier: the result of ``seen_blocks``, if an earlier layer has computed it.
 
         Returns:
-            The blocks that each query sees, for the next layers.
+            The result of ``seen_blocks``, for the next layers.
         """
         rows, table = metadata.on_device, metadata.block_table
         assert rows is not None and rows.num_seen is not None

@@ -1,10 +1,10 @@
-"""Products in int8. A weight has one scale per output; an input row gets one scale when it is
+"""Products in int8. A weight has one scale for each output. An input row gets one scale when it is
 quantised.
 
 Operators: ``npu_dynamic_quant``, or a fused operator before the product, converts rows to int8
-(``int8_rows.py``). Then ``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts, sums integers
-and multiplies the sums by the scales of row and output. The results do not depend on the storage
-format of the weights, ND or FRACTAL_NZ.
+(``int8_rows.py``). Then ``npu_quant_matmul`` (for experts, ``npu_grouped_matmul``) adds up products
+of integers, and multiplies the sums by the scales of row and output. The results do not depend on
+the storage format of the weights, ND or FRACTAL_NZ.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from dist_aclgraph.layers.local_experts import list_type, multiply_groups
 
 
 def fills_blocks(weight: Tensor) -> bool:
-    """Return whether FRACTAL_NZ needs no padding of the inputs of int8 matrices, [..., in, out]."""
+    """Return whether int8 matrices, [..., in, out], can be stored in FRACTAL_NZ without padding
+    their inputs.
+    """
     return weight.shape[-2] % NZ_ROWS == 0
 
 
 def in_blocks(weight: Tensor) -> Tensor:
-    """Return int8 matrices, [..., in, out], in FRACTAL_NZ; matrices that are in ND are copied.
+    """Return int8 matrices, [..., in, out], in FRACTAL_NZ. If they are in ND, the result is a copy.
 
     Raises:
         DeviceError: the device cannot change the storage format.
@@ -41,7 +43,7 @@ class Int8Linear:
     Attributes:
         weight: [in, out] int8, contiguous.
         scale: [out] float32.
-        bias: [out] or None; added after the scales are applied.
+        bias: [out] or None; it is added after the sums were multiplied by the scales.
     """
 
     quantises_rows: ClassVar[bool] = True
@@ -86,11 +88,12 @@ class Int8GroupedProduct:
 
 @dataclass(frozen=True)
 class Int8SwigluProduct:
-    """An ``InnerProduct`` in one operator: the products of gate and up, SwiGLU, and the conversion
-    of its results to int8. Sums and SwiGLU are not rounded to the type of activations.
+    """An ``InnerProduct`` in one operator, which computes the products of gate and up, then SwiGLU,
+    and converts the results to int8. The intermediate results are not rounded to the type of
+    activations.
 
     Attributes:
-        weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ; first gate, then up.
+        weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ; gate comes first, then up.
         scale: [num_local, 2 * width] float32, bfloat16 or float16.
     """
 
@@ -99,7 +102,7 @@ class Int8SwigluProduct:
 
     @classmethod
     def replacing(cls, product: Int8GroupedProduct) -> Int8SwigluProduct:
-        """Return an object for this operator, with copies of a product's weights.
+        """Return an object that replaces ``product``, with copies of its weights.
 
         Raises:
             DeviceError: the device cannot change the storage format.
@@ -107,7 +110,9 @@ class Int8SwigluProduct:
         return cls(in_blocks(product.weight), product.scale)
 
     def __call__(self, rows: Rows, counts: Tensor) -> Int8Rows:
-        """Return the input of the product of down: [rows, hidden] -> [rows, width]."""
+        """Return the rows that are multiplied by the weights of down: [rows, hidden] -> [rows,
+        width].
+        """
         rows = quantised(rows)
         values, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
             rows.values,
@@ -123,8 +128,8 @@ class Int8SwigluProduct:
 def multiply_int8_rows(
     rows: Rows, weight: Tensor, counts: Tensor, scale: Tensor, **others: Any
 ) -> Tensor:
-    """Multiply each group's rows with its weight in int8, as ``multiply_groups`` does in floats.
-    Each row, even a row without an expert, is quantised with a separate scale.
+    """Multiply each group's rows with the group's weight in int8, as ``multiply_groups`` does in
+    floats. Each row is quantised with its own scale, even a row that belongs to no expert.
 
     Args:
         scale: the scales of the weights.

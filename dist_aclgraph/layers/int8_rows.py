@@ -1,9 +1,9 @@
-"""Rows in int8 with one scale each, and the operators that compute them.
+"""Rows in int8, with one scale for each row, and the operators that compute such rows.
 
-``npu_dynamic_quant`` converts rows to int8. The element of a row that is farthest from zero becomes
-127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them in one launch.
-These rows are the unrounded results of a norm or of SwiGLU, or the rows that ``LocalExperts`` sorts
-by experts.
+``npu_dynamic_quant`` converts rows to int8. In each row, the element that is farthest from zero
+becomes 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them to
+int8 in one launch: the results of a norm or of SwiGLU, which are not rounded in between, or the
+rows that ``LocalExperts`` sorts by experts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dist_aclgraph.layers.norm import RmsNorm
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """Rows that only int8 products use.
+    """Rows in int8, which nothing but int8 products can use.
 
     Attributes:
         values: [n, width] int8.
         scales: [n] float32.
-        dtype: type that the rows would have without quantisation; products return this type.
+        dtype: type that the rows would have without quantisation. Products of these rows return
+            this type.
     """
 
     values: Tensor
@@ -35,7 +36,7 @@ Rows = Tensor | Int8Rows
 
 
 def quantised(rows: Rows) -> Int8Rows:
-    """Return rows in int8; rows that are in int8 already do not change."""
+    """Return ``rows`` in int8. Rows that are already in int8 are returned unchanged."""
     if isinstance(rows, Int8Rows):
         return rows
     values, scales = torch.ops.npu.npu_dynamic_quant(rows)
@@ -43,15 +44,18 @@ def quantised(rows: Rows) -> Int8Rows:
 
 
 def in_floats(rows: Rows) -> Tensor:
-    """Return the rows, which are never in int8: callers send int8 rows only to int8 products."""
+    """Return ``rows``, after an assertion that they are not in int8. Callers pass int8 rows only to
+    int8 products.
+    """
     assert not isinstance(rows, Int8Rows)
     return rows
 
 
 @dataclass(frozen=True)
 class Int8Norm:
-    """A norm of a sum, with results in int8, which only int8 products use. torch_npu has no
-    operator that only normalises and quantises.
+    """Adds the residual stream, normalises the sum, and returns the result in int8, for int8
+    products. It always adds, because torch_npu has no operator that normalises and quantises
+    without an addition.
     """
 
     norm: RmsNorm
@@ -65,7 +69,9 @@ class Int8Norm:
 
 
 def swiglu_to_int8(gate_up: Tensor) -> Int8Rows:
-    """Return ``silu(gate) * up``: [n, 2 * width] -> [n, width]; the gate is the first half."""
+    """Return ``silu(gate) * up`` in int8: [n, 2 * width] -> [n, width]. The first half of a row is
+    the gate.
+    """
     values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
         gate_up, activate_left=True, quant_mode=1
     )

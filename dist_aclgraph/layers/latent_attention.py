@@ -1,11 +1,10 @@
 """Multi-head latent attention over a paged cache of latents. Requests with few queries attend
-directly to latents. Requests with many queries attend to keys and values that are computed from the
-latents.
+directly to latents. For requests with many queries, keys and values are computed from the latents.
 
 Operators: ``npu_kv_rmsnorm_rope_cache`` normalises and rotates a step's rows and writes them to the
 cache; ``npu_transpose_batchmatmul`` computes one product for each head;
-``npu_fused_infer_attention_score_v2`` has separate arguments for the rotated parts of queries and
-keys.
+``npu_fused_infer_attention_score_v2`` computes attention, and has separate arguments for the
+rotated parts of queries and keys.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ class LatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys, values: [heads, 128, 512], matrices that compute each head's key and value from a
-            latent.
-        scale: factor of the attention scores.
+        keys, values: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key
+            and value.
+        scale: factor by which attention scores are multiplied.
         has_whole_heads: whether keys that are computed from latents are joined with their rotated
-            part before they are attended to; see ``attend_whole_heads``.
+            parts before attention; see ``attend_whole_heads``.
     """
 
     norm: Tensor
@@ -91,22 +90,22 @@ class LatentAttention:
         metadata: AttentionMetadata,
         earlier: Tensor | None = None,
     ) -> Tensor | None:
-        """Write latents and rotated keys to the cache, then attend.
+        """Write latents and rotated keys to the cache, then compute attention into ``out``.
 
-        For tokens that attend directly, queries are multiplied by the key matrices first; then the
-        latents are the keys. For other tokens (``parts``), keys and values are computed from the
-        latents. Rows of ``out`` after the live tokens stay unchanged.
+        For tokens that attend directly, queries are first multiplied by the key matrices, so that
+        the latents can be used as keys. For the other tokens (``parts``), keys and values are
+        computed from the latents. Rows of ``out`` after the live tokens stay unchanged.
 
         Args:
             q, out: [num_tokens, heads, 128].
             q_rope: [num_tokens, heads, 64], rotated.
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
-            metadata: its slots are int64.
-            earlier: the result of the previous layer; None in the first layer.
+            metadata: the metadata of the step, with int64 slots.
+            earlier: what this method returned in the previous layer; None in the first layer.
 
         Returns:
-            Data for the next layers, see ``attend_directly``.
+            The result of ``attend_directly``, for the next layer.
         """
         if metadata.is_idle:
             return None
@@ -130,14 +129,14 @@ class LatentAttention:
         write_latents(kv, self.norm, rope, cache, metadata.written)
 
     def stored(self, cache: Any) -> list[Tensor]:
-        """Return the tensors of the cache, [num_slots, width] each."""
+        """Return the tensors of the cache as rows: [num_slots, width] each."""
         return [x.view(-1, x.shape[-1]) for x in (cache.latents, cache.rope_keys)]
 
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return latents [n, 512] and rotated keys [n, 64].
+        """Return the latents, [n, 512], and the rotated keys, [n, 64], of some tokens.
 
         Args:
-            rows: the same rows of each tensor of ``stored``.
+            rows: the rows of these tokens, from each tensor of ``stored``.
         """
         latents, rope_keys = rows
         return latents, rope_keys
@@ -151,16 +150,17 @@ class LatentAttention:
         metadata: AttentionMetadata,
         earlier: Tensor | None = None,
     ) -> Tensor | None:
-        """Attend to the latents of the cache, for the first tokens of the step.
+        """Compute attention to the latents of the cache, for the tokens that attend directly.
 
         Args:
             absorbed: [num_direct, heads, 512], queries multiplied by the key matrices.
             q_rope: [num_direct, heads, 64], rotated.
             out: [num_direct, heads, 128].
-            earlier: the result of the previous layer.
+            earlier: what this method returned in the previous layer; None in the first layer.
 
         Returns:
-            Data that the next layers use, too; None if there are no such data.
+            Data that later layers can use again, such as chosen keys; None if there are no such
+            data.
         """
         context, is_empty = self.context, metadata.is_empty
         absorbed, q_rope = pad_heads(absorbed, q_rope)
@@ -207,7 +207,7 @@ class LatentAttention:
         ) -> None:
             run = each.launch
             latents, rope_keys = self.read(rows, q.dtype)
-            # The weights of all heads are contiguous, so one product is enough.
+            # The matrices of all heads are contiguous, so one product computes all heads.
             key, value = (
                 torch.mm(latents, weight.flatten(0, 1).t()).view(len(latents), heads, -1)
                 for weight in (self.keys, self.values)
@@ -249,14 +249,15 @@ def attend_whole_heads(
     found: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Attend with heads whose width the operator accepts only if query heads share key heads.
+    """Compute attention for heads with a width that the operator accepts only if several query
+    heads share a key head.
 
-    So a query head of zeros is inserted after each query head. The results of inserted heads are
-    not used.
+    So a query head of zeros is inserted after each query head; both share one key head. The results
+    of the inserted heads are not used.
 
     Args:
         query: [n, heads, d]; key, value: [num_keys, heads, d]. Rotated parts are included.
-        mask: the arguments that hide keys from queries.
+        mask: the operator's arguments that say which keys are hidden from which queries.
         found: [n, heads, d], receives the result.
         sums: [n, heads, 1] float32, receives the log-sum-exps; None if they are not needed.
     """
@@ -293,9 +294,9 @@ def write_latents(
         slots: [n] int64; a row with slot -1 is not written.
     """
     n = len(slots)
-    # Each token is passed as one sequence, as in vllm-ascend. The operator needs one block per
-    # sequence. If the cache has fewer blocks than tokens, all tokens are passed as one sequence;
-    # the operator's document also allows this.
+    # Each token is passed as a sequence of its own, as in vllm-ascend. For this, the operator needs
+    # at least as many blocks as sequences. If the cache has fewer blocks than there are tokens, all
+    # tokens are passed as one sequence, which the operator's documentation also allows.
     rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
     cos, sin = (table[:n].view(*rows, -1) for table in rope)
     torch.ops.npu.npu_kv_rmsnorm_rope_cache(
@@ -312,9 +313,9 @@ def write_latents(
 
 
 def pad_heads(absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries [n, heads, ...] with heads of zeros after them, if the operators of latent
-    attention do not accept the number of heads. They accept powers of two only; the results of
-    added heads are not used.
+    """Return both parts of the queries, [n, heads,...]. The operators of latent attention accept
+    only powers of two as the number of heads. For other numbers, heads of zeros are added at the
+    end, whose results are not used.
     """
     heads = absorbed.shape[1]
     if added := padded_latent_heads(heads) - heads:
@@ -325,10 +326,12 @@ def pad_heads(absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
 def gather_queries(
     context: ContextParallel, absorbed: Tensor, q_rope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gather the queries of all ranks that share a cache; return the two parts of these queries.
+    """Gather the queries of all heads, from the ranks that share a cache. Return both parts of
+    these queries.
 
     Args:
-        absorbed: [n, heads, 512]; q_rope: [n, heads, 64]; of this rank's heads.
+        absorbed: [n, heads, 512]; q_rope: [n, heads, 64]; both contain the queries of this rank's
+            heads.
     """
     widths = [absorbed.shape[2], q_rope.shape[2]]
     both = context.gather_heads(torch.cat([absorbed, q_rope], -1))
@@ -339,7 +342,8 @@ def gather_queries(
 def absorb(q: Tensor, keys: Tensor) -> Tensor:
     """Multiply queries [n, heads, d] by key matrices [heads, d, 512]; return [n, heads, 512].
 
-    The products of the result and latents equal the products of queries and keys.
+    A product of the result and a latent equals the product of the query and the key that belongs to
+    this latent.
     """
     absorbed: Tensor = torch.ops.npu.npu_transpose_batchmatmul(
         q, keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
@@ -348,7 +352,8 @@ def absorb(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def compute_values(attended: Tensor, values: Tensor, out: Tensor) -> None:
-    """Multiply attended latents [heads, n, 512] by value matrices [heads, d, 512].
+    """Multiply the results of attention to latents, [heads, n, 512], by the value matrices, [heads,
+    d, 512].
 
     Args:
         out: [n, heads, d], receives the result.

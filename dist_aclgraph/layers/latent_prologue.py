@@ -1,9 +1,9 @@
 """One operator for the work before latent attention: ``npu_mla_prolog_v3``.
 
-This operator is used in a step whose tokens all attend directly. It replaces the operators that
-compute queries, latents and rotated keys, that write the cache, and that multiply queries by key
-matrices. Steps with and without this operator use the same cache, because the order of elements in
-the cache is the same.
+This operator is used in a step whose tokens all attend directly. It does the work of several
+operators: it computes queries, latents and rotated keys, writes the cache, and multiplies queries
+by key matrices. Steps with this operator and steps without it can use the same cache, because both
+store its elements in the same order.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from dist_aclgraph.layers.int8_rows import Int8Rows
 from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentCache
 from dist_aclgraph.layers.linear import Product
 
-WEIGHTS_IN_INT8 = 2  # weight_quant_mode: the rows, and the weights of three products, are in int8
-# The only sizes that the operator accepts: elements of the latents of queries and of keys, of a
-# head's rotated part and of its other part; and numbers of heads of a rank.
+# Value of weight_quant_mode: the rows, and the weights of the three products, are in int8.
+WEIGHTS_IN_INT8 = 2
+# The only sizes that the operator accepts. SIZES: number of elements of a query's latent, of a
+# key's latent, of a head's rotated part, and of a head's other part. HEADS: number of heads on a
+# rank.
 SIZES = (1536, 512, 64, 128)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class LatentPrologue:
-    """The work before latent attention, in int8; weights are in FRACTAL_NZ.
+    """The work before latent attention, in int8. The weights are in FRACTAL_NZ.
 
     Attributes:
-        queries: product that computes the latents of queries: hidden -> 1536.
-        key_values: product that computes the latent and the key to rotate: hidden -> 512 + 64.
-        up: product that computes queries from their latents: 1536 -> heads * (128 + 64).
+        queries: the product that computes the queries' latents: hidden -> 1536.
+        key_values: the product that computes the latent, and the part of the key that is rotated:
+            hidden -> 512 + 64.
+        up: the product that computes the queries from their latents: 1536 -> heads * (128 + 64).
         query_norm, latent_norm: [1536] and [512], weights of norms.
-        keys: [heads, 128, 512], matrices that compute each head's key from a latent.
+        keys: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key.
     """
 
     queries: Int8Linear
@@ -53,10 +56,11 @@ class LatentPrologue:
         latent_norm: Tensor,
         keys: Tensor,
     ) -> LatentPrologue:
-        """Return the operator that does the work of separate products and norms.
+        """Return an object that does the work of these products and norms in one operator.
 
         Args:
-            down: ``queries`` and ``key_values``; all products must be ``Int8Linear``.
+            down: the products ``queries`` and ``key_values``. They and ``up`` must be of the class
+                ``Int8Linear``.
         """
         queries, key_values = down
         assert isinstance(queries, Int8Linear) and isinstance(key_values, Int8Linear)

@@ -1,4 +1,5 @@
-"""Matrix products with weights stored as [in, out], the best layout for products with few rows.
+"""Matrix products. Weights are stored as [in, out], which is the best layout for products with few
+rows.
 
 Checkpoints store [out, in]. Weights are transposed once, when they are loaded, so that eager and
 replayed steps use the same tensors.
@@ -20,8 +21,8 @@ class Product(Protocol):
     """A product with a weight of any type: float in this file, int8 in ``int8_products.py``.
 
     Attributes:
-        quantises_rows: whether the product multiplies rows in int8; only such a product accepts
-            ``Int8Rows``.
+        quantises_rows: whether the product multiplies rows in int8. If false, the product does not
+            accept ``Int8Rows``.
     """
 
     quantises_rows: ClassVar[bool]
@@ -58,11 +59,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class RowParallelLinear:
-    """A product whose input is split over the group; one all-reduce adds the ranks' partial sums.
+    """A product whose input is split over the ranks of a group. One all-reduce adds the ranks'
+    partial sums.
 
     Attributes:
-        product: maps [n, in / size] to [n, out]. In a group of one, it also adds the bias.
-        bias: [out] or None; every rank has the whole bias and adds it after the all-reduce.
+        product: maps [n, in / size] to [n, out]. If the group has only one rank, ``product`` also
+            adds the bias.
+        bias: [out] or None. Every rank has the whole bias, and adds it after the all-reduce.
     """
 
     product: Product

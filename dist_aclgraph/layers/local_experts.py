@@ -2,8 +2,8 @@
 
 Operators: ``npu_moe_init_routing_v2`` copies each token once for each of its experts on this rank,
 sorted by expert; ``npu_grouped_matmul`` computes one product for all experts;
-``npu_moe_finalize_routing`` returns the weighted sums in token order. No tensor size depends on the
-routing, so graphs can contain these operators.
+``npu_moe_finalize_routing`` returns the weighted sums in token order. No size of a tensor depends
+on the routing, so these operators can be captured in graphs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, in_floats
 
-# The meaning of an entry of a group list: with CUMULATIVE, the index after an expert's last row;
-# with COUNTS, the expert's number of rows.
+# Types of a group list, which has one element for each expert. With CUMULATIVE, the element is the
+# index after the expert's last row. With COUNTS, it is the expert's number of rows.
 CUMULATIVE, COUNTS = 0, 1
 NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 
 
-# An activation maps the result of the product of gate and up to the input of the next product.
+# An activation maps the result of the product of gate and up to the input of the product of down.
 Activation = Callable[[Tensor], Rows]
 
 # Constants of xIELU; all checkpoints store these values.
@@ -31,8 +31,8 @@ XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 
 class ExpertProduct(Protocol):
-    """One product per expert. The classes for float weights are in this file; the classes for int8
-    and four-bit weights are in ``int8_products`` and ``int4_products``.
+    """One product for each expert. The class for float weights is in this file. The classes for
+    int8 weights and four-bit weights are in ``int8_products`` and ``int4_products``.
 
     Attributes:
         quantises_rows: see ``Product``.
@@ -54,8 +54,8 @@ class GroupedProduct:
 
     Attributes:
         weight: [num_local, in, out].
-        bias: [num_local, out] or None; float32 if the weight is bfloat16, otherwise of the weight's
-            type.
+        bias: [num_local, out] or None. Its type is float32 if the weight is bfloat16; otherwise it
+            is the weight's type.
     """
 
     quantises_rows: ClassVar[bool] = False
@@ -72,14 +72,16 @@ class GroupedProduct:
 
 
 class InnerProduct(Protocol):
-    """The product of gate and up per expert, and the activation."""
+    """The product of gate and up for each expert, followed by the activation."""
 
     @property
     def weight(self) -> Tensor:
         """The weights of gate and up, [num_local, hidden, 2 * width]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Rows:
-        """Return the input of the product of down: [rows, hidden] -> [rows, width]."""
+        """Return the rows that are multiplied by the weights of down: [rows, hidden] -> [rows,
+        width].
+        """
 
 
 def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any) -> Tensor:
@@ -103,23 +105,25 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any)
 
 
 def list_type(counts: Tensor) -> int:
-    """Return the type of the list of groups: ``CUMULATIVE`` (ends) or ``COUNTS``.
+    """Return the type of the group list that the operator gets: ``CUMULATIVE`` or ``COUNTS``.
 
-    Operators refuse a list with one count, but accept a list with one end. So for a single group,
-    the list contains the group's end, which equals its count.
+    Operators refuse a list of type COUNTS with only one element, but accept such a list of type
+    CUMULATIVE. For a single group, the element is the same for both types.
     """
     return COUNTS if len(counts) > 1 else CUMULATIVE
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up``: [rows, 2 * width] -> [rows, width]; the gate comes first."""
+    """Return ``silu(gate) * up``: [rows, 2 * width] -> [rows, width]. The first half of a row is
+    the gate.
+    """
     y: Tensor = torch.ops.npu.npu_swiglu(gate_up)
     return y
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """Return ``gelu(gate) * up``: [rows, 2 * width] -> [rows, width]; the gate comes first. CANN
-    computes gelu by its formula with tanh.
+    """Return ``gelu(gate) * up``: [rows, 2 * width] -> [rows, width]. The first half of a row is
+    the gate. CANN computes gelu with its approximation by tanh.
     """
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
@@ -136,8 +140,8 @@ class Xielu:
     """The activation of arXiv 2411.13010, without a gate.
 
     Attributes:
-        positive, negative: factors of the function's part for positive values, and of its part for
-            other values.
+        positive, negative: factors for the two parts of the function: the part for positive values,
+            and the part for other values.
     """
 
     positive: float
@@ -181,14 +185,16 @@ class ActivatedProduct:
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """The experts of one rank: some whole experts, or a part of the inner width of every expert.
+    """The experts of one rank. The rank has some of the experts as a whole, or a part of the inner
+    width of every expert.
 
     Attributes:
-        inner: each expert's product of gate and up, with the activation: hidden -> width.
-        down: each expert's product of down: width -> hidden.
+        inner: for each expert, the product of gate and up, and the activation: hidden -> width.
+        down: for each expert, the product of down: width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
-        quantises_sorted: whether the operator that sorts rows by experts also quantises them.
+        quantises_sorted: whether the operator that sorts rows by experts also converts them to
+            int8.
     """
 
     inner: InnerProduct
@@ -202,12 +208,13 @@ class LocalExperts:
         return self.inner.weight.shape[0]
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
-        """Return the sum of these experts' results for each token: [n, hidden]; zero if a token
-        chose none of these experts.
+        """Return, for each token, the weighted sum of the results of this rank's experts, [n,
+        hidden]. The sum is zero if the token chose none of these experts.
 
         Args:
             x: [n, hidden].
-            experts: [n, top_k] int32, ids among all experts; ``num_experts`` means no expert.
+            experts: [n, top_k] int32, the experts that each token chose, as ids among all experts;
+                the id ``num_experts`` means no expert.
             weights: [n, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -234,7 +241,7 @@ class LocalExperts:
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # mode 3 accepts rows of rank 3, and choices without a row
+            drop_pad_mode=3,  # mode 3 accepts 3-D tensors, and choices without a row
         )
         return y
 
@@ -242,7 +249,7 @@ class LocalExperts:
         """Run each row through its expert: [rows, hidden] -> [rows, hidden].
 
         Args:
-            rows: sorted by expert; rows after the last expert's rows are not computed.
+            rows: the rows, sorted by expert. Rows after the last expert's rows are not computed.
             counts: [num_local] int64, number of rows of each expert.
         """
         if tally is not None:

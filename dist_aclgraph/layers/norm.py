@@ -1,4 +1,4 @@
-"""Norms of rows: a norm alone, or a norm after the addition of the residual stream."""
+"""Norms of rows. A norm is applied to the rows alone, or to their sum with the residual stream."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class RmsNorm:
 
     Attributes:
         weight: [width].
-        adds_one: whether the factor is ``1 + weight``. The sum is computed in float32, because in
-            bfloat16 the sum would lose the bits of a small weight.
+        adds_one: whether the rows are multiplied by ``1 + weight`` in place of ``weight``. This sum
+            is computed in float32, because in bfloat16 it would lose the bits of a small weight.
     """
 
     weight: Tensor
@@ -27,8 +27,8 @@ class RmsNorm:
         """Return the normalised rows, with the same shape: [..., width]."""
         npu = torch.ops.npu
         norm = npu.npu_gemma_rms_norm if self.adds_one else npu.npu_rms_norm
-        # npu_gemma_rms_norm accepts only contiguous rows. Heads are not contiguous, because they
-        # are parts of wider rows.
+        # npu_gemma_rms_norm accepts only contiguous rows. If ``x`` contains heads, its rows are
+        # parts of wider rows, and so they are not contiguous.
         normed: Tensor = norm(x.contiguous() if self.adds_one else x, self.weight, self.eps)[0]
         return normed
 
@@ -44,7 +44,7 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class CenteredNorm:
-    """Subtracts the mean of a row first, and then works like ``RmsNorm`` (a layer norm).
+    """A layer norm: subtracts the mean of a row, and then works like ``RmsNorm``.
 
     Attributes:
         weight: [width].
@@ -65,7 +65,9 @@ class CenteredNorm:
 
 @dataclass(frozen=True)
 class NoNorm:
-    """Replaces the norm of inputs in layers that normalise only the results of their parts."""
+    """Takes the place of a norm, and changes nothing. It is used for the inputs of layers that
+    normalise only the results of attention and of the feed-forward part.
+    """
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x`` as it is."""

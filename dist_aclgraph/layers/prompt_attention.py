@@ -1,7 +1,7 @@
 """Attention of requests with many queries to keys that are read chunk by chunk.
 
-``context.prompt_parts`` plans chunks and launches. Each kind of attention has a function that
-computes one launch.
+``context.prompt_parts`` plans the chunks and launches. Each kind of attention has its own function
+that computes one launch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class DeviceLaunch:
     """A launch, and the indices of its keys.
 
     Attributes:
-        keys: indices of the launch's keys among the gathered rows. If the cache is not sharded, the
-            slots of these keys.
-        ends: the launch's query ends and key ends, int32, for an operator that reads them on the
-            device; None for other operators.
+        keys: indices of the launch's keys among the gathered rows. If the cache is not sharded,
+            nothing is gathered, and these are the slots of the keys.
+        ends: int32, the launch's cumulative query lengths and KV lengths, for an operator that
+            reads them on the device; None for other operators.
     """
 
     launch: Launch
@@ -34,7 +34,7 @@ class DeviceLaunch:
 
 @dataclass(frozen=True)
 class DeviceChunk:
-    """KV tokens that are read together.
+    """The KV tokens whose keys are read together.
 
     Attributes:
         own: slots that this shard reads for all shards; None if the cache is not sharded.
@@ -46,7 +46,9 @@ class DeviceChunk:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Queries ``start`` to ``stop`` of the rank's tokens, and the chunks that these queries see."""
+    """The queries from ``start`` to ``stop`` among the rank's tokens, and the chunks to which they
+    attend.
+    """
 
     start: int
     stop: int
@@ -66,7 +68,8 @@ def attend_parts(
     attend: AttendTo,
     out: Tensor,
 ) -> None:
-    """Compute the rows of ``out`` that belong to the parts' queries. Every rank reads every chunk.
+    """Compute the rows of ``out`` that belong to the queries of the parts. Every rank reads every
+    chunk.
 
     Args:
         caches: the tensors of the cache, [num_slots, ...] each.
@@ -91,7 +94,7 @@ def attend_parts(
 
 
 class _Total:
-    """The results of one part's queries, merged over the chunks that have been computed."""
+    """The results for one part's queries, merged over the chunks that were computed until now."""
 
     def __init__(self, part: DevicePart, out: Tensor) -> None:
         n, heads, _ = out[part.start : part.stop].shape
@@ -120,8 +123,8 @@ def _reader(
 
     def pick(keys: Tensor) -> list[Tensor]:
         parts = torch.split(gathered.index_select(0, keys), widths, 1)
-        # One tensor for each cache: columns of a joint tensor would be views, which operators do
-        # not accept.
+        # The result has one tensor for each cache. Columns of one joint tensor would be views,
+        # which operators do not accept.
         return [
             part.reshape(len(keys), *shape).contiguous()
             for part, shape in zip(parts, shapes, strict=True)

@@ -2,11 +2,11 @@
 
 ``rope_parameters`` of a Hugging Face checkpoint selects one of these schemes: default, linear,
 dynamic NTK, Llama 3, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753). The tables are built
-once, outside graph capture; a step gathers rows of the tables by its position buffer.
+once, outside of captures. Each step gathers the rows of its tokens' positions from the tables.
 
-The frequencies of dynamic NTK and LongRoPE depend on the length of a request. Cached keys cannot
-change while a request grows. So all requests of a deployment use the frequencies of the longest
-possible request.
+In dynamic NTK and LongRoPE, the frequencies depend on the length of a request, but keys in the
+cache cannot change while a request grows. So all requests of a deployment use the frequencies of
+the longest possible request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dist_aclgraph.shapes.rope_spec import UNROTATED, RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Tensor, float]:
-    """Return [head_dim / 2] float32 inverse frequencies, and the factor of cos and sin.
+    """Return the inverse frequencies, [head_dim / 2] float32, and the factor by which cos and sin
+    are multiplied.
 
     Args:
         max_len: length of the longest possible request.
@@ -48,7 +49,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Te
 def rope_tables(
     rope: RopeSpec, head_dim: int, max_len: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position; the two halves of a row are equal.
+    """Return cos and sin for every position. In each row, the first half and the second half are
+    equal.
 
     Args:
         max_len: length of the longest possible request.
@@ -67,15 +69,16 @@ def rope_tables(
 def pairs_across_head(
     heads: Tensor, head_dim: int, rotary_dim: int, *, interleaves: bool = False
 ) -> Tensor:
-    """Return heads whose elements have the order that the tables of ``pad_tables`` need.
+    """Change the order of each head's elements to the order of the tables of ``pad_tables``.
 
-    The first ``rotary_dim`` elements of a head are rotated. The two elements of a rotated pair are
-    ``head_dim / 2`` apart in the result. Scores do not change, because queries and keys have the
-    same order.
+    The first ``rotary_dim`` elements of a head are rotated. In the result, the two elements of a
+    rotated pair are ``head_dim / 2`` apart. Attention scores do not change, because the order is
+    the same for queries and keys.
 
     Args:
-        heads: [..., heads * head_dim], outputs of a product, or weights of a norm.
-        interleaves: whether the two elements of a pair are neighbours in the checkpoint; if false,
+        heads: [..., heads * head_dim]; the last axis belongs to the outputs of a product, or to the
+            weights of a norm.
+        interleaves: whether the two elements of a pair are neighbours in the checkpoint. If false,
             they are ``rotary_dim / 2`` apart.
     """
     rest = (head_dim - rotary_dim) // 2
@@ -89,8 +92,9 @@ def pairs_across_head(
 
 
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return [positions, head_dim] tables from [positions, rotary_dim] tables. The tables' new
-    elements, at the end of each half, leave the elements of heads unchanged.
+    """Extend tables from [positions, rotary_dim] to [positions, head_dim]. The new elements are at
+    the end of each half of a row: cos is 1 and sin is 0, so that elements of heads stay unchanged
+    there.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
@@ -119,9 +123,11 @@ class RotaryTables:
 
 
 class RotaryTableSet:
-    """Owns the tables of a decoder with several rotary embeddings, or with a factor for queries.
+    """Owns the tables of a decoder that has several rotary embeddings, or that multiplies queries
+    by a factor.
 
-    Every table is stored once; each layer has the indices of its tables.
+    A table is stored only once, even if several layers use it. Each layer has the indices of its
+    tables.
     """
 
     def __init__(
@@ -132,11 +138,11 @@ class RotaryTableSet:
         device: torch.device,
         rotary_dim: int | None = None,
     ) -> None:
-        """Begin without tables.
+        """Make an empty set.
 
         Args:
-            rotary_dim: number of rotated elements of a head; None means ``head_dim``. The elements
-                have the order of ``pairs_across_head``.
+            rotary_dim: number of rotated elements of a head; None means all ``head_dim`` elements.
+                The elements of heads must have the order of ``pairs_across_head``.
         """
         self._head_dim, self._rotary_dim = head_dim, rotary_dim or head_dim
         self._max_len, self._dtype, self._device = max_len, dtype, device
@@ -173,7 +179,9 @@ class RotaryTableSet:
 
 @dataclass(frozen=True)
 class RopeRows:
-    """Indices of the tables of queries and keys in the rows of a ``RotaryTableSet``."""
+    """Indices, in the rows of a ``RotaryTableSet``, of the table for queries and the table for
+    keys.
+    """
 
     queries: int
     keys: int
@@ -190,15 +198,17 @@ class RopeRows:
 
 
 def query_factors(rope: RopeSpec, count: int) -> Tensor:
-    """Return the factors of queries at positions 0 to ``count - 1``, [count] float32."""
+    """Return the factors by which queries at the positions 0 to ``count - 1`` are multiplied,
+    [count] float32.
+    """
     steps = torch.arange(count, dtype=torch.float32) // rope.original_len
     return 1 + rope.query_growth * torch.log1p(steps)
 
 
 def score_factor(rope: RopeSpec) -> float:
-    """Return the factor of attention scores that follows from ``mscale_all_dim``.
+    """Return the factor by which ``mscale_all_dim`` multiplies attention scores.
 
-    This is DeepSeek's rule. Other models apply YaRN's whole factor to cos and sin.
+    Only DeepSeek's models do this. Other models apply the whole factor of YaRN to cos and sin.
     """
     if rope.kind == "default" or not rope.mscale_all_dim:
         return 1.0
@@ -224,8 +234,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    # ``smooth`` is 0 for long waves, whose frequencies are divided by the factor, and 1 for short
-    # waves, whose frequencies do not change.
+    # For long waves, ``smooth`` is 0, and frequencies are divided by the factor. For short waves,
+    # it is 1, and frequencies do not change.
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 

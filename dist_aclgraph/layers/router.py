@@ -12,20 +12,22 @@ from dist_aclgraph.context.shards import PADDING_SLOT
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-# The codes of npu_moe_gating_top_k for the kinds of scores of experts and of groups.
+# The codes with which npu_moe_gating_top_k is told how to compute the scores of experts and of
+# groups.
 NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 
 
 @dataclass(frozen=True)
 class ExpertCopies:
-    """Chooses one of the copies of each expert of a token.
+    """Chooses, for each token and each of its experts, one copy of the expert.
 
-    Neighbouring tokens choose different copies. The first tokens of different data-parallel ranks
-    also choose different copies. All ranks of a tensor parallel group choose the same copies.
+    Neighbouring tokens get different copies. The first tokens of different data-parallel ranks also
+    get different copies. All ranks of a tensor parallel group choose the same copy for a token.
 
     Attributes:
-        slots: [num_experts + 1, most copies] int32, see ``ExpertPlacement.slot_table``.
+        slots: [num_experts + 1, maximum number of copies] int32; see
+            ``ExpertPlacement.slot_table``.
         dp_rank: data-parallel rank of the tokens.
     """
 
@@ -33,7 +35,9 @@ class ExpertCopies:
     dp_rank: int
 
     def __call__(self, experts: Tensor) -> Tensor:
-        """Return the slot of the chosen copy of each expert; both are [n, top_k] int32."""
+        """Return the slot of the chosen copy of each expert. Argument and result are [n, top_k]
+        int32.
+        """
         (n, top_k), width = experts.shape, self.slots.shape[1]
         tokens = torch.arange(
             self.dp_rank, self.dp_rank + n, dtype=torch.int32, device=experts.device
@@ -47,19 +51,20 @@ class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
     Scores are softmax values (Qwen3, DeepSeek V2) or sigmoid values (DeepSeek V3). The weights of a
-    token are its scores, divided by their sum if ``renormalizes``, and then multiplied by
-    ``scale``.
+    token's experts are their scores. If ``renormalizes``, the weights are divided by their sum.
+    Then they are multiplied by ``scale``.
 
     Attributes:
         weight: [hidden, num_experts]; float32, so that rounding does not change the chosen experts.
-        top_k: number of experts of a token.
+        top_k: number of experts that each token chooses.
         renormalizes: whether the weights of a token sum to one before they are scaled.
-        bias: [num_experts] float32, added to the scores only for the choice of experts.
-        top_groups: number of groups from which a token may choose experts.
-        group_score: the score of a group. "max" is the best score of its experts; "top2" is the sum
-            of the two best scores.
-        scale: factor of all weights.
-        copies: chooses one of the copies of an expert; None if no expert has copies.
+        bias: [num_experts] float32, added to the scores when experts are chosen. The weights do not
+            contain this bias.
+        top_groups: number of groups of experts from which a token may choose its experts.
+        group_score: how the score of a group is computed: "max" is the best score of its experts,
+            "top2" is the sum of their two best scores.
+        scale: factor by which all weights are multiplied.
+        copies: chooses a copy of each expert; None if every expert exists only once.
         logit_bias: [num_experts] float32, added to the logits.
     """
 
@@ -76,11 +81,13 @@ class Router:
     logit_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts [n, top_k] int32 and weights [n, top_k] float32.
+        """Return the ids of each token's experts, [n, top_k] int32, and their weights, [n, top_k]
+        float32.
 
-        If experts have copies, each id is the chosen copy's slot in ``ExpertPlacement``. The id of
-        padding is the last expert's id plus one: operators accept this id, and no rank has such an
-        expert. (Negative ids are not allowed: with a negative id, CANN 9 counts no tokens.)
+        If experts have copies, each id is the slot of the chosen copy in ``ExpertPlacement``. The
+        experts of padding tokens have an id that is one above the last expert's id: operators
+        accept this id, and no rank has an expert with it. (The id is not negative, because CANN 9
+        counts no tokens at all if an id is negative.)
 
         Args:
             x: [n, hidden].
@@ -100,8 +107,8 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         if self.scoring == "sigmoid" and not self.renormalizes:
-            # The weights are computed again, because the operator always divides sigmoid scores by
-            # their sum.
+            # Here, the weights must not be divided by their sum. But the operator always divides
+            # sigmoid scores by their sum, so the weights are computed again.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)

@@ -1,4 +1,6 @@
-"""Cuts a forward pass into segments at attention; the caller chooses how to run each segment."""
+"""Cuts a forward pass into segments at each attention operator. The caller decides how each segment
+runs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ RunSegment = Callable[..., tuple[Tensor, ...]]  # arguments: a segment and its i
 
 
 def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
-    """Return a function that runs a segment with ``run``, and then calls ``work``."""
+    """Return a function that runs a segment with ``run``, and calls ``work`` after each segment."""
 
     def run_and_work(segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = run(segment, *inputs)

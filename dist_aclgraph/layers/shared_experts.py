@@ -1,4 +1,4 @@
-"""Shared experts, which run for every token, and the separate stream on which they may run."""
+"""Shared experts, which run all tokens, and the separate stream on which they may run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from dist_aclgraph.layers.local_experts import Activation, swiglu
 
 
 class SideStream:
-    """A separate stream of a rank, for work that runs in parallel to the main stream.
+    """A second stream of a rank, for work that runs at the same time as work on the main stream.
 
-    The work allocates and frees its temporary tensors on this stream, and writes results to tensors
-    of the main stream. Temporary tensors are freed before the main stream waits for this stream. So
-    the next work can reuse their memory without an event, even in graphs.
+    The work allocates and frees its temporary tensors on this stream, and writes its results to
+    tensors of the main stream. Its temporary tensors are freed before the main stream waits for
+    this stream. So later work on this stream can reuse their memory without an event, even in
+    graphs.
     """
 
     def __init__(self) -> None:
@@ -27,10 +28,10 @@ class SideStream:
 
     @contextmanager
     def running(self, work: Callable[[], None]) -> Iterator[None]:
-        """Run ``work`` on this stream. At the end of the context, even after an error, the current
-        stream waits for ``work``.
+        """Run ``work`` on this stream. At the end of the context, the current stream waits for
+        ``work``, even if an error ends the context.
 
-        ``work`` begins after all earlier work of the current stream. ``work`` must not contain a
+        ``work`` begins after all earlier work on the current stream. ``work`` must not contain a
         collective, because the collectives of a group must run in the same order on all ranks.
         """
         main = runtime().current_stream()
@@ -45,13 +46,14 @@ class SideStream:
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """All shared experts as one MLP, split over the tensor parallel group by its inner width.
+    """All shared experts, combined to one MLP. Its inner width is split over the tensor parallel
+    group.
 
     Attributes:
         gate_up: the product of gate and up: hidden -> 2 * width.
         down: the product of down: width -> hidden.
-        side: stream on which shared experts run in parallel to routed experts; None runs shared
-            experts before routed experts.
+        side: stream on which shared experts run while routed experts run on the main stream. If
+            None, shared experts run before routed experts.
         gate: [hidden, 1]; the result of a token is multiplied by ``sigmoid(token @ gate)``. None
             if the model has no such gate.
         activate: maps the result of ``gate_up`` to the input of ``down``.
@@ -65,8 +67,8 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's summand, [n, hidden]; its values are complete at the end of the
-        context.
+        """Yield this rank's part of the sum over ranks, [n, hidden]. Its values are complete at the
+        end of the context.
         """
         out = torch.empty_like(x)
         if self.side is None:

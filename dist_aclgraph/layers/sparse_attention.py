@@ -1,16 +1,19 @@
 """Sparse latent attention: each query attends only to the latents that an indexer chooses. The
-latents are in the blocks of the KV cache. They are keys and values, in prompts and in decoding.
+latents are in the blocks of the KV cache. They are used as keys and as values, both for prompts and
+in decoding.
 
-The cache also contains an index key of each token. ``npu_lightning_indexer`` chooses keys by the
-index keys of all tokens; ``npu_sparse_flash_attention`` attends to the chosen latents. All lengths
-are tensors on the device, so a captured graph needs no update of these operators.
+The cache also contains an index key of each token. ``npu_lightning_indexer`` chooses keys by
+comparing queries with the index keys of all tokens. ``npu_sparse_flash_attention`` attends to the
+chosen latents. All lengths are tensors on the device, so a captured graph needs no update of these
+operators.
 
-If ranks share a cache, each of them keeps all index keys and a shard of the latents. So all ranks
-choose the same keys, and no collective is needed for the choice. For a request with few queries,
-each shard's rank computes the attention to the chosen keys of its shard; then the results are
-merged by their log-sum-exps. The operator returns log-sum-exps only if it gets no block table. So
-the whole cache is passed as the keys of one request, and the chosen keys are passed as slots. For
-requests with many queries, the latents of the request are gathered instead.
+If several ranks share a cache, each of them keeps all index keys and one shard of the latents. So
+all ranks choose the same keys, and the choice needs no collective. For a request with few queries,
+the rank of each shard computes the attention to the chosen keys of its shard; then the results of
+all shards are merged, weighted by their log-sum-exps. The operator returns log-sum-exps only if it
+gets no block table. So the whole cache is passed as the keys of one request, and the chosen keys
+are passed as slots. For a request with many queries, the latents of the request are gathered on
+every rank instead.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
 class SparseCache(LatentCache):
     """One layer's latents, rotated keys, and index keys, [num_blocks, tokens_per_block, 1, 128].
 
-    Every rank keeps all index keys, even if the latents are sharded. A layer that uses the choice
-    of an earlier layer has no index keys.
+    Every rank keeps all index keys, even if the latents are sharded. A layer that uses the keys
+    chosen by an earlier layer has no index keys.
     """
 
     index_keys: Tensor | None = None
@@ -67,8 +70,8 @@ class IndexRows:
     """The projections that the indexer computes from the tokens of a step.
 
     Attributes:
-        queries: [n, index heads, 128]; keys: [n, 128]; both are rotated.
-        weights: [n, index heads], weights of the heads' scores.
+        queries: [n, index heads, 128], rotated; keys: [n, 128], rotated.
+        weights: [n, index heads], the weight of each head's score.
     """
 
     queries: Tensor
@@ -80,11 +83,11 @@ class Choice(NamedTuple):
     """The keys that a layer's indexer chose.
 
     Attributes:
-        keys: [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by
-            -1.
-        own: [n, 1, top_k] int32, for the first n queries: the slots of the chosen keys on this
-            shard, followed by -1. Only these queries attend to chosen keys on all shards. None if
-            there are no such queries.
+        keys: [num_direct, 1, top_k] int32, for each query, the positions of its chosen keys; the
+            remaining elements are -1.
+        own: [n, 1, top_k] int32, for each of the first n queries, the slots of its chosen keys that
+            this shard keeps; the remaining elements are -1. Only the first n queries attend to
+            chosen keys on all shards. None if there are no such queries.
     """
 
     keys: Tensor
@@ -92,10 +95,12 @@ class Choice(NamedTuple):
 
 
 def own_slots(chosen: Tensor, rows: ShardRows) -> Tensor:
-    """Return the slots of the chosen keys that this rank's shard keeps, followed by -1.
+    """Return, for each query, the slots of its chosen keys that this rank's shard keeps; the
+    remaining elements are -1.
 
     Args:
-        chosen: [>= n, 1, top_k] int32, positions of keys, followed by -1.
+        chosen: [>= n, 1, top_k] int32, for each query, the positions of its chosen keys; the
+            remaining elements are -1.
 
     Returns:
         [n, 1, top_k] int32.
@@ -104,8 +109,8 @@ def own_slots(chosen: Tensor, rows: ShardRows) -> Tensor:
     size = shards.tokens_per_block
     positions = chosen[: len(rows.block_table)].squeeze(1)
     kept = torch.where(shards.owners(positions) == rows.place.shard, positions, -1)
-    # Positions are sorted as float32, because operators sort int32 on the AI CPU. As float32,
-    # positions below 2^24 are exact.
+    # Positions are sorted as float32, because int32 would be sorted on the slow AI CPU. Positions
+    # below 2^24 are exact in float32.
     kept = kept.float().sort(-1, descending=True)[0].int()
     blocks = rows.block_table.gather(1, (kept // size).clamp(min=0).long())
     own = shards.own_slots(blocks * size + kept % size)
@@ -118,10 +123,10 @@ class SparseLatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices that compute
-            each head's key and value from a latent.
-        scale: factor of the attention scores.
-        top_k: number of keys that a query attends to, if it sees more keys.
+        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices. Multiplied by a
+            latent, they give each head's key and value.
+        scale: factor by which attention scores are multiplied.
+        top_k: maximum number of keys to which a query attends.
     """
 
     norm: Tensor
@@ -147,20 +152,23 @@ class SparseLatentAttention:
         metadata: AttentionMetadata,
         chosen: Choice | None,
     ) -> Choice | None:
-        """Write latents, rotated keys and index keys to the cache, then attend.
+        """Write latents, rotated keys and index keys to the cache, then compute attention into
+        ``out``.
 
         Args:
-            q: [num_tokens, heads, plain dim]; out: [num_tokens, heads, value dim], whose rows after
-                the live tokens stay unchanged.
+            q: [num_tokens, heads, plain dim]; out: [num_tokens, heads, value dim]. Rows of ``out``
+                after the live tokens stay unchanged.
             q_rope: [num_tokens, heads, 64], rotated.
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
-            index: None if this layer has no indexer. Such a layer uses ``chosen``, the keys that
-                the last earlier layer with an indexer has chosen.
+            index: what the indexer computes from the tokens; None if this layer has no indexer.
+                Without an indexer, the layer uses ``chosen``, the keys that an earlier layer has
+                chosen.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
-            metadata: its slots are int64, and ``on_device`` must be set.
+            metadata: the metadata of the step, with int64 slots. Its attribute ``on_device`` must
+                be set.
 
         Returns:
-            The choice for this rank's tokens; None if the step has no tokens.
+            The keys that were chosen for this rank's tokens; None if the step has no tokens.
         """
         if metadata.is_idle:
             return None
@@ -216,10 +224,10 @@ class SparseLatentAttention:
         metadata: AttentionMetadata,
         rows: DeviceRows,
     ) -> Choice:
-        """Return the choice for this rank's tokens."""
+        """Return the keys that the indexer chooses for this rank's tokens."""
         assert cache.index_keys is not None
         n = metadata.num_direct
-        if n == 0:  # other ranks run all tokens of this step
+        if n == 0:  # all tokens of this step run on other ranks
             return Choice(metadata.block_table.new_empty((0, 1, self.top_k)), None)
         keys = torch.ops.npu.npu_lightning_indexer(
             index.queries[:n],
@@ -335,8 +343,9 @@ class SparseLatentAttention:
         kv_lens: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the attended latents, [n, heads, 512]; and if ``arguments`` request them, the
-        greatest score of each row and the sum of its exponentials, [1, n, heads] float32 each.
+        """Return, for each query, the sum of the latents weighted by its attention, [n, heads,
+        512]. If ``arguments`` ask for them, also return the greatest score of each row and the
+        row's sum of exponentials, [1, n, heads] float32 each.
 
         Args:
             keys: latents and rotated keys.

@@ -1,11 +1,11 @@
 """The states of linear attention, and the slots that the tokens of a step read and write.
 
 The state of a request in one layer has two parts: the last inputs of the convolution, and a matrix
-for each value head. All states have the same size. A state is in a slot, which has the same number
-in all layers. Slot 0 belongs to no request; padding reads and writes slot 0.
+for each value head. All states have the same size. A state is in a slot, and the slot of a request
+has the same number in all layers. Slot 0 belongs to no request; padding reads and writes slot 0.
 
-The tokens of a step are in this order: tokens of direct requests, prompt tokens, padding. Names of
-shapes: n requests, t tokens, w width of the convolution.
+The tokens of a step are in this order: tokens of direct requests, prompt tokens, padding. In
+shapes, n is the number of requests, t the number of tokens, and w the width of the convolution.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class StateCache:
     """The states of one layer on one rank.
 
     Attributes:
-        conv: [num_slots, w - 1, channels], the last inputs of the convolution, the latest one last.
-        recurrent: [num_slots, num_value_heads, value_dim, key_dim].
+        conv: [num_slots, w - 1, channels], the last inputs of the convolution, in the order of
+            their tokens.
+        recurrent: [num_slots, num_value_heads, value_dim, key_dim], the matrices of the value
+            heads.
     """
 
     conv: Tensor
@@ -35,7 +37,7 @@ class StateCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return no tensors, because a state is kept in slots, not in blocks."""
+        """Return an empty result, because these tensors consist of slots, not of blocks."""
         return ()
 
     @property
@@ -54,16 +56,17 @@ class DirectArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class DirectLayout:
-    """Indices that depend only on the lengths of direct requests, so they are constant in a graph.
+    """Indices that depend only on the lengths of direct requests, so that they are constant in a
+    graph.
 
     Attributes:
-        lengths: [n] int32, number of tokens of each request, 1 to ``MAX_DIRECT_TOKENS``.
-        starts: [n] int32, number of tokens before each request.
-        windows: [t, w] int32, the inputs of the convolution for each token, as indices of rows of
-            [all tokens | w - 1 rows of each request's first state]. The token's own input is the
-            last.
-        ones: [n] int32, the value of ``accepted`` in steps without drafts.
-        max_tokens: an upper limit of the lengths.
+        lengths: [n] int32, number of tokens of each request, from 1 to ``MAX_DIRECT_TOKENS``.
+        starts: [n] int32, for each request, the number of tokens of all requests before it.
+        windows: [t, w] int32, for each token, which w rows the convolution reads; the last of them
+            is the token's own row. The indices count rows of [all tokens | w - 1 rows of each
+            request's first state].
+        ones: [n] int32, all ones: the value of ``DirectStates.accepted`` in steps without drafts.
+        max_tokens: an upper limit of ``lengths``.
     """
 
     lengths: Tensor
@@ -76,7 +79,7 @@ class DirectLayout:
     def of_graph(
         cls, num_reqs: int, query_len: int, width: int, device: torch.device
     ) -> DirectLayout:
-        """Return the layout of ``num_reqs`` requests of ``query_len`` tokens each."""
+        """Return the layout of ``num_reqs`` requests with ``query_len`` tokens each."""
         bases, lengths = np.zeros(num_reqs, np.int32), np.full(num_reqs, query_len, np.int32)
         _, *arrays = direct_arrays(bases, lengths, width)
         sent = [torch.from_numpy(array).to(device) for array in arrays]
@@ -84,10 +87,10 @@ class DirectLayout:
 
     @classmethod
     def of_arrays(cls, sent: Sequence[Tensor], max_tokens: int) -> DirectLayout:
-        """Return the layout of requests with different lengths.
+        """Return the layout of requests whose lengths may differ.
 
         Args:
-            sent: the fields of ``DirectArrays`` without the slots, on the device.
+            sent: the fields of ``DirectArrays`` except the slots, as tensors on the device.
         """
         lengths, starts, windows = sent
         return cls(lengths, starts, windows, torch.ones_like(lengths), max_tokens)
@@ -95,23 +98,24 @@ class DirectLayout:
 
 @dataclass(frozen=True)
 class DirectStates:
-    """Requests that update their states token by token.
+    """The slots of requests that update their states token by token.
 
-    Each token names the slot that receives the state after this token. So a rejected draft costs
-    nothing: the state before the draft is in the slot of the previous token. A request begins with
-    the state in the slot that its token number ``accepted`` names, counted from 1.
+    Each token names the slot that receives the state after this token. So a rejected draft needs no
+    repair: the state before the draft is still in the slot that the previous token has named. In
+    ``accepted``, a request gives the number of one of its tokens, counted from 1. The request
+    begins with the state in the slot that this token names.
 
-    For example, a request with two drafts has the slots 4, 5, 6, and one draft is accepted. Then
-    the current state is in slot 5. The next step may name 4, 5, 6 with ``accepted`` 2, or 5, 4, 6
-    with ``accepted`` 1. If the next step has a single token, it must name 5 with ``accepted`` 1.
+    For example, the three tokens of a request with two drafts name the slots 4, 5 and 6, and one
+    draft is accepted. Then the current state is in slot 5. The next step may name 4, 5, 6 with
+    ``accepted`` 2, or 5, 4, 6 with ``accepted`` 1. If the request has only one token in the next
+    step, this token must name 5 with ``accepted`` 1.
 
     Attributes:
-        slots: [t] int32, the slot that each token names. Except for slot 0, no two requests name
-            the same slot. A padding request names slot 0 for all of its tokens.
-        accepted: [n] int32, number (from 1) of the request's token that names the slot with the
-            request's current state; 1 for padding.
-        sources: [n] int32, the slot with the state from which each request begins.
-    """
+        slots: [t] int32, the slot that each token names. All tokens of a padding request name slot
+            0. Two requests never name the same slot, except slot 0.
+        accepted: [n] int32, for each request, which of its tokens names the slot with its current
+            state, counted from 1; 1 for padding.
+        sources: [n] int32, for each request, the slot with the state from which it begins."""
 
     slots: Tensor
     accepted: Tensor
@@ -124,15 +128,18 @@ class DirectStates:
 
     @classmethod
     def of_slots(cls, slots: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
-        """Return the states of any requests. Runs on the device, so a graph can contain it."""
+        """Return the states of requests with any slots. The computation runs on the device, so it
+        can be captured in a graph.
+        """
         sources = slots.index_select(0, layout.starts + accepted - 1)
         return cls(slots, accepted, sources, layout)
 
     @classmethod
     def of_windows(cls, bases: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
-        """Return the states of requests of ``layout.max_tokens`` tokens each, in consecutive slots.
+        """Return the states of requests that have ``layout.max_tokens`` tokens each and consecutive
+        slots.
 
-        Runs on the device, so a graph can contain it.
+        The computation runs on the device, so it can be captured in a graph.
 
         Args:
             bases: [n] int32, the first slot of each request; 0 for padding.
@@ -157,19 +164,21 @@ class PromptArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptStates:
-    """Chunks of prompts, each of any length, which run outside full graphs.
+    """The slots of chunks of prompts. Chunks can have any length, and do not run in full graphs.
 
     Attributes:
         lengths: [n] int32, number of tokens of each chunk.
-        sources: [n] int32, the slot with the state from which each request begins; the slot is not
-            read if ``is_new``.
-        slots: [n] int32, the slot that receives the state after the last token of the chunk; may be
-            the slot in ``sources``. No two requests name the same slot.
-        is_new: [n] bool, whether the request has no state yet, so that it begins with zeros.
+        sources: [n] int32, for each request, the slot with the state from which it begins. The slot
+            is not read if ``is_new`` is true for the request.
+        slots: [n] int32, for each request, the slot that receives the state after the last token of
+            its chunk. It may be the same slot as in ``sources``. Two requests never name the same
+            slot.
+        is_new: [n] bool, true for a request that has no state yet; it begins with a state of zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
             first state]: for each request, first the rows of its state, then its tokens.
-        outputs: [t] int32, index in ``padded`` of the first of each token's ``w`` inputs.
-        tails: [n * (w - 1)] int32, indices in ``padded`` of the last inputs of each request.
+        outputs: [t] int32, for each token, the index in ``padded`` of the first of the token's
+            ``w`` inputs.
+        tails: [n * (w - 1)] int32, indices in ``padded`` of the last w - 1 inputs of each request.
         ends: cumulative lengths of the chunks, on the host.
     """
 
@@ -188,10 +197,10 @@ class PromptStates:
 
     @classmethod
     def of_step(cls, sent: Sequence[Tensor], ends: list[int]) -> PromptStates:
-        """Return the states of a step.
+        """Return the states of one step's chunks of prompts.
 
         Args:
-            sent: the fields of ``PromptArrays`` on the device.
+            sent: the fields of ``PromptArrays``, as tensors on the device.
         """
         lengths, sources, slots, goes_on, padded, outputs, tails = sent
         return cls(lengths, sources, slots, goes_on == 0, padded, outputs, tails, ends)
@@ -199,7 +208,7 @@ class PromptStates:
 
 @dataclass(frozen=True, kw_only=True)
 class StateMetadata:
-    """The states of a step; all layers of linear attention use the same value.
+    """The state slots of a step. All layers of linear attention use the same object.
 
     Attributes:
         direct: the requests that update their states token by token; None if there are none.
@@ -211,7 +220,7 @@ class StateMetadata:
 
 
 def direct_arrays(bases: IntArray, lengths: IntArray, width: int) -> DirectArrays:
-    """Return the arrays of direct requests; each request has consecutive slots.
+    """Return the arrays of direct requests, each of which has consecutive slots.
 
     Args:
         bases: [n] int32, the first slot of each request; 0 for padding.
@@ -233,12 +242,12 @@ def prompt_arrays(
 
     Args:
         sources, slots, lengths: [n] int32, see ``PromptStates``.
-        goes_on: [n] int32, 1 if the request has a state, else 0.
+        goes_on: [n] int32, 1 if the request already has a state, otherwise 0.
         width: width of the convolution.
     """
     request, position, starts = _places(lengths)
     num_reqs, num_tokens, before = len(lengths), len(request), width - 1
-    first = starts + np.arange(num_reqs) * before  # the first padded row of each request
+    first = starts + np.arange(num_reqs) * before  # index in ``padded`` of each request's first row
     outputs = first[request] + position
     of_states = first[:, None] + np.arange(before)
     padded = np.empty(num_tokens + num_reqs * before, np.int32)
@@ -250,8 +259,8 @@ def prompt_arrays(
 
 
 def _places(lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the request of each token, its position in the request, and the number of tokens
-    before each request.
+    """Return three arrays: the request of each token, the position of each token in its request,
+    and for each request the number of tokens of all requests before it.
     """
     starts = (np.cumsum(lengths) - lengths).astype(np.int32)
     request = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)

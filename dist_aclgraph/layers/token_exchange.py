@@ -1,8 +1,10 @@
-"""Three ways to run a rank's tokens on the experts of other ranks, with one interface.
+"""Three exchanges that run a rank's tokens on the experts of other ranks. They have the same
+interface.
 
 All ranks of a tensor parallel group have the same tokens. In an exchange, each of these ranks sends
-only its slice of the tokens, so that every token is sent once; the layer joins the slices again. No
-shape depends on the routing, and the host reads no result, so graphs can contain all three ways.
+only its slice of the tokens, so that every token is sent once. The layer joins the slices again
+afterwards. All three exchanges can be captured in graphs, because no shape depends on the routing,
+and the host reads no result.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ ALIGNED_BYTES = 32  # Operators load blocks of 32 bytes.
 
 
 class Exchange(Protocol):
-    """Runs the tokens of all ranks of an expert parallel group on the group's experts."""
+    """Runs the tokens of all ranks of an expert parallel group through the group's experts."""
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
-        """Return for each token the weighted sum over its experts: [m, hidden], zero for padding.
+        """Return, for each token, the weighted sum of its experts' results: [m, hidden]. The sum is
+        zero for padding.
 
         Args:
             x: [m, hidden], this rank's slice of the tokens; ``m`` must be equal on all ranks.
-            experts: [m, top_k] int32; padding comes last, and all its ids are ``num_experts``.
+            experts: [m, top_k] int32, the experts of each token. Padding tokens come last, and all
+                of their ids are ``num_experts``.
             weights: [m, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -55,13 +59,13 @@ class AllGather:
 class AllToAll:
     """Sends each token once to every rank that has an expert of the token.
 
-    All ranks exchange arrays of equal size: a rank accepts the same number of tokens from each
-    other rank. Tokens above this number are counted, but not sent. Their results are wrong, so the
-    step must run again.
+    All ranks exchange arrays of equal size. So a rank accepts the same maximum number of tokens
+    from each other rank. Tokens above this maximum are counted, but not sent. Their results are
+    wrong, so the step must run again.
 
     Attributes:
-        factor: number of tokens that a rank accepts from another rank, divided by the expected
-            number if experts were chosen at random.
+        factor: maximum number of tokens that a rank accepts from another rank, divided by the
+            number that would be expected if experts were chosen at random.
     """
 
     group: CommGroup
@@ -75,7 +79,8 @@ class AllToAll:
         ranks = torch.arange(size, dtype=torch.int32, device=x.device)
         owner = torch.div(experts, self.local.num_local, rounding_mode="floor")
         is_wanted = (owner.unsqueeze(-1) == ranks).any(1)  # [m, ranks]
-        # For each token and rank, the token's index among the tokens that are sent to this rank.
+        # For each token and each rank: the token's index among the tokens that are sent to the
+        # rank.
         place = is_wanted.cumsum(0, dtype=torch.int32) - 1
         fits = is_wanted & (place < capacity)
         if tally is not None:
@@ -106,9 +111,10 @@ class AllToAll:
         fits: Tensor,
         num_places: int,
     ) -> Tensor:
-        """Return the rows to send, [num_places, columns]; unused places contain padding."""
+        """Return the rows to send, [num_places, columns]. Places without tokens contain padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
-        # One padding token is added, and one place for all tokens that are not sent.
+        # One padding token is added for places without a token, and one place for tokens that are
+        # not sent.
         nowhere = self.local.num_experts
         tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
         source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)
@@ -120,15 +126,16 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """The operators send each token to each of its experts; the exchange has no unused places.
+    """Lets the operators of MC2 send each token to each of its experts. Only tokens are sent, no
+    padded arrays.
 
-    The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``.
-    The planner checks the operators' limits. If the operators accept no mask, padding tokens are
-    sent, computed and counted like other tokens.
+    The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``. The
+    planner checks the limits of these operators. If the operators accept no mask, padding tokens
+    are sent, computed and counted like other tokens.
 
     Attributes:
-        group: the group that only MC2 uses.
-        operators: MC2's operators on this chip.
+        group: a group that MC2 uses, and nothing else.
+        operators: the operators of MC2 for this chip.
     """
 
     group: CommGroup
@@ -169,17 +176,17 @@ class Mc2Exchange:
             expand_scales=scales if operators.takes_scales else None,
             comm_alg=operators.comm_alg,
         )
-        # Masked rows are set to zero, because the operator does not write them, and a NaN in them
-        # would spread.
+        # The rows of masked tokens are set to zero, because the operator does not write them, and a
+        # NaN in them would spread.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
     def _experts_of_padding(self, experts: Tensor) -> Tensor:
-        """Return valid expert ids for padding, [m, top_k] or [1, top_k]; the ids of a row are all
-        different.
+        """Return valid expert ids for padding tokens, [m, top_k] or [1, top_k]. The ids within a
+        row are all different.
         """
         top_k, num_experts = experts.shape[1], self.local.num_experts
-        # Masked rows are not sent; without a mask, padding is spread evenly over all experts.
-        # ``fmod`` is used because it has an int32 kernel.
+        # With a mask, padding is not sent, so one row of ids is enough. Without a mask, padding is
+        # spread evenly over all experts. ``fmod`` is used because it has a kernel for int32.
         count = top_k if self.operators.takes_mask else experts.numel()
         ids = torch.arange(count, dtype=torch.int32, device=experts.device)
         return (ids if count <= num_experts else ids.fmod(num_experts)).view(-1, top_k)
@@ -188,9 +195,9 @@ class Mc2Exchange:
 def make_exchanges(
     groups: RankGroups, local: LocalExperts, factor: float, mc2: Mc2Operators | None
 ) -> Mapping[ExchangeKind, Exchange]:
-    """Return the exchanges of an expert parallel group; empty if the group has one rank.
+    """Return the exchanges of an expert parallel group; empty if the group has only one rank.
 
-    MC2's exchange exists only if MC2 has a group; then ``mc2`` must be set.
+    The exchange by MC2 exists only if there is a group for MC2. In that case, ``mc2`` must be set.
     """
     if groups.ep.size == 1:
         return {}
@@ -205,7 +212,8 @@ def make_exchanges(
 
 
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Return rows that contain a token, its experts and its weights, so that one copy sends all.
+    """Return rows, each of which contains a token, its experts and its weights, so that one copy
+    sends all three.
 
     All columns have the type of ``x``. The bits of experts and weights are stored without
     conversion, and both begin at multiples of 32 bytes.

@@ -1,7 +1,7 @@
 """The embedding and the output head, split over the vocabulary.
 
-If the vocabulary is not a multiple of the group size, zero rows are added; their logits are removed
-from the result.
+If the size of the vocabulary is not a multiple of the group size, rows of zeros are added. The
+logits of these rows are removed from the result.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 def vocabulary_part(vocab_size: int, group: CommGroup) -> tuple[int, int]:
-    """Return [start, stop) of this rank's token ids; ``stop`` can be larger than the vocabulary."""
+    """Return the range [start, stop) of this rank's token ids. ``stop`` can be larger than the
+    vocabulary.
+    """
     width = -(-vocab_size // group.size)
     return group.rank * width, (group.rank + 1) * width
 
 
 @dataclass(frozen=True)
 class VocabularyEmbedding:
-    """The embedding's rows of this rank's part of the vocabulary.
+    """The rows of the embedding for this rank's part of the vocabulary.
 
     Attributes:
         weight: [vocab / size, hidden].
         start: first token id of this rank.
-        scale: factor of the rows.
+        scale: factor by which rows are multiplied.
     """
 
     weight: Tensor
@@ -54,11 +56,13 @@ class VocabularyEmbedding:
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """Computes logits of this rank's part of the vocabulary, and gathers the parts of all ranks.
+    """Computes the logits for this rank's part of the vocabulary, and gathers the logits of all
+    ranks.
 
     Attributes:
-        weight: [hidden, vocab / size]; with tied embeddings, a transposed view of the embedding.
-        scale: factor of the logits.
+        weight: [hidden, vocab / size]. With tied embeddings, this is a transposed view of the
+            embedding's weight.
+        scale: factor by which logits are multiplied.
     """
 
     weight: Tensor

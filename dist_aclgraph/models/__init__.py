@@ -1,1 +1,1 @@
-"""Model families: loading their checkpoints, and their forward pass."""
+"""Model families: how their checkpoints are loaded, and their forward pass."""

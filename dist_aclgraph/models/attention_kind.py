@@ -1,4 +1,6 @@
-"""The interface of a kind of attention: its state in one layer, and the state of all layers."""
+"""The interfaces of a kind of attention: one for what a single layer has, one for what all layers
+of the kind share.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from dist_aclgraph.layers.int8_rows import Rows
 from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
-# Cache of one layer: its ``tensors`` are in blocks, its ``states`` in slots. Only the kind of
-# attention uses the concrete type of the cache.
+# Cache of one layer. Its ``tensors`` are divided into blocks, its ``states`` into slots. Only the
+# layer's kind of attention knows the concrete type of the cache.
 Cache = Any
 
 
@@ -24,8 +26,8 @@ class CacheRoom:
 
     Attributes:
         num_blocks: number of KV blocks, the dummy block included.
-        num_slots: number of slots of recurrent states, slot 0 for padding included; 0 if the model
-            has no such state.
+        num_slots: number of slots of recurrent states, including slot 0 for padding. 0 if the model
+            has no recurrent state.
         dtype: type of keys and values.
         int8_latents: whether latent attention stores latents in int8.
     """
@@ -44,7 +46,7 @@ class LayerAttention(Protocol):
 
     @property
     def quantises_rows(self) -> bool:
-        """Whether only products in int8 use the input of ``project``."""
+        """Whether the input of ``project`` is read by int8 products and by nothing else."""
 
     def project(
         self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
@@ -53,8 +55,8 @@ class LayerAttention(Protocol):
         receives the result of ``attend``.
 
         Args:
-            metadata: the metadata of the step; None in piecewise graphs, because steps with
-                different metadata replay these graphs.
+            metadata: the metadata of the step; None in piecewise graphs, because such a graph is
+                replayed by steps with different metadata.
         """
 
     def attend(
@@ -65,22 +67,24 @@ class LayerAttention(Protocol):
         metadata: AttentionMetadata,
         earlier: Any,
     ) -> Any:
-        """Write the keys and values (or latents) of the live tokens to the cache, and the results
-        of their attention to ``inputs[-1]``. Padding rows of ``inputs[-1]`` stay unchanged.
+        """Write the keys and values (or latents) of the live tokens to the cache, and write the
+        results of attention to ``inputs[-1]``. Padding rows of ``inputs[-1]`` stay unchanged.
 
         Args:
-            earlier: the result of ``attend`` of the previous layer; None in the first layer.
+            earlier: the result of ``attend`` in the previous layer; None in the first layer.
 
         Returns:
-            Data for the next layers, such as the chosen keys; None if there are no such data.
+            Data that later layers use, such as the chosen keys; None if there are no such data.
         """
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Map the results, which are in ``inputs[-1]``, to [n, hidden], summed over the ranks."""
+        """Map the results of attention, which are in ``inputs[-1]``, to [n, hidden], summed over
+        the ranks.
+        """
 
 
 class AttentionKind(Protocol):
-    """The attention state that all layers of one kind share."""
+    """What all layers with the same kind of attention share."""
 
     def load(self, slices: WeightSlices, index: int) -> LayerAttention:
         """Return the attention of layer ``index`` on this rank."""
@@ -96,12 +100,13 @@ class PagedKind(AttentionKind, Protocol):
 
     Attributes:
         slot_dtype: type of the slots to which the cache is written.
-        takes_long_queries: whether a request may attend directly with any number of queries, if the
-            cache is not sharded.
-        ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
+        takes_long_queries: whether a request with any number of queries may attend directly,
+            provided that the cache is not sharded.
+        ropes_written: whether keys are rotated when they are written to the cache, so that the
+            write needs rows of cos and sin.
         reads_device_rows: whether attention reads the lengths of requests on the device. This is
-            true for attention to chosen keys, and to latents in int8. If the cache is sharded, the
-            lengths are numbers of index keys, of which every rank has all.
+            true for attention to chosen keys, and for attention to latents in int8. If the cache is
+            sharded, the lengths count index keys, because every rank has all of these.
         chooses_keys: whether an indexer chooses the keys to which a query attends.
     """
 
@@ -112,4 +117,4 @@ class PagedKind(AttentionKind, Protocol):
     chooses_keys: bool
 
     def rope(self, positions: Tensor) -> Rope:
-        """Return the rotary rows of [n] int32 positions."""
+        """Return the rows of cos and sin for [n] int32 positions."""

@@ -1,4 +1,4 @@
-"""The kinds of attention of a decoder, one object for each kind that a layer has."""
+"""The kinds of attention in a decoder: one object for each kind that at least one layer has."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PAGED: dict[LayerKind, type[GroupedQuery | MultiHeadLatent | SparseLatent]] = {
 
 
 class AttentionKinds:
-    """Owns the state that the layers of each kind share.
+    """Owns what the layers of each kind share.
 
     Attributes:
-        paged: the kind whose keys are in blocks; a decoder has exactly one such kind. Layers that
+        paged: the kind that keeps keys in blocks. A decoder has exactly one such kind. Layers that
             use the keys chosen by an earlier layer have a variant of this kind.
     """
 
@@ -38,7 +38,7 @@ class AttentionKinds:
         max_len: int,
         int8_latents: bool = False,
     ) -> None:
-        """Make each kind that a layer has.
+        """Make an object for each kind that at least one layer has.
 
         Args:
             int8_latents: whether caches store latents in int8.
@@ -59,7 +59,7 @@ class AttentionKinds:
             self._made["linear"] = delta_kind(spec, groups, device=device, dtype=dtype)
 
     def of(self, layer: int) -> AttentionKind:
-        """Return the kind of a layer. The index after the decoder's last layer means the layer of
-        the next-token module.
+        """Return the kind of a layer. The index after that of the decoder's last layer means the
+        layer of the next-token module.
         """
         return self._made[self._spec.kind_of(layer)]

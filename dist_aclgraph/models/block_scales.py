@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Ending of the names of scales. In spite of this ending, weights are multiplied by scales, not
+# Ending of the names of scales. Although it means "inverse", weights are multiplied by scales, not
 # divided.
 SUFFIX = "_scale_inv"
 BLOCK = (128, 128)
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple[int, ...]:
-    """Return the shape of a weight's scales; blocks at the weight's edges can be smaller."""
+    """Return the shape of a weight's scales. Blocks at the edges of the weight can be smaller than
+    ``block``.
+    """
     return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
 
 
@@ -28,7 +30,7 @@ def dequantise(
     Args:
         part: [rows, columns] in FP8.
         scales: [ceil(all rows / 128), ceil(all columns / 128)] float32.
-        first: row and column at which the part begins in the weight.
+        first: row and column of the weight at which the part begins.
     """
     rows, columns = (
         (start + torch.arange(length)) // size

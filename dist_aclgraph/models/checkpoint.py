@@ -1,10 +1,11 @@
-"""Reads a checkpoint's safetensors files slice by slice, only the slices that a rank needs.
+"""Reads a checkpoint's safetensors files slice by slice. Only the slices that a rank needs are
+read.
 
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
 slices. A slice is converted (to another dtype, to int8, or to floats) on the device. Values of four
-bits, FP8 and MXFP4 are converted on the host; not every chip supports FP8. Quantised weights are
-multiplied by their scales while they are read, except matrices of products that run in int8 or with
-weights of four bits.
+bits, FP8 and MXFP4 are converted on the host, because not every chip supports FP8. Quantised
+weights are multiplied by their scales while they are read. The exceptions are matrices of products
+that run in int8 or with weights of four bits.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from dist_aclgraph.shapes.model_spec import RowRange, WeightNames
 from dist_aclgraph.shapes.weight_files import is_headless, tensor_files
 
 CPU = torch.device("cpu")
-# Smaller pieces need more calls. Larger pieces need more device memory, and on an emulated device
-# they do not fit in the CPU's caches.
+# Bytes of a piece. Smaller pieces would need more calls. Larger pieces would need more device
+# memory, and on an emulated device, they would not fit in the CPU's caches.
 PIECE_BYTES = 4 << 20
 USUAL_NAMES = WeightNames()
 # Safetensors' names of the types whose values need scales, and of the types that need no scales.
@@ -42,15 +43,16 @@ SCALED, FLOATS = ("F8_E4M3", "I8"), ("BF16", "F16", "F32", "F64")
 class Checkpoint:
     """The tensors of a directory of safetensors files.
 
-    Owns the open files, and one buffer for all pieces, because a new buffer for each piece would
-    need new memory pages. Knows names and shapes, but nothing about layers or ranks.
+    The object owns the open files, and one buffer for all pieces, because a new buffer for each
+    piece would need new memory pages. It knows names and shapes, but nothing about layers or ranks.
 
     Attributes:
-        dtype: type of all floats that are read; the files can store another type.
-        device: device of all tensors that are read.
-        quantises: whether the matrices of products are converted to int8.
-        has_head: whether the files were written for a model with an output head. In files without a
-            head, such as those of an embedding model, names do not begin with ``model.``.
+        dtype: type to which all floats are converted when they are read. The files can store
+            another type.
+        device: device to which tensors are read.
+        quantises: whether the weights of matrix products are converted to int8. has_head: whether
+        the files were written for a model with an output head. In files without a head, such as
+        those of an embedding model, names do not begin with ``model.``.
     """
 
     def __init__(
@@ -66,9 +68,9 @@ class Checkpoint:
         """Open a checkpoint.
 
         Args:
-            quantises: whether the matrices of products are converted to int8.
-            names: maps the usual names of tensors, which callers pass, to the names in the files.
-            int4: the formats of the matrices whose values have four bits.
+            quantises: whether the weights of matrix products are converted to int8. names: maps the
+            usual names of tensors, which callers use, to the names in the files.
+            int4: the formats of matrices whose values have four bits.
         """
         self.dtype = dtype
         self.device = device
@@ -94,7 +96,7 @@ class Checkpoint:
         return tuple(self._find(name).get_shape())
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor in float32, for any ``dtype`` of this object.
+        """Return a whole tensor in float32, even if ``self.dtype`` is another type.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -114,8 +116,8 @@ class Checkpoint:
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return the part ``[start, stop)`` of a tensor along ``dim``; elements after the tensor's
-        end are zero.
+        """Return the range ``[start, stop)`` of a tensor's dimension ``dim``. Elements after the
+        tensor's end are zero.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -133,14 +135,14 @@ class Checkpoint:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return the part ``[start, stop)`` along ``dim`` of one member of a stack of tensors;
-        elements after the member's end are zero.
+        """Return the range ``[start, stop)`` of the dimension ``dim`` of one member of a stack of
+        tensors. Elements after the member's end are zero.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.
             dim: dimension of the member.
-            has_blocks: whether members are [out, in] matrices, which may be in FP8. Other members
-                are [in, out] matrices or vectors; matrices may be stored in MXFP4.
+            has_blocks: whether members are [out, in] matrices, which may be stored in FP8. If
+                false, they are vectors, or [in, out] matrices, which may be stored in MXFP4.
 
         Raises:
             MissingTensorError, UnsupportedModelError: as ``read``.
@@ -164,7 +166,7 @@ class Checkpoint:
     def _mxfp4_member(
         self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return a part of an [in, out] matrix, which is stored as [out, in]; see
+        """Return a part of an [in, out] matrix that is stored in MXFP4 as [out, in]; see
         ``read_member``.
         """
         count, num_in, num_out = shape
@@ -189,7 +191,7 @@ class Checkpoint:
     ) -> None:
         """Write to ``out`` the result that ``read_part`` would return.
 
-        The part is sent piece by piece, so the device needs memory for ``out`` and one piece.
+        The part is sent piece by piece, so the device needs memory only for ``out`` and one piece.
 
         Args:
             out: tensor on the device, with the part's shape and any strides.
@@ -214,7 +216,9 @@ class Checkpoint:
             out.narrow(dim, there.shape[dim], missing).zero_()
 
     def _gathered(self, piece: Tensor) -> Tensor:
-        """Return a piece with contiguous elements, in a buffer that the next call overwrites."""
+        """Return a copy of a piece whose elements are contiguous. It is in a buffer that the next
+        call overwrites.
+        """
         if piece.is_contiguous():
             return piece
         if self._room.numel() < piece.nbytes:
@@ -223,7 +227,7 @@ class Checkpoint:
         return gathered.copy_(piece)
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return the form of a matrix in a product: ``dtype``, int8, or four bits.
+        """Return in which form products use a matrix: in ``dtype``, in int8, or in four bits.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -242,14 +246,15 @@ class Checkpoint:
         stop: int,
         rearrange: Callable[[Tensor], Tensor] | None,
     ) -> Int4Matrix:
-        """Return ``[start, stop)`` along ``dim`` of an [out, in] matrix of four bits, on the host.
+        """Return the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] matrix of
+        four bits, on the host.
 
         Args:
             rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the order.
 
         Raises:
-            ConfigError: ``dtype`` is float32; or a part of the inputs does not consist of whole
-                groups of scales.
+            ConfigError: ``dtype`` is float32, or the requested range of inputs does not consist of
+                whole groups of inputs that share a scale.
             MissingTensorError: as ``read``.
             UnsupportedModelError: the values have offsets.
         """
@@ -264,13 +269,15 @@ class Checkpoint:
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> Matrix:
-        """Return ``[start, stop)`` along ``dim`` of an [out, in] weight, as ``read_part`` does.
+        """Return the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] weight, as
+        ``read_part`` does.
 
-        The result is int8 if the checkpoint stores int8, or if this object quantises. The scale of
-        an output depends on all inputs of this output, so inputs outside the part are also read.
+        The result is int8 if the checkpoint stores int8, or if ``quantises`` is true. The scale of
+        an output depends on all of its inputs, so inputs outside the range are also read.
 
         Raises:
-            ConfigError: the weight is int8 and ``dtype`` is float32; no operator accepts this.
+            ConfigError: the weight is int8 and ``dtype`` is float32. No operator accepts this
+                combination.
             MissingTensorError: as ``read``.
             UnsupportedModelError: the int8 weight has offsets.
         """
@@ -298,7 +305,9 @@ class Checkpoint:
         stop: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return ``[start, stop)`` along ``dim``, up to the tensor's end, multiplied by scales."""
+        """Return the range ``[start, stop)`` of the dimension ``dim``, at most up to the tensor's
+        end, multiplied by its scales.
+        """
         if (form := self._int4_of(name)) is not None:
             stored = self._stored_int4(name, (shape[0], shape[1]), form)
             floats = stored.read_floats(dim, min(start, shape[dim]), min(stop, shape[dim]))
@@ -317,7 +326,7 @@ class Checkpoint:
         return part.to(dtype)
 
     def _check_floats(self, name: str, source: Any) -> None:
-        """Raise an error if the values need scales, which are missing."""
+        """Raise an error if the values need scales and the checkpoint has none for them."""
         self._check_type(name, source, FLOATS)
 
     def _check_type(self, name: str, source: Any, known: Sequence[str]) -> None:
@@ -332,7 +341,7 @@ class Checkpoint:
         form = self._int4_formats.of(self._stored_name(name))
         if form is None:
             return None
-        # A pattern for all matrices also matches embeddings and norms, which have no scales.
+        # A pattern that means all matrices also matches embeddings and norms, which have no scales.
         module = name.removesuffix(".weight")
         has_scales = any(f"{module}.{part}" in self for part in ("weight_scale", "weight_packed"))
         return form if has_scales else None
@@ -349,7 +358,9 @@ class Checkpoint:
             )
 
     def _cut(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``, up to the tensor's end, as stored, on the host."""
+        """Return the range ``[start, stop)`` of the dimension ``dim``, at most up to the tensor's
+        end, as stored, on the host.
+        """
         source = self._slice(name, shape)
         stop = min(stop, shape[dim])
         start = min(start, stop)
@@ -385,15 +396,18 @@ class Checkpoint:
         return name if self.has_head else name.removeprefix("model.")
 
     def count_ignored(self) -> int:
-        """Return the number of tensors of other parts of the model, such as an image encoder."""
+        """Return how many tensors in the files belong to parts of the model that are not loaded,
+        such as an image encoder.
+        """
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def refuse_unread_biases(self) -> None:
-        """Call this after all weights were read. Refuse stored biases that belong to these weights
-        and were not read.
+        """Call this after all weights were read. It raises an error if a bias of one of these
+        weights is stored, but was not read.
 
-        Tools can add biases that the model does not have. Other weights, such as the weights of
-        other ranks' experts, are not checked.
+        Some tools add biases that the model does not have; if these are zero, they are ignored.
+        Biases of weights that this rank did not read, such as the weights of other ranks' experts,
+        are not checked.
 
         Raises:
             UnsupportedModelError: a bias that was not read is not zero.
@@ -437,7 +451,7 @@ class Checkpoint:
 
 
 class _Rows:
-    """Some rows of a stored tensor, with the methods of safetensors' slices."""
+    """Some rows of a stored tensor. The class has the methods of a slice of safetensors."""
 
     def __init__(self, source: Any, rows: RowRange) -> None:
         self._source, self._rows = source, rows
@@ -446,8 +460,8 @@ class _Rows:
         return str(self._source.get_dtype())
 
     def get_shape(self) -> list[int]:
-        """Return the shape of these rows; if the stored tensor has a wrong number of rows, return
-        its shape.
+        """Return the shape of these rows. If the stored tensor has a wrong number of rows, return
+        the tensor's shape.
         """
         stored = list(self._source.get_shape())
         return [self._rows.count, *stored[1:]] if stored[:1] == [self._rows.total] else stored
@@ -466,7 +480,9 @@ def _first(dim: int, start: int) -> tuple[int, int]:
 
 
 def _padded(part: Tensor, dim: int, length: int) -> Tensor:
-    """Return the part with zeros after it, so that its size in ``dim`` is ``length``."""
+    """Return the part, followed by as many zeros as needed for the size ``length`` in the dimension
+    ``dim``.
+    """
     missing = length - part.shape[dim]
     if missing == 0:
         return part

@@ -1,5 +1,5 @@
-"""A decoder on one rank: embedding, layers and head. ``ModelSpec`` selects the attention of each
-layer.
+"""A decoder on one rank: embedding, layers and output head. ``ModelSpec`` selects each layer's kind
+of attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 class Decoder:
     """A decoder's part on one tensor parallel rank.
 
-    Owns the weights. Knows nothing about requests, batches or graphs.
+    The object owns the weights. It knows nothing about requests, batches or graphs.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Decoder:
 
         Args:
             drafts: whether the next-token module is also loaded.
-            note: called with the number of bytes of each weight after the weight is on the device.
+            note: called after each weight is on the device, with the weight's number of bytes.
             experts: how the rank runs its layers of experts; None means ``ExpertSetup``'s defaults.
             fusions: the fused operators that layers may use; None means none.
             int8_latents: whether caches store latents in int8.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
-            MissingTensorError: a tensor is missing or has another shape; the error names
-                the first such tensor.
+            MissingTensorError: a tensor is missing, or has a wrong shape. The error names the first
+                such tensor.
             UnsupportedModelError: the checkpoint has a bias that the model does not have.
         """
         self.spec = spec
@@ -104,7 +104,7 @@ class Decoder:
         run: RunSegment = run_directly,
         step: ExpertStep = ALL_HERE,
     ) -> Tensor:
-        """Return [num_tokens, hidden], normalised; see ``LayerStack.forward``.
+        """Return the normalised hidden states, [num_tokens, hidden]; see ``LayerStack.forward``.
 
         Args:
             token_ids: [num_tokens] int32.
@@ -114,7 +114,9 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [n, hidden] to [n, vocab], on every rank; write the result to ``out`` if given."""
+        """Map [n, hidden] to [n, vocab] on every rank. If ``out`` is given, the result is written
+        to it.
+        """
         return self._head(hidden, out)
 
 
@@ -131,7 +133,7 @@ def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbeddin
 def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
-    # A decoder without a stored head only computes embeddings, so its logits are not used.
+    # A decoder without a stored head computes nothing but embeddings, so its logits are not used.
     sizes = spec.vocab_size, slices.group, spec.logit_scale
     tied = VocabularyHead(embedding.weight.t(), *sizes)
     is_tied, name = spec.tie_word_embeddings, "lm_head.weight"
@@ -139,8 +141,8 @@ def _load_head(
         return tied
     part = vocabulary_part(spec.vocab_size, slices.group)
     weight = slices.columns(name, spec.vocab_size, spec.hidden_size, *part)
-    # As in transformers, a stored head that differs from the embedding is used, even if config.json
-    # ties the head to the embedding.
+    # If the stored head differs from the embedding, it is used even if config.json ties the head to
+    # the embedding, as in transformers.
     if is_tied and torch.equal(weight, embedding.weight.t()):
         return tied
     return VocabularyHead(slices.place(weight), *sizes)

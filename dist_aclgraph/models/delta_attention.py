@@ -1,5 +1,5 @@
-"""The common part of all forms of linear attention with the gated delta rule: the heads of a rank,
-the states, and the computation from the inputs of the rule to its results.
+"""What all forms of linear attention with the gated delta rule have in common: the heads of a rank,
+the states, and the computation of the rule's results from its inputs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class DeltaAttention:
-    """The linear attention of one layer on this rank. Subclasses implement the other two methods of
-    ``LayerAttention``.
+    """The linear attention of one layer on this rank. Subclasses implement ``project`` and
+    ``output`` of ``LayerAttention``.
 
     Attributes:
-        norm: [value_dim], weight of the norm of results.
+        norm: [value_dim], weight of the norm of the results.
     """
 
     delta: GatedDelta
@@ -75,9 +75,9 @@ class DeltaHeads:
 
 
 class DeltaKind:
-    """State that all layers of one kind of linear attention share: the rank's heads and the rule.
+    """What all layers of one kind of linear attention share: the rank's heads and the rule.
 
-    Also loads the weights that all forms have.
+    This class also loads the weights that all forms of linear attention have.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class DeltaKind:
         self._unit = torch.full((d,), d**-0.5, dtype=torch.float32, device=device)
 
     def make_cache(self, room: CacheRoom) -> StateCache:
-        # A NaN in slot 0 would never disappear, because padding reads and writes slot 0.
+        # Slot 0 must not contain NaN: padding reads and writes slot 0, so a NaN would never
+        # disappear.
         linear, heads, device = self._linear, self._heads, self._device
         channels = 2 * len(heads.keys) * linear.key_dim + len(heads.values) * linear.value_dim
         conv = (room.num_slots, linear.conv_width - 1, channels)
@@ -111,7 +112,7 @@ class DeltaKind:
         """Return the convolution and the rule of a layer.
 
         Args:
-            convolution: [channels, 1, width] each, weights of this rank's channels.
+            convolution: the weights of this rank's channels, [channels, 1, width] each.
         """
         heads = self._heads
         weight = slices.place(torch.cat(convolution).squeeze(1).t().float())

@@ -1,7 +1,8 @@
-"""Weights without files: a checkpoint of zeros, with the shapes that follow from config.json.
+"""Weights without files: a checkpoint whose tensors are zeros. Their shapes follow from
+config.json.
 
-Answers are meaningless, but steps take the same time as with real weights. The emulated NPU counts
-the zeros as used device memory, although they use no memory of the host.
+The model's answers are meaningless, but steps take the same time as with real weights. The emulated
+NPU counts the zeros as used device memory, although they use no memory of the host.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dist_aclgraph.shapes.model_spec import WeightNames
 
 
 class DummyCheckpoint:
-    """Returns zeros of the requested shape for every name; has the interface of ``Checkpoint``."""
+    """Has the interface of ``Checkpoint``; returns zeros of the requested shape for every name."""
 
     has_head = True
 
@@ -103,9 +104,9 @@ class DummyCheckpoint:
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> Matrix:
-        """Return the slice ``[start, stop)`` of an [out, in] weight along ``dim``.
+        """Return the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] weight.
 
-        The slice is int8 if this object quantises.
+        The result is int8 if ``quantises`` is true.
         """
         part = _cut(shape, dim, start, stop)
         if not self.quantises:

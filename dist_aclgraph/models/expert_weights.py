@@ -1,8 +1,8 @@
 """Loads the experts of a layer.
 
-With expert parallelism, a rank loads some whole experts; other ranks can have copies of the same
-experts. Without expert parallelism, the tensor parallel group splits each expert by its inner
-width. Shared experts are always split.
+With expert parallelism, a rank loads some of the experts as a whole. Other ranks can have copies of
+the same experts. Without expert parallelism, each expert's inner width is split over the tensor
+parallel group. Shared experts are always split in this way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dist_aclgraph.shapes.model_spec import ExpertSpec
 def load_experts(
     slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix: str
 ) -> ExpertLayer:
-    """Return this rank's part of the experts. Other experts are not read.
+    """Return this rank's experts, or this rank's part of all experts. Nothing else is read.
 
     Args:
         hidden: width of the layer's input and output.
@@ -46,7 +46,7 @@ def load_experts(
     load = _load_products
     if experts.is_stacked:
         load = load_stacked_products
-    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # gate and up are one stored matrix
+    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # gate and up are stored as one matrix
         load = load_joined_products
     gate_up, down = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
@@ -112,7 +112,9 @@ def _load_router(
 
 
 def _load_copies(slices: WeightSlices, placement: ExpertPlacement) -> ExpertCopies | None:
-    """Return the slots of all experts; None if no expert has copies, so that slots equal ids."""
+    """Return the slots of the copies of all experts. Return None if every expert exists only once,
+    so that slots equal ids.
+    """
     if not placement.has_copies:
         return None
     table = slices.place(torch.from_numpy(placement.slot_table()))

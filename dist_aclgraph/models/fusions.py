@@ -1,10 +1,10 @@
 """The fused operators for layers with int8 products, and the storage format of int8 weights. Each
-of them can be used only with some chips, versions and types.
+operator works only with some chips, versions and types; so does the format.
 
-The limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
-(op-plugin); none was tested on an NPU. The results of fused and of separate operators are rounded
-differently: a fused operator quantises float32 values, but separate operators first round values to
-the type of activations.
+These limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
+(op-plugin). None of them was tested on an NPU. A fused operator and separate operators round their
+results differently: the fused operator quantises float32 values, but separate operators first round
+the values to the type of activations.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class Fusion:
         generations: the generations of chips that have the operator.
         cann: the oldest supported CANN that has the operator.
         lines: the release series of torch_npu that have the operator.
-        dtypes: possible types of activations.
+        dtypes: the types of activations with which the operator works.
         multiple: the width of the quantised rows must be a multiple of this number.
-        widest: largest width of the quantised rows; None if there is no limit.
-        widths: possible widths; empty if there is no such limit.
+        widest: maximum width of the quantised rows; None if there is no maximum.
+        widths: the only possible widths of the quantised rows; empty if all widths are possible.
         block_sizes: possible sizes of KV blocks; empty if all sizes are possible.
         modes: possible values of graph.mode; empty if all values are possible.
-        needs: another fusion without which the operator cannot be used.
-        place: the report's description of a place where the operator fits; {} is the width.
+        needs: name of another fusion that must be used, too; None if there is none.
+        place: how the report describes a place of the model where the operator fits; {} stands for
+            the width.
     """
 
     name: FusionName
@@ -53,7 +54,7 @@ class Fusion:
     lines: tuple[str, ...] = ("2.10", "2.12", "2.13")
 
     def obstacle(self, config: Config, chip: Chip, line: str) -> str | None:
-        """Return why no layer can use the operator; None if layers of suitable width can use it.
+        """Return why no layer can use the operator; None if layers whose width fits can use it.
 
         Args:
             line: release series of torch_npu, e.g. 2.13.
@@ -108,9 +109,9 @@ FUSIONS = (
     ),
     Fusion(
         "expert_swiglu_quant",
-        # This operator replaces npu_grouped_matmul and one or two following operators. CANN 8.5 has
-        # version 1 of this operator, which needs cumulative counts. But on CANN 8.5, the operator
-        # that sorts rows does not compute cumulative counts.
+        # This operator replaces npu_grouped_matmul and the one or two operators after it. CANN 8.5
+        # has only version 1 of this operator, which needs cumulative counts. But in CANN 8.5, the
+        # operator that sorts rows does not compute cumulative counts.
         "npu_grouped_matmul_swiglu_quant_v2",
         dtypes=("bfloat16", "float16"),
         # the kernel writes rows without gaps, and each row must begin at a multiple of 32 bytes
@@ -120,23 +121,24 @@ FUSIONS = (
     ),
     Fusion(
         "nz_weights",
-        # This entry is a storage format, not an operator. Products have the same results in both
-        # formats.
+        # This entry is a storage format, not an operator. The results of products do not depend on
+        # the format.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        multiple=32,  # All blocks must be full, so that weights need no more memory than in ND.
+        # All blocks of the format must be full, so that weights need no more memory than in ND.
+        multiple=32,
         place="matrices of {} outputs",
     ),
     Fusion(
         "latent_prologue",
-        # Replaces all operators between the norm of a layer and latent attention. In the known
-        # sources of CANN 8.5, the arguments have another order. Documents of later versions allow
-        # more sizes.
+        # It replaces all operators between the norm of a layer and latent attention. CANN 8.5 is
+        # not supported, because in its published sources, the operator's arguments have another
+        # order. Documents of later versions of CANN allow more sizes than those here.
         "npu_mla_prolog_v3",
         dtypes=("bfloat16",),
         widths=(6144, 7168, 7680),
         block_sizes=(16, 128),
-        # Piecewise graphs end before the cache is written, so they use separate operators.
+        # Piecewise graphs end before the cache is written, so they must use separate operators.
         modes=("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"),
         needs="nz_weights",
         cann=(9, 0),
@@ -146,7 +148,8 @@ FUSIONS = (
 
 
 class Fusions:
-    """The fused operators of one rank, decided before its weights are loaded.
+    """Says which fused operators one rank uses. This is decided before the rank's weights are
+    loaded.
 
     The loader calls ``use`` once for each place of the model where an operator fits. This object
     counts the places for the report.
@@ -154,8 +157,8 @@ class Fusions:
 
     def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
         """Args:
-        obstacles: for each operator, the reason why no place uses the operator; None if places may
-            use it.
+        obstacles: for each operator, why no place of the model may use it; None if places may use
+            it.
         """
         self._obstacles = obstacles
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}
@@ -165,7 +168,9 @@ class Fusions:
 
     @classmethod
     def decide(cls, config: Config, chip: Chip, line: str) -> Fusions:
-        """Return the operators for a chip with its CANN, and for a release series of torch_npu."""
+        """Decide which operators a rank uses, for a chip with its CANN and for a release series of
+        torch_npu.
+        """
         obstacles = {fusion.name: fusion.obstacle(config, chip, line) for fusion in FUSIONS}
         for fusion in FUSIONS:
             if fusion.needs and obstacles[fusion.name] is None and obstacles[fusion.needs]:
@@ -178,10 +183,12 @@ class Fusions:
         return cls({fusion.name: "not in device.fusions" for fusion in FUSIONS})
 
     def use(self, name: FusionName, width: int) -> bool:
-        """Return whether a place of the model uses the operator.
+        """Return whether a place of the model uses the operator ``name``, and count the place if it
+        does.
 
         Args:
-            width: number of elements of the place's int8 rows; for nz_weights, number of outputs.
+            width: number of elements of an int8 row at this place; for nz_weights, the number of
+                outputs.
         """
         self._wanted.add(name)
         if self._obstacles[name] is not None:
@@ -193,8 +200,8 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return for each operator the number of places that use the operator, or the reason why no
-        place uses it. The result omits operators for which the model has no place.
+        """Return, for each operator, how many places use it, or why no place uses it. Operators for
+        which the model has no place are omitted.
         """
         return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 

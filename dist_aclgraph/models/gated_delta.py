@@ -1,5 +1,5 @@
-"""Linear attention of a decoder (Qwen3-Next, Qwen3.5): the products, gates and weights that
-``layers/gated_delta.py`` needs.
+"""Linear attention of a decoder (Qwen3-Next, Qwen3.5): the products, gates and weights around the
+computation of ``layers/gated_delta.py``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ class GatedDeltaAttention(DeltaAttention):
     """The linear attention of one layer on this rank.
 
     Attributes:
-        qkvz: product that computes the inputs of the convolution, and the gates z of the results.
-        gates: product that computes b and a, each with one number for each value head.
+        qkvz: product that computes the inputs of the convolution, and z, the gates of the results.
+        gates: product that computes b and a, from which beta and g are computed. Each has one
+            number for each value head.
         decay: [num_value_heads] float32, ``-exp(A_log)``.
-        dt_bias: [num_value_heads] float32, which is added to a.
-        activate: maps the gates z and the normalised results to the input of ``output_product``.
+        dt_bias: [num_value_heads] float32, added to a.
+        activate: maps z and the normalised results, which are joined in one tensor, to the input of
+            ``output_product``.
     """
 
     qkvz: Product
@@ -64,7 +66,7 @@ class GatedDeltaAttention(DeltaAttention):
 
 
 class GatedDeltaKind(DeltaKind):
-    """State that all linear attention layers share."""
+    """What all layers of linear attention share."""
 
     def load(self, slices: WeightSlices, index: int) -> GatedDeltaAttention:
         """Return this rank's linear attention of layer ``index``."""
@@ -77,8 +79,8 @@ class GatedDeltaKind(DeltaKind):
         output = self._output(slices, f"{prefix}.out_proj")
         return GatedDeltaAttention(
             qkvz=slices.product(qkvz),
-            # This product is separate, because quantised checkpoints can store its matrices in
-            # floats.
+            # This product is separate from ``qkvz``, because quantised checkpoints can store its
+            # matrices in floats.
             gates=slices.product(gates),
             decay=slices.place(-read(f"{prefix}.A_log", shape)[mine].exp()),
             dt_bias=slices.place(read(f"{prefix}.dt_bias", shape)[mine]),
@@ -90,7 +92,9 @@ class GatedDeltaKind(DeltaKind):
         )
 
     def _channels(self) -> list[tuple[int, int]]:
-        """Return [start, stop) of this rank's queries, keys and values among all channels."""
+        """Return the ranges [start, stop) of this rank's queries, keys and values among all
+        channels.
+        """
         linear, heads = self._linear, self._heads
         keys = linear.num_key_heads * linear.key_dim
         parts = [(0, heads.keys, linear.key_dim), (keys, heads.keys, linear.key_dim)]
@@ -108,7 +112,9 @@ class GatedDeltaKind(DeltaKind):
     def _separate(
         self, slices: WeightSlices, prefix: str
     ) -> tuple[list[MatrixPart], list[MatrixPart]]:
-        """Return the matrices of ``qkvz`` and ``gates``, which the checkpoint stores separately."""
+        """Return the matrices of ``qkvz`` and ``gates`` from a checkpoint that stores their parts
+        as separate matrices.
+        """
         linear, values, hidden = self._linear, self._heads.values, self._hidden
         d, channels = linear.value_dim, (linear.num_channels, hidden)
         qkv = [
@@ -136,7 +142,9 @@ class GatedDeltaKind(DeltaKind):
     def _grouped(
         self, slices: WeightSlices, prefix: str
     ) -> tuple[list[MatrixPart], list[MatrixPart]]:
-        """Return the matrices of ``qkvz`` and ``gates``, which are stored key head by key head."""
+        """Return the matrices of ``qkvz`` and ``gates`` from a checkpoint that stores their parts
+        key head by key head.
+        """
         linear = self._linear
         count = linear.num_value_heads // linear.num_key_heads
         keys, values = linear.key_dim, count * linear.value_dim
@@ -149,8 +157,8 @@ class GatedDeltaKind(DeltaKind):
         """Return this rank's part of a matrix that stores, for each key head, several parts.
 
         Args:
-            widths: number of outputs of each part. The result has the first parts of all heads,
-                then the second parts, and so on.
+            widths: number of outputs of each part. In the result, the first parts of all heads come
+                first, then the second parts of all heads, and so on.
         """
         keys, width = self._heads.keys, sum(widths)
         shape = (self._linear.num_key_heads * width, self._hidden)

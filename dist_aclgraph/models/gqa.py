@@ -1,4 +1,6 @@
-"""Grouped-query attention of a decoder. Fields of ``ModelSpec`` select the details of a family."""
+"""Grouped-query attention of a decoder. The details in which model families differ are fields of
+``ModelSpec``.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,13 @@ class GroupedQueryAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        qkv: product that computes q, then the gates of results if ``has_gate``, then k and v.
-        rope_rows: indices of the rotary tables of queries and keys; None if the layer rotates
-            neither.
+        qkv: product that computes q, then the gates of the results if ``has_gate`` is true, then k
+            and v.
+        rope_rows: indices of the rotary tables for queries and for keys; None if the layer rotates
+            neither queries nor keys.
         norms_follow_rope: whether queries and keys are normalised after their rotation.
-        has_gate: whether the results are multiplied by ``sigmoid(gate)``, element by element.
+        has_gate: whether the results of attention are multiplied by ``sigmoid(gate)``, element by
+            element.
     """
 
     qkv: Product
@@ -103,8 +107,8 @@ class GroupedQueryAttention:
             q, k = self.rope_rows.rotate(q, k, rope)
         if self.norms is not None and self.norms_follow_rope:
             q, k = self.norms(q, k)
-        # If queries and keys are neither normalised nor rotated, they are still parts of wider
-        # rows.
+        # Queries and keys that are neither normalised nor rotated are still parts of wider rows
+        # here.
         q, k = q[0].contiguous(), k[0].contiguous()
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
@@ -129,7 +133,7 @@ class GroupedQueryAttention:
 
 
 class GroupedQuery:
-    """State that all layers with this attention share: the rank's heads and the rotary tables."""
+    """What all layers with this attention share: the rank's heads and the rotary tables."""
 
     slot_dtype = torch.int32
     takes_long_queries = True
@@ -200,10 +204,11 @@ class GroupedQuery:
         return self._other_rows if other and index in other.layers else self._rope_rows
 
     def _queries(self, slices: WeightSlices, name: str) -> MatrixPart:
-        """Return the queries of this rank's heads, followed by their gates if there are gates.
+        """Return the rows of a weight that compute the queries of this rank's heads, then the rows
+        that compute the gates, if there are gates.
 
-        A checkpoint with gates stores head after head: first the queries of the head, then its
-        gates.
+        A checkpoint with gates stores head after head: first the rows for a head's queries, then
+        the rows for its gates.
         """
         spec, heads = self._spec, self._heads.q
         if not spec.has_output_gate:
@@ -224,7 +229,9 @@ class GroupedQuery:
 
     @property
     def _rearranges(self) -> bool:
-        """Whether the checkpoint has another order of elements than the rotary tables."""
+        """Whether the order of a head's elements in the checkpoint differs from the order that the
+        rotary tables need.
+        """
         return self._spec.rotary_dim is not None or self._spec.rope_interleaves
 
     def _paired(self, heads: Tensor) -> Tensor:
@@ -284,7 +291,7 @@ class GroupedQuery:
 
     def make_cache(self, room: CacheRoom) -> KVCache:
         shape = (room.num_blocks, room.block_size, self._heads.num_kv_heads, self._spec.head_dim)
-        # Attention reads whole blocks, so a NaN after the last key would spread.
+        # Zeros, because attention reads whole blocks, and a NaN after the last key would spread.
         return KVCache(
             *(torch.zeros(shape, dtype=room.dtype, device=self._device) for _ in range(2))
         )

@@ -1,4 +1,6 @@
-"""Converts matrices of four bits to the layout of the operators, and makes products with them."""
+"""Converts matrices of four bits to the layout that the operators need, and makes product objects
+with them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, Int4For
 
 
 class SharedZeros:
-    """Owns zeros for several shapes, in one tensor with the size of the largest shape."""
+    """Owns one tensor of zeros, as large as the largest shape. Tensors of zeros with smaller shapes
+    are views of it.
+    """
 
     def __init__(self) -> None:
         self._zeros = torch.empty(0)
 
     def like(self, tensor: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return zeros with the shape and type of a tensor. The zeros must not be changed.
+        """Return zeros with the shape and type of ``tensor``. The caller must not change them.
 
         Args:
             place: puts a new tensor on the device.
@@ -38,8 +42,8 @@ class SharedZeros:
 
 
 class Int4Weights:
-    """A stack of matrices of equal size. A matrix may consist of several parts, whose outputs are
-    joined.
+    """A stack of matrices with the same size. A matrix may consist of several parts, whose outputs
+    are joined.
     """
 
     def __init__(
@@ -54,13 +58,13 @@ class Int4Weights:
         """Make an empty stack on the device.
 
         Args:
-            name: name of a matrix, for error messages.
-            sizes: number of matrices, their inputs and their outputs.
-            dtype: type of the products' rows and results.
+            name: name of one of the matrices, for error messages.
+            sizes: the number of matrices, and each matrix's number of inputs and number of outputs.
+            dtype: type of the rows that are multiplied, and of the results.
             place: puts a tensor on the device, and records its number of bytes.
 
         Raises:
-            ConfigError: the operators do not accept parts of these sizes.
+            ConfigError: the operators do not accept matrices of these sizes.
         """
         count, num_inputs, num_outputs = sizes
         self._name, self._form, self._num_inputs = name, form, num_inputs
@@ -70,14 +74,14 @@ class Int4Weights:
             (count, num_inputs, num_outputs // 2), dtype=torch.int8, device=device
         )
         self._scales: list[Tensor] = []  # [groups, outputs] of each matrix
-        self._sums: list[Tensor] = []  # sums of each matrix, [outputs], if products need sums
+        self._sums: list[Tensor] = []  # ``Int4Matrix.sums`` of each matrix, if products need it
 
     def fill(self, index: int, parts: Sequence[Int4Matrix]) -> None:
-        """Write a matrix of the stack; matrices are written in order.
+        """Write the matrix with the index ``index``. The matrices must be written in order.
 
         Raises:
-            ConfigError: a part has an odd number of outputs; the part that was read has one
-                output more.
+            ConfigError: a part has an odd number of outputs. (When such a part is read, one output
+                is added to it.)
         """
         assert index == len(self._scales)
         widths = [len(part.pairs) for part in parts]
@@ -94,7 +98,7 @@ class Int4Weights:
             self._sums.append(torch.cat([part.sums for part in parts if part.sums is not None]))
 
     def linear(self, bias: Tensor | None) -> Product:
-        """Return the product with the only matrix of the stack.
+        """Return the product for a stack with only one matrix.
 
         Args:
             bias: [outputs], with the type of the rows; or None.
@@ -109,7 +113,7 @@ class Int4Weights:
         return W4A8Linear(weight, self._place(_prepared(scale)), self._place(self._sums[0]), bias)
 
     def grouped(self, zeros: SharedZeros) -> ExpertProduct:
-        """Return the product with all matrices of the stack, one for each expert."""
+        """Return the product for a stack that has one matrix for each expert."""
         weight, scale = self._words(), torch.stack(self._scales)
         if not self._form.quantises_rows:
             scale = self._place(scale.to(self._dtype))
@@ -120,7 +124,9 @@ class Int4Weights:
         )
 
     def _words(self) -> Tensor:
-        """Return the weights with eight outputs in each element: [matrices, in, out / 8] int32."""
+        """Return the weights, with eight outputs packed in each element: [matrices, in, out / 8]
+        int32.
+        """
         return self._place(self._bytes.view(torch.int32))
 
     def _require(self, size: int, factor: int, what: str) -> None:
@@ -133,5 +139,7 @@ class Int4Weights:
 
 
 def _prepared(scale: Tensor) -> Tensor:
-    """Return the bits of float32 scales in int64, as operators with int8 rows need them."""
+    """Return the bits of float32 scales as int64, because the operators for int8 rows need this
+    type.
+    """
     return scale.float().contiguous().view(torch.int32).to(torch.int64)

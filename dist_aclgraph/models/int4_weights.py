@@ -1,18 +1,18 @@
 """Matrices with values of four bits, as ModelSlim and compressed-tensors store them.
 
-All functions here run on the host, because an NPU has no fast operators on bits. A value is between
--8 and 7. A checkpoint stores an [out, in] matrix in one of four forms, which differ in name and
-shape:
+All functions of this module run on the host, because an NPU has no fast operators on bits. A value
+is between -8 and 7. A checkpoint stores an [out, in] matrix in one of four forms. They differ in
+the tensor's name and shape:
 
-- ``weight_packed`` [out, in / 8] int32: an element has the values of eight inputs, the first in
-  the lowest bits; 8 is added to each value (compressed-tensors, pack-quantized);
+- ``weight_packed`` [out, in / 8] int32: each element contains the values of eight inputs, the first
+  input in the lowest bits; 8 was added to each value (compressed-tensors, pack-quantized);
 - ``weight`` [out, in] int8: one value per byte (compressed-tensors, int-quantized; old ModelSlim);
-- ``weight`` [out / 2, in] int8: a byte has the values of two outputs, the first in the low
-  bits (ModelSlim);
-- ``weight`` [out, in / 2] int8: a byte has the values of two inputs (ModelSlim, W4A16 without
-  groups).
+- ``weight`` [out / 2, in] int8: each byte contains the values of two outputs, the first output in
+  the low bits (ModelSlim);
+- ``weight`` [out, in / 2] int8: each byte contains the values of two inputs (ModelSlim, W4A16
+  without groups).
 
-Scales are stored in ``weight_scale``: as many numbers as [out, groups] has, in any shape.
+Scales are stored in ``weight_scale``. It has as many elements as [out, groups], in any shape.
 ModelSlim's W4A8 with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out,
 groups].
 """
@@ -36,11 +36,12 @@ OFFSETS = ("weight_offset", "weight_offset_second", "weight_zero_point")
 
 @dataclass(frozen=True)
 class Int4Matrix:
-    """A part of a matrix, with two outputs in each byte; ``out`` is even.
+    """A part of a matrix, with two outputs in each byte. The number of outputs, ``out``, is even.
 
     Attributes:
         pairs: [out / 2, in] int8, the first output in the low bits.
-        scales: [out, groups] float32; all groups have the same number of inputs.
+        scales: [out, groups] float32, one scale for each group of inputs. All groups have the same
+            number of inputs.
         sums: [out] float32: 8 times the sum of each output's weights; None if the product does not
             need them.
     """
@@ -75,7 +76,7 @@ class Int4Matrix:
 
 
 class StoredInt4:
-    """A matrix of four-bit values in a checkpoint."""
+    """A matrix in a checkpoint whose values have four bits."""
 
     def __init__(
         self,
@@ -85,24 +86,24 @@ class StoredInt4:
         find: Callable[[str], Any],
         has: Callable[[str], bool],
     ) -> None:
-        """Describe a matrix; nothing is read.
+        """Describe a matrix; the constructor reads nothing.
 
         Args:
             module: name of the matrix without ``.weight``.
             shape: [out, in].
-            find: returns the tensor with a name, as a slice object of safetensors.
-            has: whether there is a tensor of this name.
+            find: takes a tensor's name, and returns the tensor as a slice object of safetensors.
+            has: takes a tensor's name, and returns whether the checkpoint has this tensor.
         """
         self._module, self._shape, self._form = module, shape, form
         self._find, self._has = find, has
 
     def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
-        """Return the part ``[start, stop)`` of the matrix along ``dim``; values after the matrix's
-        end are zero. If the number of outputs is odd, one output is added.
+        """Return the range ``[start, stop)`` of the matrix's dimension ``dim``. Values after the
+        matrix's end are zero. If the number of outputs is odd, an output of zeros is added.
 
         Raises:
-            ConfigError: a part of the inputs does not consist of whole groups, nor of smaller
-                groups that the operators accept; or a part of the outputs begins at an odd index.
+            ConfigError: a range of inputs consists neither of whole groups nor of smaller groups
+                that the operators accept, or a range of outputs begins at an odd index.
             MissingTensorError: a tensor is missing, or has another shape.
             ModelError: a tensor has another type, or values that do not fit into four bits.
             UnsupportedModelError: the values have offsets.
@@ -128,7 +129,8 @@ class StoredInt4:
         return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
     def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
-        """Return any part ``[start, stop)`` of the matrix along ``dim``, in float32.
+        """Return the range ``[start, stop)`` of the matrix's dimension ``dim`` in float32. Any
+        range is possible.
 
         Raises:
             ConfigError, MissingTensorError, UnsupportedModelError: as ``read``.
@@ -138,7 +140,8 @@ class StoredInt4:
         return self.read(0, start - start % 2, stop).floats()[start % 2 :][: stop - start]
 
     def _pairs(self, first: int, last: int, left: int, right: int) -> Tensor:
-        """Return outputs [first, last) and inputs [left, right), two outputs in each byte.
+        """Return the outputs [first, last) and the inputs [left, right) of the matrix, with two
+        outputs in each byte.
 
         Args:
             first: an even number.
@@ -148,8 +151,8 @@ class StoredInt4:
             source = self._find(f"{self._module}.weight_packed")
             self._check(source, "weight_packed", ("I32",), [(out, -(-num_inputs // 8))])
             words: Tensor = source[first:last, left // 8 : -(-right // 8)]
-            # A stored value is the value plus 8. Inverting its highest bit gives the value in two's
-            # complement.
+            # 8 was added to each stored value. Inverting the highest bit of the stored value gives
+            # the value itself in two's complement.
             pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
             return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")
@@ -218,9 +221,9 @@ class StoredInt4:
                 )
 
     def _regrouped(self, scales: Tensor, start: int, stop: int) -> Tensor:
-        """Return the scales of inputs [start, stop); zeros after the matrix's end. If groups cross
-        the part's limits, or the last group is shorter, groups are divided into smaller groups with
-        equal scales.
+        """Return the scales of the inputs [start, stop); scales after the matrix's end are zero. If
+        a group is cut by the limits of this range, or if the last group is shorter, all groups are
+        divided into smaller groups of equal size. The parts of a group have the group's scale.
         """
         if scales.shape[1] == 1:
             return scales
@@ -244,25 +247,28 @@ class StoredInt4:
 
 
 def pack_pairs(values: Tensor) -> Tensor:
-    """Return two outputs in each byte, the first one in the low bits.
+    """Pack two outputs into each byte, the first output in the low bits.
 
     Args:
         values: [out, in] int8 between -8 and 7.
 
     Returns:
-        [out / 2, in] int8; after an odd number of outputs, a zero is added.
+        [out / 2, in] int8; if the number of outputs is odd, an output of zeros is added.
     """
     low, high = _two_rows(values)
     return (low & 15) | (high << 4)
 
 
 def _halves(pairs: Tensor) -> list[Tensor]:
-    """Return the values in the low bits and in the high bits, with their signs."""
+    """Return two tensors: the signed values in the low bits, and the signed values in the high
+    bits.
+    """
     return [(pairs << 4) >> 4, pairs >> 4]
 
 
 def _turned(packed: Tensor) -> Tensor:
-    """Repack weights of four bits: bytes of two neighbouring inputs become bytes of two outputs.
+    """Repack weights of four bits: from bytes that contain two neighbouring inputs to bytes that
+    contain two neighbouring outputs.
 
     Args:
         packed: [out, in / 2] uint8, the first input in the low bits.
@@ -277,6 +283,8 @@ def _turned(packed: Tensor) -> Tensor:
 
 
 def _two_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows with even indices and the rows with odd indices; zeros fill a missing row."""
+    """Return two tensors: the rows with even indices, and the rows with odd indices. If the last
+    odd row is missing, it is filled with zeros.
+    """
     rows = pad(rows, (0, 0, 0, len(rows) % 2))
     return rows[::2], rows[1::2]

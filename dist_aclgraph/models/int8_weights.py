@@ -1,8 +1,8 @@
-"""Matrices in int8 with one scale per output. Either the checkpoint stores the matrices in int8, or
-matrices are quantised while they are loaded.
+"""Matrices in int8, with one scale for each output. Either the checkpoint stores them in int8, or
+they are quantised while they are loaded.
 
-A scale depends on all inputs of an output, not only on the inputs that one rank loads. So for any
-number of ranks, the ranks have parts of the same int8 matrix.
+The scale of an output depends on all of its inputs, not only on the inputs that one rank loads. So
+the ranks always have parts of the same int8 matrix, whatever the number of ranks is.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ class Matrix:
     """The weight of a product.
 
     Attributes:
-        weight: [in, out]; a transposed view, because one row is stored for each output.
-        scale: [1, out] float32, factor of an int8 weight; None for floats.
+        weight: [in, out]. It is a transposed view of the stored matrix, which has one row for each
+            output.
+        scale: [1, out] float32, the scales by which an int8 weight must be multiplied; None for a
+            weight in floats.
     """
 
     weight: Tensor
     scale: Tensor | None = None
 
     def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> Matrix:
-        """Return the matrix with its outputs in another order.
+        """Return this matrix with its outputs in another order.
 
         Args:
             rearrange: changes the order of columns, [n, out] -> [n, out].
@@ -40,20 +42,21 @@ class Matrix:
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest int8 matrix and its scales. The largest weight of each output becomes 127.
+    """Return the nearest int8 matrix and its scales. For each output, the weight that is farthest
+    from zero becomes 127 or -127.
 
     Args:
-        weight: [out, in] float32; must contain all inputs of the whole matrix.
+        weight: [out, in] float32. It must contain all inputs of the whole matrix.
 
     Returns:
         [out, in] int8 and [out, 1] float32.
     """
     scale = weight.abs().amax(1, keepdim=True) / LARGEST
-    # If all weights of an output are zero, its scale is 0.
+    # if all weights of an output are zero, the scale of this output is 0
     steps = torch.where(scale > 0, weight / scale, 0.0)
     return steps.round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
 
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a matrix by the scales of its outputs; shapes must broadcast."""
+    """Multiply a matrix by the scales of its outputs. The shapes must fit for broadcasting."""
     return (weight.float() * scale).to(dtype)

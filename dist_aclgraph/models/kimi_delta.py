@@ -1,5 +1,5 @@
-"""Kimi Delta Attention (arXiv 2510.26692): each channel of a key has its own decay, and the gates
-of results are sigmoids.
+"""Kimi Delta Attention (arXiv 2510.26692). Each channel of a key has its own decay, and the results
+are multiplied by sigmoids of gates.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class KimiDeltaAttention(DeltaAttention):
 
     Attributes:
         qkv: product that computes the inputs of the convolution.
-        inner: product that computes the inputs of ``decays`` and of ``gates``, and b, which has one
-            number for each head.
-        decays: product that computes a number for each channel of each head's key.
+        inner: product that computes the inputs of ``decays``, the inputs of ``gates``, and b, which
+            has one number for each head.
+        decays: product that computes one number for each channel of each head's key; the decays are
+            computed from these numbers.
         gates: product that computes a gate for each element of each head's result.
         decay: [heads, 1] float32, ``-exp(A_log)``.
-        dt_bias: [heads * key_dim] float32, which is added to the results of ``decays``.
+        dt_bias: [heads * key_dim] float32, added to the results of ``decays``.
     """
 
     qkv: Product
@@ -56,7 +57,7 @@ class KimiDeltaAttention(DeltaAttention):
         decays, gates, b = (x.contiguous() for x in torch.split(self.inner(h), widths, dim=-1))
         steps = softplus(self.decays(decays).float() + self.dt_bias)
         g = steps.view(len(steps), delta.num_value_heads, delta.key_dim) * self.decay
-        # beta need not be rounded, because the plain operators compute the rule in float32.
+        # beta is not rounded to another type, because plain operators compute the rule in float32
         beta = b.float().sigmoid()
         qkv = self.qkv(h)
         return qkv, g, beta, self.gates(gates), self.room_for_results(qkv)
@@ -67,7 +68,7 @@ class KimiDeltaAttention(DeltaAttention):
 
 
 class KimiDelta(DeltaKind):
-    """State that the layers of Kimi Delta Attention share."""
+    """What all layers of Kimi Delta Attention share."""
 
     def load(self, slices: WeightSlices, index: int) -> KimiDeltaAttention:
         """Return this rank's linear attention of layer ``index``."""

@@ -1,8 +1,8 @@
 """A sequence of decoder layers, each with any kind of attention.
 
-The forward pass is a sequence of segments, cut at attention (``before_attention`` and
+The forward pass is a sequence of segments, which are divided at attention (``before_attention`` and
 ``after_attention`` of each layer). So the whole pass can be captured as one graph, or each segment
-as one graph.
+as a graph of its own.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 # The possible norms of the input of attention, and of the input of the feed-forward part.
 InputNorm = Norm | NoNorm | Int8Norm
 MakeRope = Callable[[Tensor], Rope]  # maps positions to rotary rows
-# Computes the first layer's input, [num_tokens, hidden], from tensors with one row per token.
+# A function that computes the first layer's input, [num_tokens, hidden], from tensors that have one
+# row for each token.
 Embed = Callable[..., Tensor]
 
 
 class FeedForward(Protocol):
-    """The part of a layer after attention."""
+    """The part of a layer that comes after attention: an MLP or a layer of experts."""
 
     @property
     def quantises_rows(self) -> bool:
-        """Whether only products in int8 use the input."""
+        """Whether the input is read by int8 products and by nothing else."""
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """Map [n, hidden] to [n, hidden], the sum over the ranks."""
+        """Map [n, hidden] to [n, hidden], summed over the ranks."""
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """The feed-forward part of a layer without experts, split over the group by inner width.
+    """The feed-forward part of a layer without experts. Its inner width is split over the tensor
+    parallel group.
 
     Attributes:
         activate: maps the result of ``gate_up`` to the input of ``down``.
@@ -65,7 +67,9 @@ class Mlp:
         return self.gate_up.quantises_rows
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
-        """Map [n, hidden] to [n, hidden]; only layers of experts use the other arguments."""
+        """Map [n, hidden] to [n, hidden], summed over the ranks. ``slots`` and ``step`` are not
+        used; layers of experts need them.
+        """
         return self.down(self.activate(self.gate_up(x)))
 
 
@@ -74,13 +78,14 @@ class DecoderLayer:
     """One decoder layer of this rank.
 
     Attributes:
-        post_attention_norm: norm of the input of the feed-forward part; None if attention and the
+        post_attention_norm: norm of the feed-forward part's input; None if attention and the
             feed-forward part have the same input.
         index: the layer's index in the checkpoint.
-        marks: records on the device which collective the rank has reached.
-        output_norms: norms of the results of attention and of the feed-forward part; None if the
-            results are added to the residual stream without a norm.
-        result_scale: factor of the results of attention and of the feed-forward part.
+        marks: records, on the device, which collective the rank has reached.
+        output_norms: two norms, one for the results of attention, one for the results of the
+            feed-forward part; None if the results are added to the residual stream without a norm.
+        result_scale: factor by which the results of attention and of the feed-forward part are
+            multiplied.
     """
 
     input_norm: InputNorm
@@ -116,16 +121,18 @@ class DecoderLayer:
     def after_attention(
         self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the layer's output, and the residual stream without this output.
+        """Return two tensors: the result of the layer's feed-forward part, and the residual stream
+        to which it is not yet added.
 
         Args:
-            attended: the inputs of attention; the last tensor contains the results of attention.
+            attended: the inputs of attention. The last of these tensors contains the results of
+                attention.
         """
         self.marks.enter(self.index, AFTER)
         norms = self.output_norms or (None, None)
         result = self._result(self.attention.output(attended), norms[0])
         if self.post_attention_norm is None:
-            # The norm is computed again, so that attention need not return the norm's result.
+            # The norm is computed a second time, so that segments need not pass its result on.
             assert not isinstance(self.input_norm, Int8Norm)
             h: Rows = self.input_norm(residual)
             both = result + self._result(self.feed_forward(h, slots, step), norms[1])
@@ -134,8 +141,8 @@ class DecoderLayer:
         return self._result(self.feed_forward(h, slots, step), norms[1]), residual
 
     def _result(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Return the summand for the residual stream: the result of a part of the layer, normalised
-        if ``output_norms`` is set, and multiplied by ``result_scale``.
+        """Return what is added to the residual stream: the result ``x`` of a part of the layer,
+        normalised if ``output_norms`` is set, and multiplied by ``result_scale``.
         """
         x = x if norm is None else norm(x)
         return x if self.result_scale == 1 else x * self.result_scale
@@ -144,8 +151,8 @@ class DecoderLayer:
 def load_layer(
     slices: WeightSlices, spec: ModelSpec, kind: AttentionKind, index: int
 ) -> DecoderLayer:
-    """Return this rank's part of layer ``index``, which may be the layer of a next-token module,
-    after the decoder's last layer.
+    """Return this rank's part of the layer with the index ``index``. The index after that of the
+    decoder's last layer means the layer of the next-token module.
     """
     prefix = f"model.layers.{index}"
     input_norm = _load_input_norm(slices, spec, f"{prefix}.input_layernorm.weight")
@@ -161,7 +168,8 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
     is_first = index in (0, spec.num_layers)  # first layer of the decoder or next-token module
-    # An ``Int8Norm`` always adds a residual stream, and only one product can use its int8 rows.
+    # An ``Int8Norm`` always adds a residual stream, which the first layer does not have. And its
+    # int8 rows cannot be used by two parts of the layer.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
         slices.norm_before(input_norm, fuses_input),
@@ -180,7 +188,7 @@ def _load_input_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm |
 
 
 def load_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm:
-    """Return the norm whose weight has this name, and which normalises hidden states."""
+    """Return the norm of hidden states whose weight has the name ``name``."""
     weight = slices.whole(name, (spec.hidden_size,))
     if spec.norms_center:
         return CenteredNorm(weight, spec.rms_norm_eps)
@@ -212,10 +220,10 @@ def _load_xielu(slices: WeightSlices, prefix: str) -> Xielu:
 
 @dataclass(frozen=True)
 class LayerStack:
-    """A sequence of layers, and a norm after the last layer.
+    """A sequence of layers, followed by a norm.
 
     Attributes:
-        rope: returns the rotary rows of positions; all layers use the same rows.
+        rope: returns the rows of cos and sin for positions; all layers use the same rows.
     """
 
     rope: MakeRope
@@ -236,15 +244,16 @@ class LayerStack:
         """Run all layers.
 
         Args:
-            embed: computes the first layer's input from ``inputs``, in the first segment.
+            embed: computes the first layer's input from ``inputs``; this is a part of the first
+                segment.
             inputs: [num_tokens, ...] each.
             positions: [num_tokens] int32.
-            slots: [num_tokens] int32; ``PADDING_SLOT`` marks padding.
-            caches: one cache per layer.
+            slots: [num_tokens] int32, slots of the tokens; padding tokens have ``PADDING_SLOT``.
+            caches: one cache for each layer.
             run: runs, captures or replays a segment.
 
         Returns:
-            [num_tokens, hidden], normalised.
+            The normalised hidden states, [num_tokens, hidden].
         """
         marks = self.layers[0].marks
         marks.begin_pass(self.layers[0].index)
@@ -265,7 +274,9 @@ class LayerStack:
     def _segments(
         self, embed: Embed, step: ExpertStep, metadata: AttentionMetadata | None
     ) -> list[Segment]:
-        """Return the segments of the forward pass. There is one segment more than layers."""
+        """Return the segments of the forward pass. Their number is one more than the number of
+        layers.
+        """
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -39,7 +39,7 @@ from dist_aclgraph.shapes.int4_formats import Int4Format
 from dist_aclgraph.shapes.model_spec import Activation as ActivationName
 
 WeightSource = Checkpoint | DummyCheckpoint
-# A function that is called with the number of bytes of each weight that is on the device.
+# A function that is called after each weight is on the device, with the weight's number of bytes.
 NotePlaced = Callable[[int], None]
 
 
@@ -49,8 +49,8 @@ def note_nothing(num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Describes a part that will be read later: ``[start, stop)`` along ``dim`` of an [out, in]
-    weight.
+    """Describes a part of an [out, in] weight that will be read later: the range ``[start, stop)``
+    of the dimension ``dim``.
 
     Attributes:
         shape: shape of the whole weight.
@@ -67,7 +67,7 @@ class MatrixPart:
 
     @property
     def where(self) -> tuple[str, tuple[int, int], int, int, int]:
-        """The arguments for the reading methods of a checkpoint."""
+        """The arguments with which the methods of a checkpoint read this part."""
         return self.name, self.shape, self.dim, self.start, self.stop
 
     @property
@@ -79,7 +79,7 @@ class MatrixPart:
         return self.shape[0] if self.dim == 1 else self.stop - self.start
 
     def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> MatrixPart:
-        """Return the part with its outputs in another order; see ``rearrange``."""
+        """Return this part with its outputs in another order; see the attribute ``rearrange``."""
         return replace(self, rearrange=rearrange)
 
 
@@ -88,10 +88,10 @@ class WeightSlices:
     """Reads one rank's weights from a checkpoint, and copies them to the rank's device.
 
     Attributes:
-        group: tensor parallel ranks among which weights are split.
+        group: the tensor parallel ranks over which weights are split.
         experts: how experts are divided among ranks, and how they run.
-        note: called with the number of bytes of each weight after the weight is on the device.
-        zeros: one tensor of zeros for all products of experts that need offsets.
+        note: called after each weight is on the device, with the weight's number of bytes.
+        zeros: one tensor of zeros, which all products of experts use that need offsets.
         fusions: the fused operators that layers may use.
     """
 
@@ -111,11 +111,13 @@ class WeightSlices:
         return self.place(self.checkpoint.read(name, shape))
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return a tensor's part ``[start, stop)`` along ``dim``; zeros follow the tensor's end."""
+        """Return the range ``[start, stop)`` of a tensor's dimension ``dim``. Elements after the
+        tensor's end are zero.
+        """
         return self.checkpoint.read_part(name, shape, dim, start, stop)
 
     def columns(self, name: str, out: int, width: int, start: int, stop: int) -> Tensor:
-        """Return outputs [start, stop) of an [out, in] weight, transposed, in floats."""
+        """Return the outputs [start, stop) of an [out, in] weight, transposed and in floats."""
         columns = MatrixPart(name, (out, width), 0, start, stop)
         return self._read([columns], self.checkpoint.dtype)[0]
 
@@ -130,12 +132,13 @@ class WeightSlices:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return the slice ``[start, stop)`` along ``dim`` of some members of a stack of tensors.
+        """Return the range ``[start, stop)`` of the dimension ``dim`` of some members of a stack of
+        tensors.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.
             dim: dimension of a member.
-            has_blocks: whether members are [out, in] matrices, which may be in FP8.
+            has_blocks: whether members are [out, in] matrices, which may be stored in FP8.
         """
         rest = list(shape[1:])
         rest[dim] = stop - start
@@ -147,16 +150,16 @@ class WeightSlices:
         return stacked
 
     def place(self, weight: Tensor) -> Tensor:
-        """Return a weight in its final form: contiguous, on the device."""
+        """Return a weight as it is used later: contiguous and on the device."""
         placed = weight.contiguous().to(self.device)
         self.note(placed.nbytes)
         return placed
 
     def share(self, width: int) -> tuple[int, int]:
-        """Return [start, stop) of this rank's part of an inner width.
+        """Return this rank's range [start, stop) of an inner width.
 
-        If the group size does not divide the width, columns of zeros are added. These columns do
-        not change results, because silu(0) * 0 = 0.
+        If the width is not a multiple of the group size, columns of zeros are added. They do not
+        change results, because silu(0) * 0 = 0.
         """
         part = -(-width // self.group.size)
         return self.group.rank * part, (self.group.rank + 1) * part
@@ -164,11 +167,11 @@ class WeightSlices:
     def matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> MatrixPart:
-        """Describe the slice ``[start, stop)`` along ``dim`` of an [out, in] weight."""
+        """Describe the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] weight."""
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
     def are_int8(self, parts: Sequence[MatrixPart]) -> bool:
-        """Return whether products multiply all these matrices in int8."""
+        """Return whether products use all of these matrices in int8."""
         return all(self._form_of([part]) == torch.int8 for part in parts)
 
     def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:
@@ -184,7 +187,7 @@ class WeightSlices:
         return Int8Linear(self._in_best_format(weight), scale, bias)
 
     def expert_product(self, experts: Sequence[Sequence[MatrixPart]]) -> ExpertProduct:
-        """Return one product for several experts; each expert's matrices are concatenated."""
+        """Return one product for several experts. The matrices of each expert are concatenated."""
         form = self._form_of(part for parts in experts for part in parts)
         if isinstance(form, Int4Format):
             return self._read_int4(experts, form).grouped(self.zeros)
@@ -199,15 +202,17 @@ class WeightSlices:
         return Int8GroupedProduct(self._in_best_format(weight), scale)
 
     def _in_best_format(self, weight: Tensor) -> Tensor:
-        """Return int8 matrices, [..., in, out], in the storage format for their products."""
+        """Return int8 matrices, [..., in, out], in the storage format that products use here (ND or
+        FRACTAL_NZ).
+        """
         fits = fills_blocks(weight) and self.fusions.use("nz_weights", weight.shape[-1])
         return in_blocks(weight) if fits else weight
 
     def norm_before(self, norm: Norm | NoNorm, quantises_rows: bool) -> Norm | NoNorm | Int8Norm:
-        """Return a norm in the form (float or int8 results) that the layers after it need.
+        """Return a norm whose results are floats or int8, as the layers after it need them.
 
         Args:
-            quantises_rows: whether only products in int8 use the results.
+            quantises_rows: whether the results are read by int8 products and by nothing else.
         """
         if not isinstance(norm, RmsNorm):
             return norm
@@ -217,14 +222,18 @@ class WeightSlices:
     def activation(
         self, down: Product | ExpertProduct, kind: ActivationName = "silu"
     ) -> Activation:
-        """Return an activation in the form (float or int8 results) that the next product needs."""
+        """Return an activation whose results are floats or int8, as the product ``down`` needs
+        them.
+        """
         if kind != "silu":
             return geglu if kind == "gelu_pytorch_tanh" else squared_relu
         fuses = down.quantises_rows and self.fusions.use("swiglu_quant", down.weight.shape[-2])
         return swiglu_to_int8 if fuses else swiglu
 
     def inner_product(self, gate_up: ExpertProduct, down: ExpertProduct) -> InnerProduct:
-        """Return gate, up and SwiGLU of experts, in the form that the product of down needs."""
+        """Return the product of gate and up and the activation for experts. The results are floats
+        or int8, as the product ``down`` needs them.
+        """
         width = down.weight.shape[-2]
         if (
             isinstance(gate_up, Int8GroupedProduct)
@@ -236,16 +245,18 @@ class WeightSlices:
         return ActivatedProduct(gate_up, self.activation(down))
 
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
-        """Return the common form of matrices that one operator reads.
+        """Return the form in which one operator reads all of these matrices.
 
-        If all matrices have the same form, the result is this form. Otherwise the result is floats,
+        If all matrices have the same form, this is the result. Otherwise the result is floats,
         because matrices that a checkpoint stores in floats must not be quantised.
         """
         forms = {self.checkpoint.form_of(part.name, part.shape) for part in parts}
         return forms.pop() if len(forms) == 1 else self.checkpoint.dtype
 
     def _read_int4(self, stack: Sequence[Sequence[MatrixPart]], form: Int4Format) -> Int4Weights:
-        """Return one or more concatenations of matrices of four bits."""
+        """Return a stack of matrices of four bits. Each of them is a concatenation of the matrices
+        in one element of ``stack``.
+        """
         num_inputs, num_outputs = _sizes(stack[0])
         weights = Int4Weights(
             stack[0][0].name,
@@ -260,15 +271,18 @@ class WeightSlices:
         return weights
 
     def _read(self, parts: Sequence[MatrixPart], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Return concatenated matrices, [in, all outputs], with scales if they are int8."""
+        """Return the matrices, concatenated to [in, all outputs], and their scales if they are
+        int8.
+        """
         weight = torch.empty(_sizes(parts), dtype=dtype, device=self.device)
         return weight, self._fill(weight, parts)
 
     def _fill(self, weight: Tensor, parts: Sequence[MatrixPart]) -> list[Tensor]:
-        """Read matrices one after another, each directly into its columns of ``weight``.
+        """Read the matrices one after another. Each matrix is read directly into its columns of
+        ``weight``.
 
         Returns:
-            The scales of the matrices, [1, out] each; empty if the weight is not int8.
+            The scales of the matrices, [1, out] each; an empty list if the weight is not int8.
         """
         scales, widths = [], [part.num_outputs for part in parts]
         for part, columns in zip(parts, torch.split(weight, widths, 1), strict=True):
@@ -287,18 +301,20 @@ class WeightSlices:
         return scales
 
     def fused(self, parts: list[tuple[str, int, int, int]], width: int, has_bias: bool) -> Product:
-        """Return one product that computes the outputs of several weights, one after the other.
+        """Return one product that computes the outputs of several weights and concatenates them.
 
         Args:
-            parts: for each weight, its name, its number of outputs, and [start, stop) of the
-                outputs that are used.
+            parts: for each weight, its name, its number of outputs, and the range [start, stop) of
+                the outputs that are used.
             width: number of inputs of each weight.
         """
         matrices = [self.matrix(n, (out, width), 0, a, b) for n, out, a, b in parts]
         return self.joined(matrices, has_bias)
 
     def joined(self, matrices: Sequence[MatrixPart], has_bias: bool) -> Product:
-        """Return one product for parts of outputs, with the biases of these outputs."""
+        """Return one product for the outputs that ``matrices`` describes. If ``has_bias``, it also
+        adds the biases of these outputs.
+        """
         bias = self.place(torch.cat([self._bias(m) for m in matrices])) if has_bias else None
         return self.product(matrices, bias)
 
@@ -310,7 +326,7 @@ class WeightSlices:
     def row_parallel(
         self, name: str, shape: tuple[int, int], start: int, stop: int, has_bias: bool
     ) -> RowParallelLinear:
-        """Return the product with inputs [start, stop) of an [out, in] weight of this shape."""
+        """Return the row-parallel product with the inputs [start, stop) of an [out, in] weight."""
         matrix = self.matrix(name, shape, 1, start, stop)
         bias = self.whole(f"{name}.bias", shape[:1]) if has_bias else None
         if self.group.size == 1:
@@ -319,16 +335,17 @@ class WeightSlices:
 
 
 def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of concatenated matrices."""
+    """Return the number of inputs and the number of outputs of the concatenated matrices."""
     return parts[0].num_inputs, sum(part.num_outputs for part in parts)
 
 
 def part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function that changes the order of outputs from head by head to part by part.
+    """Return a function that changes the order of outputs. Before, they are stored head by head,
+    and each head has several parts.
 
     Args:
-        widths: number of outputs of each part of a head. The result has the first parts of all
-            heads, then the second parts, and so on.
+        widths: number of outputs of each part of a head. In the new order, the first parts of all
+            heads come first, then the second parts of all heads, and so on.
     """
 
     def rearrange(outputs: Tensor) -> Tensor:

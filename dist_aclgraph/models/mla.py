@@ -1,5 +1,5 @@
 """Multi-head latent attention of a decoder (DeepSeek V2 and V3): the products, norms and weights
-that ``layers/latent_attention.py`` needs.
+around the computation of ``layers/latent_attention.py``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def share_latent_heads(num_heads: int, group: CommGroup, *, pads_heads: bool = T
     """Return this rank's heads.
 
     Args:
-        pads_heads: whether attention adds heads of zeros, if the operator needs them.
+        pads_heads: whether attention adds heads of zeros if the operator does not accept the number
+            of heads.
 
     Raises:
-        ConfigError: the group size does not divide the heads, or the attention operator does not
-            support the number of heads on a rank.
+        ConfigError: the number of heads is not a multiple of the group size, or the attention
+            operator does not support the number of heads on a rank.
     """
     count = heads_per_rank(num_heads, group.size, is_latent=True, pads_heads=pads_heads)
     return range(group.rank * count, (group.rank + 1) * count)
@@ -44,14 +45,15 @@ class MultiHeadLatentAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: one product, or two products if there is a prologue. They compute from the hidden
-            states: latents of queries [q_rank] (or the queries), the latent [512], and the key to
-            rotate [64].
-        q_norm: [q_rank], weight of the norm of these latents; None if ``down`` returns the queries.
-        q_up: product that computes the queries: q_rank -> heads * 192; None if ``down`` returns the
+        down: one product, or two products if there is a prologue. From the hidden states, they
+            compute the latents of queries [q_rank] (in models without such latents, the queries),
+            the latent [512], and the part of the key that is rotated [64].
+        q_norm: [q_rank], weight of the norm of the queries' latents; None if ``down`` computes the
             queries.
-        prologue: one operator for steps whose tokens all attend directly; None if all steps use
-            separate operators.
+        q_up: product that computes the queries from their latents: q_rank -> heads * 192; None if
+            ``down`` computes the queries.
+        prologue: one operator that does the work before attention in steps whose tokens all attend
+            directly; None if all steps use separate operators.
     """
 
     down: tuple[Product, ...]
@@ -70,8 +72,8 @@ class MultiHeadLatentAttention:
         self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
     ) -> tuple[Tensor, ...]:
         """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
-        tensor for the result. If the prologue will compute these tensors, return the prologue's
-        int8 rows instead.
+        tensor for the result. If ``attend`` will run the prologue, return the prologue's int8 input
+        rows in place of q and kv.
         """
         npu, sizes, heads = torch.ops.npu, self.sizes, self.latent.num_heads
         if self.prologue is not None:
@@ -116,16 +118,16 @@ class MultiHeadLatentAttention:
 
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether these inputs of attention are the inputs of the prologue, not of separate
-    operators.
+    """Return whether these inputs of ``attend`` are the inputs of the prologue. If not, they are
+    the results of separate operators.
     """
     return inputs[0].dtype == torch.int8
 
 
 class LatentKind:
-    """State that all layers of latent attention share: the rank's heads and the rotary tables.
+    """What all layers of latent attention share: the rank's heads and the rotary tables.
 
-    Also reads the weights that all forms of latent attention have.
+    This class also reads the weights that all forms of latent attention have.
     """
 
     slot_dtype = torch.int64
@@ -163,7 +165,9 @@ class LatentKind:
         return float(width**-0.5 * score_factor(self._spec.rope))
 
     def _key_values(self, slices: WeightSlices, prefix: str) -> MatrixPart:
-        """Return the matrix of the latent and the key to rotate, [hidden, 512 + 64]."""
+        """Return the matrix that computes the latent and the rotated part of the key, [hidden, 512
+        + 64].
+        """
         width = self._sizes.kv_rank + self._sizes.rope_dim
         shape = (width, self._spec.hidden_size)
         matrix = slices.matrix(f"{prefix}.kv_a_proj_with_mqa", shape, 0, 0, width)
@@ -184,9 +188,9 @@ class LatentKind:
         return matrix.rearranged(lambda columns: self._paired(columns, d))
 
     def _paired(self, weight: Tensor, width: int) -> Tensor:
-        """Move the two columns of each rotated pair next to each other.
+        """Reorder columns, so that the two columns of each rotated pair are neighbours.
 
-        In each group of ``width`` columns, the last columns are rotated.
+        In each group of ``width`` columns, the last columns belong to the rotated part.
         """
         if self._sizes.interleaves:
             return weight
@@ -197,8 +201,8 @@ class LatentKind:
         return torch.cat([plain, pairs], dim=-1).flatten(1)
 
     def _up(self, slices: WeightSlices, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weight of the latent's norm, and the matrices of each head's keys and values,
-        [heads, d, 512].
+        """Return the weight of the latent's norm, the matrices that compute each head's keys, and
+        the matrices that compute each head's values, [heads, d, 512] each.
         """
         sizes, heads = self._sizes, self._heads
         d = sizes.plain_dim + sizes.value_dim
@@ -211,22 +215,22 @@ class LatentKind:
         return norm, slices.place(keys), slices.place(values)
 
     def _int8_rows(self, room: CacheRoom) -> Tensor:
-        """Return the rows of a cache with latents in int8."""
+        """Return the tensor of cache rows that contain latents in int8."""
         width = int8_row_bytes(self._sizes.kv_rank + self._sizes.rope_dim, room.dtype.itemsize)
         return self._zeros(replace(room, dtype=torch.int8), width)
 
     def _zeros(self, room: CacheRoom, width: int) -> Tensor:
-        """Return a tensor of a cache. Some operators read whole blocks, so a NaN after the last key
-        would spread.
+        """Return a cache tensor of zeros. Some operators read whole blocks, so a NaN after the last
+        key would spread.
         """
         shape = (room.num_blocks, room.block_size, 1, width)
         return torch.zeros(shape, dtype=room.dtype, device=self._device)
 
 
 class MultiHeadLatent(LatentKind):
-    """State of the layers in which a query attends to all keys that it sees."""
+    """What the layers share in which a query attends to all keys that it may see."""
 
-    # In direct attention, the operator accepts only a small number of queries.
+    # for direct attention, the operator accepts only few queries of a request
     takes_long_queries = False
     reads_device_rows = False
     chooses_keys = False
@@ -279,8 +283,8 @@ class MultiHeadLatent(LatentKind):
 
 
 class Int8Latent(MultiHeadLatent):
-    """State of the layers in which a query attends to all keys that it sees, and latents are stored
-    in int8.
+    """What the layers share in which a query attends to all keys that it may see, and whose latents
+    are stored in int8.
     """
 
     reads_device_rows = True
@@ -290,4 +294,4 @@ class Int8Latent(MultiHeadLatent):
         return Int8LatentCache(self._int8_rows(room))
 
     def _suits_prologue(self, slices: WeightSlices, matrices: list[MatrixPart]) -> bool:
-        return False  # The prologue writes latents in floats.
+        return False  # the prologue can write latents only in floats

@@ -1,5 +1,5 @@
-"""Experts in MXFP4, as gpt-oss is published: two values of four bits in a byte, and one power of
-two for each 32 values (OCP Microscaling Formats 1.0).
+"""Experts in MXFP4, the format of gpt-oss: two values of four bits in each byte, and one power of
+two for every 32 values (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -7,26 +7,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# endings of the names of the tensors with values and with powers
+# endings of tensor names: tensors with values, tensors with powers
 BLOCKS, SCALES = "_blocks", "_scales"
-STORED = ("U8",)  # the type of values and powers, in safetensors' words
+STORED = ("U8",)  # safetensors' name of the stored type of values and powers
 GROUP = 32  # number of values that share a power
-_BIAS = 127  # A stored power is the exponent plus this number.
+_BIAS = 127  # A stored power is the exponent of two plus this number.
 # The value of each code of E2M1: one sign bit, two bits of the exponent, one bit of the mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-# The two values of each byte, [256, 2]; the lower half is the first value.
+# [256, 2], the two values that each byte contains. The lower half of the byte is the first value.
 _PAIRS = [(_VALUES[byte & 0xF], _VALUES[byte >> 4]) for byte in range(256)]
 
 
 def dequantise(blocks: Tensor, powers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [rows, groups * 32] values.
+    """Return the values as floats of type ``dtype``: [rows, groups * 32].
 
     Args:
         blocks: [rows, groups, 16] uint8.
         powers: [rows, groups] uint8.
     """
-    # bfloat16 is exact here: a value has two significant bits, and the range of powers is the same.
+    # bfloat16 is exact here, because a value has two significant bits, and bfloat16 has the same
+    # range of powers.
     pairs = torch.tensor(_PAIRS, dtype=torch.bfloat16)
     values = pairs.index_select(0, blocks.flatten().int()).view(*powers.shape, GROUP)
     factors = torch.pow(2.0, powers.float() - _BIAS).bfloat16()

@@ -1,6 +1,6 @@
 """The module of a checkpoint that predicts one token further than the decoder.
 
-The module mixes the hidden state at a position with the token after this position, and runs one
+The module combines the hidden state at a position with the token after this position, and runs one
 decoder layer on the result. The module uses the decoder's embedding and head, although checkpoints
 contain separate copies for the module. Reference: the DeepSeek-V3 report, section 2.2.
 """
@@ -28,9 +28,10 @@ class NextTokenModule:
     """One rank's part of the next-token module.
 
     Attributes:
-        kind: kind of attention of the layer.
-        mix: [2 * hidden, hidden], the token's half first; every rank has the whole matrix.
-        stack: one layer, and the norm before the head.
+        kind: the kind of attention of the module's layer.
+        mix: [2 * hidden, hidden], the matrix that combines a token's embedding (first half) and a
+            hidden state (second half). Every rank has the whole matrix.
+        stack: the module's layer, and the norm before the output head.
     """
 
     embedding: VocabularyEmbedding
@@ -42,7 +43,9 @@ class NextTokenModule:
     head: VocabularyHead
 
     def make_cache(self, room: CacheRoom) -> Cache:
-        """Return the layer's KV cache; it uses the same block ids as the decoder's layers."""
+        """Return the layer's KV cache. A request's block ids are the same in this cache and in the
+        caches of the decoder's layers.
+        """
         return self.kind.make_cache(room)
 
     def forward(
@@ -55,11 +58,13 @@ class NextTokenModule:
         metadata: AttentionMetadata,
         step: ExpertStep,
     ) -> Tensor:
-        """Return [n, hidden], normalised: the input of ``logits`` and of the next iteration.
+        """Return the normalised hidden states, [n, hidden]. They are the input of ``logits`` and of
+        the next iteration.
 
         Args:
             token_ids: [n] int32, the token after each place.
-            hidden: [n, hidden], hidden state of each place, from the decoder or this module.
+            hidden: [n, hidden], hidden state of each place, from the decoder or from the previous
+                iteration.
             positions: [n] int32, positions of the places.
         """
         inputs = (token_ids, hidden)
@@ -81,7 +86,9 @@ def load_next_token_module(
     embedding: VocabularyEmbedding,
     head: VocabularyHead,
 ) -> NextTokenModule:
-    """Load the first next-token module, which is the layer after the decoder's last layer."""
+    """Load the first next-token module. In the checkpoint, it is the layer after the decoder's last
+    layer.
+    """
     width = spec.hidden_size
     prefix = f"model.layers.{spec.num_layers}"
     mix = slices.columns(f"{prefix}.eh_proj.weight", width, 2 * width, 0, width)

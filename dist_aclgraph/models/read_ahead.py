@@ -1,9 +1,9 @@
 """Reads a checkpoint into the page cache before ranks copy slices from it.
 
-So the disk reads chunks while the process converts slices. The chunks of each file are divided
-among the ranks of a node. Together, the ranks request each byte once, from the first to the last.
-This order is useful for all ranks, because the ranks need slices of the same tensors at about the
-same time.
+So the disk reads the next chunks while the process converts slices. The chunks of each file are
+divided among the ranks of a node. Together, the ranks request each byte of a file once, from the
+first to the last. All ranks profit from this order, because they need slices of the same tensors at
+about the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The index of a rank among the ranks of its node that load at the same time."""
+    """The index of a rank among the ranks of its node that load weights at the same time, and the
+    number of these ranks.
+    """
 
     index: int = 0
     count: int = 1
@@ -36,7 +38,8 @@ ALONE = Neighbour()
 
 
 def turns(sizes: Sequence[int], rank: Neighbour) -> Iterator[tuple[int, int, int]]:
-    """Yield a rank's chunks: index of the file, first byte, number of bytes.
+    """Yield the chunks that a rank requests. For each chunk: index of the file, first byte, number
+    of bytes.
 
     Args:
         sizes: sizes of the files in bytes.
@@ -54,13 +57,13 @@ def read_ahead(files: Sequence[Path], rank: Neighbour) -> threading.Thread | Non
     while this process works.
 
     Returns:
-        The thread; None if the files do not fit into memory. Then only the system's own read-ahead
-        is used.
+        The thread. None if the files do not fit into memory; in this case, only the operating
+        system reads ahead.
     """
     try:
         sizes = [file.stat().st_size for file in files]
     except OSError:
-        return None  # ignored, because the loader will report the error
+        return None  # the error is ignored, because the loader will report it
     if sum(sizes) > MEMORY_SHARE * _available_bytes():
         return None
     thread = threading.Thread(target=_ask, args=(files, sizes, rank), daemon=True)
@@ -78,7 +81,7 @@ def _ask(files: Sequence[Path], sizes: Sequence[int], rank: Neighbour) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the bytes of memory that are free or used only by cached files."""
+    """Return how many bytes of memory are free, or contain nothing but cached files."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -1,8 +1,9 @@
 """Sparse latent attention of a decoder (DeepSeek V3.2, GLM-5): latent attention to the keys that an
 indexer chooses for each query.
 
-Contains the products, norms and weights that ``layers/sparse_attention.py`` needs. The indexer has
-few small heads. Every rank computes all of them, so that all ranks choose the same keys.
+This module contains the products, norms and weights around the computation of
+``layers/sparse_attention.py``. The indexer has few small heads. Every rank computes all of these
+heads, so that all ranks choose the same keys.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Indexer:
     """The indexer of one layer.
 
     Attributes:
-        key_norm, key_bias: [128], weights of the layer norm of index keys.
-        head_weights: product that computes the weights of the heads' scores: hidden -> index heads.
+        key_norm, key_bias: [128], weight and bias of the layer norm of index keys.
+        head_weights: product that computes the weight of each head's score: hidden -> index heads.
     """
 
     key_norm: Tensor
@@ -48,7 +49,7 @@ class Indexer:
     def project(self, h: Tensor, queries: Tensor, keys: Tensor, rope: Rope) -> IndexRows:
         """Return the inputs of the operator that chooses keys.
 
-        The scores are not scaled, because a positive factor changes no choice.
+        The scores are not scaled, because a positive factor does not change which keys are chosen.
 
         Args:
             queries: [n, index heads * 128]; keys: [n, 128]; neither normalised nor rotated.
@@ -62,7 +63,7 @@ class Indexer:
         )
 
     def _rotate(self, x: Tensor, rope: Rope) -> Tensor:
-        """Rotate the first elements of heads, [n, heads, 128] -> [n, heads, 128]."""
+        """Rotate the first elements of each head: [n, heads, 128] -> [n, heads, 128]."""
         first, rest = torch.split(x, [self.rope_dim, x.shape[2] - self.rope_dim], dim=-1)
         cos, sin = (table.view(1, -1, 1, self.rope_dim) for table in rope)
         turned = torch.ops.npu.npu_rotary_mul(first.unsqueeze(0), cos, sin)[0]
@@ -75,12 +76,12 @@ class MultiHeadSparseAttention:
 
     Attributes:
         down: product that computes, from the hidden states, the latents of queries [q_rank], the
-            latent [512], the key to rotate [64], and the index key [128].
+            latent [512], the part of the key that is rotated [64], and the index key [128].
         q_norm: [q_rank], weight of the norm of the queries' latents.
         q_up: product that computes, from the queries' latents, the queries [heads * (plain dim +
             64)] and the index queries [index heads * 128].
-        indexer: chooses the keys. None if the layer uses the keys chosen by an earlier layer; then
-            ``down`` and ``q_up`` compute no index keys and no index queries.
+        indexer: chooses the keys. None if the layer uses the keys chosen by an earlier layer. In
+            such a layer, ``down`` computes no index keys, and ``q_up`` computes no index queries.
     """
 
     down: Product
@@ -93,8 +94,8 @@ class MultiHeadSparseAttention:
 
     @property
     def quantises_rows(self) -> bool:
-        # If the layer has an indexer, rows must be floats, because the indexer multiplies them by
-        # the weights of its heads.
+        # If the layer has an indexer, the rows must be floats, because they are also the input of
+        # the indexer's ``head_weights``.
         return self.indexer is None and self.down.quantises_rows
 
     def project(
@@ -130,7 +131,7 @@ class MultiHeadSparseAttention:
         metadata: AttentionMetadata,
         earlier: Choice | None,
     ) -> Choice | None:
-        """Return the keys that the indexer chooses for each query."""
+        """Compute attention into ``inputs[-1]``. Return the keys that each query has chosen."""
         q, q_rope, kv, *index, out = inputs
         rows = IndexRows(*index) if self.indexer is not None else None
         return self.sparse(q, q_rope, kv, out, rows, rope, cache, metadata, earlier)
@@ -140,7 +141,7 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """State that all sparse layers share: the same state as for latent attention."""
+    """What all layers of sparse attention share. It is the same as for latent attention."""
 
     takes_long_queries = True
     reads_device_rows = True
@@ -157,7 +158,7 @@ class SparseLatent(LatentKind):
     def load_layer(
         self, slices: WeightSlices, index: int, *, has_indexer: bool
     ) -> MultiHeadSparseAttention:
-        """Return this rank's attention of layer ``index``, with or without an indexer."""
+        """Return this rank's attention of layer ``index``, with an indexer if ``has_indexer``."""
         prefix, hidden = f"model.layers.{index}.self_attn", self._spec.hidden_size
         rank, spec = self._sizes.q_rank, self._indexer
         assert rank is not None
@@ -207,19 +208,19 @@ class SparseLatent(LatentKind):
     def _index_matrix(
         self, slices: WeightSlices, name: str, num_heads: int, width: int
     ) -> MatrixPart:
-        """Return a matrix of the indexer for all its heads, [width, heads * 128]."""
+        """Return a matrix of the indexer for all of the indexer's heads, [width, heads * 128]."""
         out = num_heads * self._indexer.head_dim
         return slices.matrix(name, (out, width), 0, 0, out).rearranged(self._half_split)
 
     def _half_split(self, columns: Tensor) -> Tensor:
-        """Move the two neighbouring elements of each rotated pair to the two halves of the rotated
-        part.
+        """Reorder the rotated part of each head: of each pair of neighbouring elements, the first
+        one moves to the first half of the rotated part, and the second one to the second half.
 
-        Products of index queries and index keys do not depend on the order of elements. So one form
-        of rotation is enough for all checkpoints.
+        Products of index queries and index keys do not depend on the order of elements. So with
+        this order, the same operator can rotate the heads of all checkpoints.
 
         Args:
-            columns: [n, index heads * 128]; the first elements of a head are rotated.
+            columns: [n, index heads * 128]; the first elements of each head are its rotated part.
         """
         if not self._indexer.interleaves:
             return columns
@@ -233,7 +234,7 @@ class SparseLatent(LatentKind):
     ) -> SparseCache | Int8LatentCache:
         """Return one layer's cache, with index keys if the layer has an indexer."""
         sizes = self._sizes
-        # Every shard keeps the index keys of all shards.
+        # every rank keeps the index keys of all shards
         whole = replace(room, block_size=room.block_size * self._context.dcp.size)
         index_keys = self._zeros(whole, self._indexer.head_dim) if has_indexer else None
         if room.int8_latents:
@@ -245,7 +246,8 @@ class SparseLatent(LatentKind):
 
 @dataclass(frozen=True)
 class ChosenLatent:
-    """Layers that use the keys chosen by an earlier layer. These layers share ``sparse``'s state.
+    """The kind of the layers that use the keys chosen by an earlier layer. They share what
+    ``sparse`` owns.
 
     Attributes:
         sparse: the kind of the layers with an indexer.

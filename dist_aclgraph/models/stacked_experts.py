@@ -1,6 +1,6 @@
 """Loads experts that a checkpoint stores as one tensor for all experts of a layer.
 
-Such experts are never converted to int8.
+Experts that are stored in this way are never converted to int8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_stacked_products(
 
     Args:
         prefix: beginning of the weights' names, such as ``model.layers.3.mlp.experts``.
-        share: [start, stop) of the inner width of each expert.
+        share: this rank's range [start, stop) of each expert's inner width.
     """
     count, width, (start, stop) = experts.num_experts, experts.width, share
 
@@ -44,7 +44,7 @@ def load_stacked_products(
     gate_up_bias = stack("gate_up_proj_bias", (2 * width,), 0, 2 * start, 2 * stop)
     down_bias = stack("down_proj_bias", (hidden,), 0, 0, hidden)
     if stop - start < width and slices.group.rank > 0:
-        down_bias.zero_()  # Only one of the ranks that share an expert adds the expert's bias.
+        down_bias.zero_()  # only one of the ranks that share an expert adds its bias
     return (
         GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
         GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),
@@ -59,16 +59,16 @@ def load_joined_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return the products of gate and up, and of down, from tensors [experts, out, in], or
-    [experts, in, out] if the spec says so.
+    """Return two products for the experts ``here``: that of gate and up, and that of down. Their
+    weights are stored as [experts, out, in], or as [experts, in, out] if the spec says so.
 
-    The tensors have no biases, and all rows of gate come before the rows of up.
+    The products have no biases. In the stored tensor, all rows of gate come before the rows of up.
 
     Raises:
         ConfigError: the deployment converts matrices to int8.
     """
     count, width, (start, stop) = experts.num_experts, experts.width, share
-    # transformers 5 saves [experts, out, in] for all families.
+    # transformers 5 saves [experts, out, in] for all model families.
     stored = slices.checkpoint.shape_of(f"{prefix}.gate_up_proj")
     transposed = experts.joined_is_transposed and stored == (count, hidden, 2 * width)
     if slices.checkpoint.quantises:
@@ -76,11 +76,13 @@ def load_joined_products(
             f"quantization is w8a8; {prefix} is stored as one tensor for all experts, which cannot "
             "be converted to int8: leave quantization out"
         )
-    # The last ranks can have rows of zeros instead of stored rows.
+    # The parts of the last ranks can be beyond the stored rows; they are filled with zeros.
     last = max(start, min(stop, width))
 
     def read(name: str, outs: int, ins: int, dim: int, first: int, end: int) -> Tensor:
-        """Return [first, end) of dimension ``dim`` of [out, in] matrices, as [experts, in, out]."""
+        """Return the range [first, end) of the dimension ``dim`` of [out, in] matrices, transposed
+        to [experts, in, out].
+        """
         if transposed:
             shape = count, ins, outs
             return slices.stack(f"{prefix}.{name}", shape, here, 1 - dim, first, end)
@@ -98,5 +100,7 @@ def load_joined_products(
 
 
 def _bias(bias: Tensor) -> Tensor:
-    """Convert a bias to the type that the operator requires with weights of the bias's type."""
+    """Convert a bias, which has the type of the weights, to the type that the operator requires for
+    biases.
+    """
     return bias.float() if bias.dtype == torch.bfloat16 else bias

@@ -1,6 +1,6 @@
 """Decides how many groups a deployment needs.
 
-The load at which groups are added is higher than the load at which groups are removed.
+Groups are added at a higher load than that at which groups are removed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dist_aclgraph.config import AutoscaleConfig
 
 @dataclass(frozen=True)
 class Demand:
-    """The load of all groups that accept requests, together.
+    """The load of all groups that accept requests, counted together.
 
     Attributes:
         groups: number of these groups, 1 or more.
-        running, waiting: numbers of running and of waiting requests in all these groups.
+        running, waiting: number of running requests, and number of waiting requests, in all of
+            these groups.
         rows: number of requests that one group can run at the same time.
-        missing: number of lost groups, which will be replaced.
+        missing: number of groups that were lost, and will be replaced.
     """
 
     groups: int
@@ -30,13 +31,14 @@ class Demand:
 
 @dataclass
 class Autoscaler:
-    """Owns the times at which the load became too high or too low.
+    """Owns the time since which the load has been too high, and the time since which it has been
+    too low.
 
-    One group is added if more than ``target_waiting`` requests per group have been waiting for
-    ``up_s`` without a break. One group is removed if two conditions have been true for ``down_s``
-    without a break: no request was waiting, and the running requests would have filled at most half
-    of the other groups. So after the removal, the other groups can run all requests at the same
-    time.
+    One group is added if, during the last ``up_s``, more than ``target_waiting`` requests per group
+    were waiting at all times. One group is removed if, during the last ``down_s``, two conditions
+    were true at all times: no request was waiting, and the running requests would have filled at
+    most half of the rows of the remaining groups. So after the removal, the remaining groups can
+    run all requests at the same time.
     """
 
     config: AutoscaleConfig
@@ -44,7 +46,9 @@ class Autoscaler:
     _idle_since_s: float | None = None
 
     def decide(self, now_s: float, demand: Demand) -> int:
-        """Return the wanted number of groups, which does not include lost groups."""
+        """Return how many groups are wanted. The groups that will replace lost groups are not
+        included.
+        """
         config, groups = self.config, demand.groups
         is_busy = demand.waiting > config.target_waiting * groups
         is_idle = not demand.waiting and 2 * demand.running <= (groups - 1) * demand.rows
@@ -55,8 +59,8 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # Lost groups are replaced as long as the restart budget allows it. So no further groups are
-        # requested in their place.
+        # Lost groups are replaced anyway, as long as the restart budget allows it. So no additional
+        # groups are requested in their place.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

@@ -1,4 +1,6 @@
-"""Buckets: the token counts at which graphs are captured, and how a batch is padded to a bucket."""
+"""Buckets: the numbers of tokens for which graphs are captured, and how a batch is padded to one of
+these numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,18 @@ MIXED_MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 
 
 class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """The graphs of one kind, at several sizes.
+    """The graphs of one kind, in several sizes.
 
     Attributes:
-        run_mode: FULL graphs contain attention; PIECEWISE graphs contain no attention, which runs
-            eagerly between two graphs.
+        run_mode: FULL if the graphs contain attention; PIECEWISE if attention runs eagerly between
+            graphs.
         query_len: number of tokens of each request; 0 if the graphs accept any mixture of prefill
             and decode.
-        buckets: sizes in tokens, ascending.
-        refused: sizes that some rank could not capture; no rank tries these sizes again.
-        max_buckets: the largest number of captured buckets that every rank could have at the same
-            time; None if no capture has failed yet.
+        buckets: the sizes of the graphs, in tokens and in ascending order.
+        refused: sizes that at least one rank could not capture. No rank tries to capture these
+            sizes again.
+        max_buckets: maximum number of captured buckets, because a capture beyond this number has
+            failed on some rank; None if no capture has failed yet.
     """
 
     run_mode: RunMode
@@ -43,8 +46,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A full graph of mixed batches has room for one request more than the maximum number of
-        running requests; the padding tokens belong to the additional request.
+        A full graph for mixed batches has room for one request more than the maximum number of
+        running requests. The padding tokens belong to this additional request.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)
@@ -52,17 +55,18 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         return BatchDescriptor(bucket, num_reqs, self.query_len, self.run_mode)
 
     def has(self, graph: BatchDescriptor) -> bool:
-        """Whether the graph belongs to this family."""
+        """Whether ``graph`` belongs to this family."""
         return self.is_kind_of(graph) and graph.num_tokens in self.buckets
 
     def is_kind_of(self, graph: BatchDescriptor) -> bool:
-        """Whether the graph is of this family's kind, at any size."""
+        """Whether ``graph`` has the kind of this family; its size does not matter."""
         return (graph.mode, graph.query_len) == (self.run_mode, self.query_len)
 
     def keep(self, without: BatchDescriptor | None, limit: int | None = None) -> GraphFamily:
-        """Return the family without one graph, and with at most ``limit`` of the other graphs.
+        """Return the family without the graph ``without``, and with at most ``limit`` of its other
+        graphs.
 
-        Both changes are permanent: the size of the graph is not tried again, and the family never
+        Both changes are permanent: the size of ``without`` is not tried again, and the family never
         has more than ``limit`` sizes.
         """
         left = [b for b in self.buckets if without is None or b != without.num_tokens]
@@ -80,13 +84,14 @@ def stepped_sizes(largest: int) -> list[int]:
 
 
 def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tuple[int, ...]:
-    """Return candidate sizes, ascending: the stepped sizes, and the size of the largest batch.
+    """Return the sizes that may be captured, in ascending order: the stepped sizes, and the size of
+    the largest batch.
 
     Args:
-        largest_batch: tokens of the largest batch that can run.
+        largest_batch: number of tokens of the largest batch that can run.
         max_tokens: maximum number of tokens of a graph.
-        query_len: number of tokens of each request in a decode step, drafts included (k + 1); sizes
-            are multiples of this number.
+        query_len: number of tokens of each request in a decode step, drafts included (k + 1). All
+            sizes are multiples of this number.
     """
     largest = min(largest_batch, max_tokens) // query_len * query_len
     sizes = {-(-size // query_len) * query_len for size in stepped_sizes(largest)}
@@ -94,8 +99,8 @@ def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tu
 
 
 def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the graphs that are captured if every rank has enough streams and memory for all
-    graphs.
+    """Return the families of graphs that are captured if every rank has enough streams and memory
+    for all of them.
     """
     graph = config.graph
     found = []
@@ -110,9 +115,9 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
 def asked_sizes(
     mode: str, decode: Sequence[int], mixed: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the keys of the configuration's ``graph`` that request these sizes.
+    """Return the keys of the configuration's section ``graph`` that request these sizes.
 
-    The result omits keys that the mode does not use.
+    Keys that the mode does not use are omitted.
     """
     if mode == "FULL_AND_PIECEWISE":
         return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}
@@ -122,8 +127,8 @@ def asked_sizes(
 
 
 def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the families of lazy graphs: while serving, they may be captured in addition to the
-    plan.
+    """Return the families of lazy graphs. Lazy graphs are not in the plan at start; they may be
+    captured later, while the deployment serves requests.
     """
     mode, lazy = config.graph.mode, config.graph.lazy
     found = []
@@ -140,7 +145,8 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
-    # Graphs of different sizes can round differently, so exact answers need a single size.
+    # Graphs of different sizes can round results differently, so exact answers need graphs of a
+    # single size.
     if config.recovery.exact:
         buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
@@ -155,7 +161,7 @@ def _mixed_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
 
 
 class BufferSizes(NamedTuple):
-    """The largest sizes that the inputs and the outputs of any graph have."""
+    """The largest size that each input and output has in any graph."""
 
     num_tokens: int
     num_reqs: int  # number of rows of the block tables
@@ -163,18 +169,21 @@ class BufferSizes(NamedTuple):
 
 
 def buffer_sizes(graphs: Iterable[BatchDescriptor], max_num_seqs: int) -> BufferSizes:
-    """Return sizes that are large enough for each graph; every size is at least 1."""
+    """Return sizes of inputs and outputs that are large enough for every graph. Each size is at
+    least 1.
+    """
     tokens = reqs = samples = 1
     for graph in graphs:
         tokens = max(tokens, graph.num_tokens)
-        # Piecewise graphs contain no attention, so they fit any number of requests and samples.
+        # Piecewise graphs contain no attention, so they accept any number of requests and samples.
         reqs = max(reqs, graph.num_reqs or min(graph.num_tokens, max_num_seqs))
         samples = max(samples, graph.num_tokens if graph.query_len else graph.num_reqs)
     return BufferSizes(tokens, reqs, samples)
 
 
 def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
-    """Return the smallest bucket that holds ``num_tokens``, or None if no bucket is large enough.
+    """Return the smallest bucket that is at least ``num_tokens``, or None if no bucket is large
+    enough.
 
     Args:
         buckets: ascending.
@@ -184,7 +193,8 @@ def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
 
 
 def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return at most ``limit`` sizes, chosen evenly by index; the first and the last are included.
+    """Return at most ``limit`` of the sizes: the first, the last, and sizes at evenly spaced
+    indices between them.
 
     If the limit is one or less, only the last size is returned, because only this size is large
     enough for every batch.
@@ -194,16 +204,18 @@ def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
     if limit <= 1:
         return list(sizes[-1:])
     step = (len(sizes) - 1) / (limit - 1)
-    # round() rounds half to even, as in vllm-ascend; another rounding would choose other sizes.
+    # round() rounds half to even, as vllm-ascend does. Another rounding would choose other sizes.
     middle = [sizes[round(i * step)] for i in range(1, limit - 1)]
     return [sizes[0], *middle, sizes[-1]]
 
 
 def kv_sizes(config: Config, max_len: int) -> tuple[int, ...]:
-    """Return the KV lengths for which each decode bucket has a graph; none if lengths are sent.
+    """Return the KV lengths for which each decode bucket has a graph of its own. The result is
+    empty if each step sends its lengths to the graph.
 
-    The lengths are numbers of tokens, ascending, and multiples of the block size. Each length is
-    twice the previous length; the last length is enough for a request of ``max_len`` tokens.
+    The lengths are numbers of tokens in ascending order, and multiples of the block size. Each
+    length is twice the length before it. The last length is enough for a request of ``max_len``
+    tokens.
     """
     if config.graph.updates == "sent":
         return ()

@@ -1,7 +1,7 @@
-"""Limits of a chip and its CANN release, checked before the model is loaded.
+"""Limits of a chip and its CANN release. They are checked before the model is loaded.
 
-The rules come from the documents and tilings of operators (FusedInferAttentionScore, the cache
-writes), and were not tested on an NPU.
+The rules come from the documents and the tiling code of operators (FusedInferAttentionScore, the
+operators that write the cache). They were not tested on an NPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of one device that its runtime reports.
+    """Properties of one device, as its runtime reports them.
 
     Attributes:
         name: name of the chip, e.g. Ascend910B1.
@@ -40,7 +40,8 @@ class Chip:
         return self.is_cann_before(9)
 
     def check_attention(self, config: Config, facts: ModelFacts, whose: str) -> None:
-        """Refuse a type, a head size or a block size that attention does not support on this chip.
+        """Raise an error if attention on this chip does not support the model's type, its head size
+        or the block size.
 
         Args:
             whose: a text that names the device, for messages.
@@ -53,7 +54,7 @@ class Chip:
             raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN_CANN})")
 
     def check_assumed(self, config: Config, whose: str) -> None:
-        """Refuse a chip whose generation differs from the generation that the plan assumes, because
+        """Raise an error if the chip's generation is not the one that the plan assumes, because
         prices and limits differ between generations.
 
         Raises:
@@ -67,13 +68,14 @@ class Chip:
             )
 
     def counts_shared_blocks(self, config: Config, facts: ModelFacts) -> bool:
-        """Whether attention refuses lengths that together need more blocks than the cache has.
+        """Return whether the attention operator refuses a batch whose lengths together need more
+        blocks than the cache has.
 
-        For this check, attention counts a shared block once for each request, and also counts the
-        lengths of padding.
+        For this check, the operator counts a shared block once for each request. It also counts the
+        lengths of padding requests.
         """
         parallel = config.parallel
-        # A rank computes attention to its cache for the queries of all ranks that share the cache.
+        # a rank computes attention to its shard for the queries of all ranks that share the cache
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)
@@ -83,15 +85,15 @@ class Chip:
         return not facts.mla and not splits
 
     def accepts_float16(self, config: Config, facts: ModelFacts) -> bool:
-        """Whether the model's attention accepts float16."""
+        """Return whether the model's attention accepts float16 on this chip."""
         return facts.indexer is not None or self._has_split_fuse(config, facts)
 
     def _has_split_fuse(self, config: Config, facts: ModelFacts, head_ranks: int = 1) -> bool:
-        """Whether attention uses the tiling of CANN 9. For calls that this tiling does not support,
-        CANN 9 uses the tiling of CANN 8.
+        """Return whether the attention operator uses the tiling that is new in CANN 9. For calls
+        that this tiling does not support, CANN 9 uses the tiling of CANN 8.
 
         Args:
-            head_ranks: number of ranks whose heads are in one call of attention.
+            head_ranks: number of ranks whose query heads are in one call of the operator.
         """
         tp = config.parallel.tp
         heads = heads_per_rank(facts.num_heads, tp, is_latent=facts.mla)
@@ -99,7 +101,7 @@ class Chip:
         return not self.is_cann_8 and not facts.mla and shares_keys
 
     def _remedy_of_heads(self, facts: ModelFacts) -> str:
-        """Return a remedy for heads of an unusual size, which need the tiling of CANN 9."""
+        """Return a remedy for head sizes that only the tiling of CANN 9 supports."""
         if facts.head_dim > MAX_SPLIT_FUSE_DIM or facts.num_heads == facts.num_kv_heads:
             return "use another model"
         if self.is_cann_8:
@@ -137,16 +139,16 @@ class Chip:
             return
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
-            # If attention counts shared blocks and the cache is full, attention refuses a graph's
-            # padding. Then the step runs without a graph, so the step has other shapes.
+            # If attention counts shared blocks and the cache is full, it refuses the padding of a
+            # graph. The step then runs without a graph, and so with other shapes.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # A prompt has several rows (one for each token, or for each piece that a rank
-            # computes), and these rows use the same blocks.
+            # A prompt is several rows for the operator: one for each token, or one for each piece
+            # that a rank computes. All of these rows use the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

@@ -1,4 +1,6 @@
-"""Chooses the sizes to capture: finds exactly the set with the lowest cost for the traffic."""
+"""Chooses which sizes to capture. The algorithm is exact: it finds the set with the lowest cost for
+the traffic.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-# A cost counts as lower only if it is below this multiple of the other cost, because rounding can
-# make equal costs differ.
+# A cost counts as lower than another only if it is below this multiple of the other cost, because
+# rounding errors can make equal costs differ.
 NO_GAIN = 1 - 1e-9
 FloatArray = npt.NDArray[np.float64]
 
@@ -21,12 +23,14 @@ class Choices:
     """The best set of buckets for every number of buckets.
 
     Attributes:
-        sizes: the candidate sizes, ascending.
-        costs: [max_buckets + 1]; entry k is the lowest expected cost with at most k buckets; entry
-            0 is infinite.
-        counts: [max_buckets + 1]; entry k is the smallest number of buckets that has ``costs[k]``.
-        previous: [max_buckets + 1, sizes]; for the best k buckets whose last bucket is size j,
-            entry [k, j] is 1 plus the index in ``sizes`` of the bucket before the last bucket.
+        sizes: the sizes that may be chosen, in ascending order.
+        costs: [max_buckets + 1]; element k is the lowest expected cost with at most k buckets;
+            element 0 is infinite.
+        counts: [max_buckets + 1]; element k is the smallest number of buckets with which the cost
+            is ``costs[k]``.
+        previous: [max_buckets + 1, number of sizes]; element [k, j] belongs to the best k buckets
+            whose last bucket is ``sizes[j]``. It is 1 plus the index in ``sizes`` of the bucket
+            before the last bucket.
     """
 
     sizes: tuple[int, ...]
@@ -35,7 +39,9 @@ class Choices:
     previous: npt.NDArray[np.int64]
 
     def buckets(self, max_buckets: int) -> tuple[int, ...]:
-        """Return the best set of at most ``max_buckets`` sizes, ascending; empty for zero."""
+        """Return the best set of at most ``max_buckets`` sizes, in ascending order; empty if it is
+        zero.
+        """
         chosen: list[int] = []
         last = len(self.sizes) - 1
         for k in range(int(self.counts[max_buckets]), 0, -1):
@@ -49,25 +55,25 @@ def choices(
 ) -> Choices:
     """Return the best set of buckets for every number of buckets up to ``max_buckets``.
 
-    A batch of n tokens costs as much as the smallest bucket that holds n tokens; the expected cost
-    is the sum over n of weight times cost. The sum does not include batches above the largest size,
-    which always run without a graph. Time: O(max_buckets * len(sizes)**2).
+    A batch of n tokens costs as much as a step of the smallest bucket with at least n tokens. The
+    expected cost is the sum of weight times cost over all n. Batches above the largest size are not
+    included, because they always run without a graph. Time: O(max_buckets * len(sizes)**2).
 
     Args:
-        sizes: candidate sizes, ascending.
-        weights: frequency of each number of live tokens.
-        costs: cost of one step at each size; all costs have the same unit.
+        sizes: the sizes that may be chosen, in ascending order.
+        weights: for each number of live tokens, how often it occurs.
+        costs: for each size, the cost of one step. All costs have the same unit.
     """
     up_to = _weight_up_to(sizes, weights)
-    # pays[j, i]: cost of the batches that are larger than size i - 1 and at most size j, if they
-    # run in bucket j.
+    # pays[j, i]: cost of all batches above ``sizes[i - 1]`` and up to ``sizes[j]``, if they run in
+    # the bucket ``sizes[j]``.
     pays = (up_to[1:, None] - up_to[None, :]) * np.asarray(costs, np.float64)[:, None]
     n = len(sizes)
     pays[np.tri(n, n + 1, 0) == 0] = np.inf
     limit = min(max_buckets, n)
     exact = np.full(limit + 1, np.inf)
     previous = np.zeros((limit + 1, n), np.int64)
-    best = np.full(n + 1, np.inf)  # best[i]: lowest cost if size i - 1 is the last of k buckets
+    best = np.full(n + 1, np.inf)  # best[i]: lowest cost if sizes[i - 1] is the last of k
     best[0] = 0.0
     total = np.empty_like(pays)
     for k in range(1, limit + 1):
@@ -90,7 +96,7 @@ def expected_cost(
 
 
 def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float:
-    """Return the fraction of padding among all replayed tokens; 0 if nothing is replayed."""
+    """Return the fraction of padding tokens among all replayed tokens; 0 if nothing is replayed."""
     padded = expected_cost(buckets, weights, {bucket: float(bucket) for bucket in buckets})
     reach = buckets[-1] if buckets else 0
     live = sum(weight * tokens for tokens, weight in weights.items() if tokens <= reach)
@@ -98,11 +104,13 @@ def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float
 
 
 def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
-    """Return a step's cost at each size: seconds if any time was measured, else padded tokens.
+    """Return the cost of a step at each size: in seconds if at least one time was measured,
+    otherwise in padded tokens.
 
-    Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
-    proportional to the tokens. A measured time can include pauses of the host. So if the step of a
-    larger size took less time, that time is used instead.
+    Between two measured sizes, the time is interpolated linearly. Below the smallest and above the
+    largest measured size, it is proportional to the number of tokens. A measured time can include
+    pauses of the host. So if the step of a larger size took less time, the time of the larger size
+    is used.
     """
     if not seconds:
         return [float(size) for size in sizes]
@@ -116,7 +124,9 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
 
 
 def _weight_up_to(sizes: Sequence[int], weights: Mapping[int, float]) -> FloatArray:
-    """Return [1 + sizes]: first 0, then for each size the weight of all batches that fit in it."""
+    """Return [1 + number of sizes]: first 0, then, for each size, the sum of the weights of all
+    batches that fit in it.
+    """
     dense = np.zeros(sizes[-1] + 1)
     for tokens, weight in weights.items():
         if 0 < tokens <= sizes[-1]:

@@ -1,7 +1,7 @@
 """The commands and the answers of the transaction that changes a group's graphs.
 
-The messages are plain MessagePack, like steps. Before serving, commands are sent as actor calls;
-while serving, the same commands are sent between steps.
+The messages are plain MessagePack, like the messages of steps. Before the group serves, commands
+are sent as actor calls. While it serves, the same commands are sent between steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
     """One command, which every rank executes.
 
     Attributes:
-        number: number of the command in its epoch; the answers repeat it.
-        action: ``adopt``: use a plan; ``prepare``: run a graph's work eagerly once; ``capture``:
-            capture the graph; ``commit``: allow replays of the graph; ``release``: release the
-            graph, committed or not.
-        graph: the graph of the action; None for ``adopt``.
+        number: sequence number of the command in its epoch. The answers contain the same number.
+        action: what the ranks do. ``adopt``: use the plan; ``prepare``: run the graph's work
+            eagerly once; ``capture``: capture the graph; ``commit``: allow steps to replay the
+            graph; ``release``: release the graph, committed or not.
+        graph: the graph to which the action applies; None for ``adopt``.
         plan: the new plan for ``adopt``; None for all other actions.
     """
 
@@ -46,9 +46,10 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
 
     Attributes:
         plan_hash: hash of the plan that the rank uses.
-        free_streams: number of free streams of the device; None if captures do not change it.
-        live_bytes: number of used bytes of the graph pool.
-        pool_bytes: number of all bytes of the graph pool.
+        free_streams: number of free streams that the device reports; None if captures do not change
+            this number, so that it says nothing about them.
+        live_bytes: number of bytes of the graph pool that tensors occupy.
+        pool_bytes: size of the graph pool in bytes.
     """
 
     epoch: int

@@ -1,10 +1,10 @@
-"""The memory for KV blocks and states while they are copied to files or from files."""
+"""The memory through which KV blocks and recurrent states are copied to files and from files."""
 
 from __future__ import annotations
 
 NUM_SLOTS = 4
-NUM_STATE_SLOTS = 2  # number of slots for recurrent states, whose slots can be large
-# A slot holds as many blocks as fit in SLOT_BYTES, but at least 1 and at most MAX_BLOCKS.
+NUM_STATE_SLOTS = 2  # number of slots for recurrent states; small, because such a slot can be large
+# A slot has room for as many blocks as fit in SLOT_BYTES, but at least 1 and at most MAX_BLOCKS.
 SLOT_BYTES = 32 << 20
 MAX_BLOCKS = 64
 
@@ -13,17 +13,17 @@ def blocks_per_slot(block_bytes: int) -> int:
     """Return the number of blocks in a slot.
 
     Args:
-        block_bytes: bytes of a block in all layers, on one rank.
+        block_bytes: bytes of a block in all layers together, on one rank.
     """
     return max(1, min(MAX_BLOCKS, SLOT_BYTES // block_bytes))
 
 
 def slot_bytes(block_bytes: int, state_bytes: int = 0) -> int:
-    """Return the bytes of all slots of a rank on the device. The slots use the same number of bytes
-    of pinned memory.
+    """Return how many bytes of device memory all slots of a rank use. They use the same number of
+    bytes of pinned host memory.
 
     Args:
-        state_bytes: bytes of the state of a request in all layers, on one rank.
+        state_bytes: bytes of a request's recurrent state in all layers together, on one rank.
     """
     found = NUM_SLOTS * blocks_per_slot(block_bytes) * block_bytes
     if state_bytes:

@@ -11,13 +11,14 @@ RunMode = Literal["NONE", "PIECEWISE", "FULL"]
 
 
 class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
-    """The key of a captured graph; nothing else identifies the graph.
+    """The key of a captured graph. Two graphs with the same key do not exist.
 
     Attributes:
-        num_tokens: padded number of tokens, the bucket.
+        num_tokens: padded number of tokens, also called the bucket.
         num_reqs: padded number of requests; 0 for a graph without attention, which any number of
             requests can replay.
-        query_len: uniform query length, 0 if lengths differ.
+        query_len: number of tokens of each request; 0 if requests may have different numbers of
+            tokens.
     """
 
     num_tokens: int
@@ -30,14 +31,14 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
         return f"{self.mode.lower()} {kind} {self.num_tokens}"
 
 
-Table = list[BatchDescriptor | None]  # the index is a number of tokens; index 0 is never used
+Table = list[BatchDescriptor | None]  # the index is the number of tokens; 0 is never used
 
 
 def table_of(graphs: Iterable[BatchDescriptor]) -> Table:
-    """Return, for each number of tokens, the smallest graph that holds this number.
+    """Return, for each number of tokens, the smallest graph with at least this number of tokens.
 
     Args:
-        graphs: graphs of one kind, ascending.
+        graphs: graphs of one kind, in ascending order of their sizes.
     """
     table: Table = [None]
     for graph in graphs:

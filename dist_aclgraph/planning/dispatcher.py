@@ -1,6 +1,6 @@
 """Chooses the graph that a batch replays, from tables of the graphs that exist on every rank.
 
-If the tables have no graph for a batch, the batch runs eagerly, and is counted with the reason.
+If the tables contain no graph for a batch, the batch runs eagerly, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ def always(graph: BatchDescriptor) -> bool:
 
 
 class GraphDispatcher:
-    """Owns the tables and their counters. Knows nothing about devices or captured graphs.
+    """Owns the tables and their counters. This class knows nothing about devices or captured
+    graphs.
 
-    The tables start with the graphs of the plan; while serving, ``add`` and ``remove`` change them.
+    At first, the tables contain the graphs of the plan. While the group serves, ``add`` and
+    ``remove`` change them.
     """
 
     def __init__(self, plan: GraphPlan, lazy: LazyGraphs | None = None) -> None:
@@ -39,8 +41,8 @@ class GraphDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0
-        # The keys are numbers of live tokens. A value is the number of steps with so many tokens
-        # since the last ``take_traffic``.
+        # The keys are numbers of live tokens. The value is the number of steps with this number of
+        # tokens since the last call of ``take_traffic``.
         self._decode_seen: Counter[int] = Counter()
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()
@@ -53,10 +55,10 @@ class GraphDispatcher:
         Args:
             num_tokens: number of tokens of the batch, at least one.
             num_reqs: number of requests of the batch.
-            query_len: number of tokens of each request; 0 if requests differ, or if a request is in
-                the middle of its prompt.
-            fits: whether the batch may replay a graph, for example because the KV cache has enough
-                blocks for the graph's padding.
+            query_len: number of tokens of each request; 0 if requests have different numbers of
+                tokens, or if a request is in the middle of its prompt.
+            fits: takes a graph, and returns whether the batch may replay it. False, for example, if
+                the KV cache has too few blocks for the graph's padding.
         """
         self._step += 1
         uniform = query_len if num_tokens == num_reqs * query_len else 0
@@ -74,18 +76,18 @@ class GraphDispatcher:
         return graph, reason
 
     def add(self, graph: BatchDescriptor) -> None:
-        """Add a graph that every rank has captured now."""
+        """Add a graph. Every rank must have captured it before this call."""
         self.graphs.add(graph)
         self._make_tables()
 
     def remove(self, graph: BatchDescriptor) -> None:
-        """Remove a graph that is about to be released."""
+        """Remove a graph. Call this before the graph is released."""
         self.graphs.discard(graph)
         self._make_tables()
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Set the plan for the next steps. All graphs of the plan must exist; all other existing
-        graphs must be lazy graphs.
+        """Set the plan for the next steps. All graphs of the plan must exist. If other graphs
+        exist, too, they must be lazy graphs.
         """
         self.plan = plan
         if self.lazy is not None:
@@ -98,10 +100,9 @@ class GraphDispatcher:
         return self._step
 
     def take_traffic(self) -> Traffic:
-        """Return the frequency of each batch size since the last call.
+        """Return how many batches of each size ran since the last call.
 
-        Any thread may call this; if another thread counts a step at the same time, this step can be
-        lost.
+        Any thread may call this. A step that another thread counts at the same time can be lost.
         """
         decode, self._decode_seen = self._decode_seen, Counter()
         mixed, self._mixed_seen = self._mixed_seen, Counter()
@@ -130,11 +131,13 @@ class GraphDispatcher:
         return None, "prefill" if query_len else "mixed"
 
     def report(self) -> dict[str, Any]:
-        """Return the counters: replays and padding by graph, misses by reason.
+        """Return the counters: replays and padding tokens for each graph, and eager batches for
+        each reason.
 
         Any thread may call this method, even while the engine's thread adds keys, because each copy
-        is atomic. The engine counts a replay first, and then the replay's padding. So this method
-        copies ``padding`` first: then each graph in the copy is also in the copy of ``replays``.
+        of a counter is atomic. The engine counts a replay before it counts the replay's padding. So
+        this method copies ``padding`` before ``replays``. Then each graph in the copy of
+        ``padding`` is also in the copy of ``replays``.
         """
         padding, replays = dict(self.padding), dict(self.replays)
         return {
@@ -151,10 +154,11 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Make one table for each kind of graph, in the order in which the tables are searched.
+        """Make one table for each kind of graph. The tables are in the order in which they are
+        searched.
 
-        Tables of FULL graphs are before tables of PIECEWISE graphs, and graphs that accept only
-        decode batches are first.
+        Tables of FULL graphs come before tables of PIECEWISE graphs. Among the tables of FULL
+        graphs, those for decode batches come first.
         """
         kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
         for graph in sorted(self.graphs):

@@ -1,7 +1,9 @@
-"""Chooses how a step's tokens are sent to experts on other ranks, and computes capacities.
+"""Chooses the exchange by which a step's tokens are sent to experts on other ranks, and computes
+the exchange's capacity.
 
-All inputs of the rule are the same on all ranks, so all ranks make the same choice without
-communication. A rank sends only its slice of its tensor parallel group's tokens.
+All inputs of the rule are the same on all ranks. So all ranks make the same choice without
+communication. All ranks of a tensor parallel group have the same tokens, and each of them sends
+only its slice of these tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from dist_aclgraph.planning.mc2 import MIB, Mc2
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 
-# Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
-# all_gather. To send this many bytes, a link of 20 GB/s needs as much time as two dozen small
-# operators; this was not measured on an NPU.
+# An exchange other than all_gather is chosen only if it saves at least this many bytes in each
+# layer. A link of 20 GB/s sends these bytes in the time of about two dozen small operators; this
+# was not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-# Minimum capacity in rows per rank, because ranks get very different numbers of rows if a step has
-# few tokens.
+# Minimum capacity, in rows for each rank. In steps with few tokens, ranks get very different
+# numbers of rows.
 MIN_CAPACITY = 16
 
 
@@ -32,8 +34,8 @@ def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
     ``num_rows`` tokens.
 
     Args:
-        factor: capacity as a multiple of the expected number of rows; all choices of experts are
-            assumed to be equally likely.
+        factor: the capacity, divided by the number of rows that would be expected if all choices of
+            experts were equally likely.
     """
     expected = num_rows * (1 - (1 - 1 / ep) ** top_k)
     return min(num_rows, max(MIN_CAPACITY, math.ceil(factor * expected)))
@@ -47,7 +49,7 @@ class Decision(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A range of batch sizes, ``first`` to ``last`` tokens, with the same decision."""
+    """A range of batch sizes, from ``first`` to ``last`` tokens, with the same decision."""
 
     first: int
     last: int
@@ -66,8 +68,8 @@ class ExchangeRule:
         capacity_factor: see ``expert_capacity``.
         max_tokens: maximum number of tokens of one batch.
         may_run_again: whether a step may run a second time if its exchange had too little capacity
-            for some tokens. False for a model with recurrent state; then no exchange that can lose
-            tokens is chosen.
+            for some tokens. False for a model with recurrent state. If false, no exchange with
+            limited capacity is chosen.
     """
 
     tp: int
@@ -82,7 +84,8 @@ class ExchangeRule:
         """Return the rule of a deployment.
 
         Args:
-            chip: chip of all ranks; the rule depends on its generation and CANN release.
+            chip: the chip that all ranks have. The rule depends on its generation and its CANN
+                release.
 
         Raises:
             ConfigError: the experts cannot be divided evenly, or the configured exchange is
@@ -123,18 +126,19 @@ class ExchangeRule:
         return rule
 
     def choose(self, num_tokens: int) -> ExchangeKind | None:
-        """Return the exchange of a step in which each data parallel rank runs ``num_tokens``,
-        padding included; None if no token needs to be sent.
+        """Return the exchange of a step in which each data-parallel rank runs ``num_tokens``
+        tokens, padding included. Return None if no token must be sent.
         """
         return self.decide(num_tokens).kind
 
     def decide(self, num_tokens: int) -> Decision:
-        """Return the exchange and the reason for it.
+        """Return the exchange for ``num_tokens`` tokens, and the reason for this choice.
 
-        Each exchange communicates twice per layer. all_gather is the simplest exchange: every token
-        reaches its experts, and no index is computed. So another exchange is chosen only if it
-        saves bytes. MC2 sends only the tokens that chose an expert. An all-to-all needs additional
-        capacity for uneven routing; if the capacity is too small, the step must run again.
+        Each exchange communicates twice in each layer. all_gather is the simplest exchange: it
+        sends every token to every rank, and computes no indices. So another exchange is chosen only
+        if it saves bytes. MC2 sends each token only to the experts that it chose. An all-to-all
+        needs additional capacity for uneven routing. If its capacity is too small, the step must
+        run again.
         """
         mc2 = self.mc2
         if mc2 is None:
@@ -163,7 +167,8 @@ class ExchangeRule:
         """Return the decisions for all batch sizes, from one token to ``max_tokens``."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            # For all batches of ``first`` to ``last`` tokens, a rank's slice has the same size.
+            # For all batches of ``first`` to ``last`` tokens, the slice of a rank has the same
+            # size.
             last = min(self.max_tokens, first + self.tp - 1)
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
@@ -174,7 +179,9 @@ class ExchangeRule:
 
     @property
     def mc2_buffer_mb(self) -> int | None:
-        """Size of HCCL's buffer for MC2's domain, in MB; None if no batch uses MC2."""
+        """Size of HCCL's buffer for the communication domain of MC2, in MB; None if no batch uses
+        MC2.
+        """
         if self.mc2 is None:
             return None
         last = max((s.last for s in self.stretches() if s.decision.kind == "mc2"), default=None)
@@ -184,23 +191,24 @@ class ExchangeRule:
 
     @property
     def ranks_of_node(self) -> int | None:
-        """Necessary number of ranks on each node; None if any number is possible."""
+        """How many ranks must be on each node; None if any number is possible."""
         operators = self.mc2.operators if self.mc2 and self.mc2_buffer_mb is not None else None
         return operators.ranks_of_node if operators else None
 
     def _saved_bytes(self, gathered: int, sent: float) -> float:
-        """Return the bytes that a rank saves in one layer, in both directions.
+        """Return how many bytes a rank saves in one layer with an exchange other than all_gather,
+        sent and received bytes together.
 
         Args:
             gathered: number of rows that a rank receives from each other rank with all_gather.
-            sent: number of rows that a rank receives from each other rank with the exchange.
+            sent: number of rows that a rank receives from each other rank with the other exchange.
         """
         assert self.mc2 is not None
         row = self.mc2.hidden * self.mc2.element_bytes
         return 2 * (self.mc2.ep - 1) * (gathered - sent) * row
 
     def _check(self) -> None:
-        """Refuse a configured exchange that cannot run all batches."""
+        """Raise an error if the configured exchange cannot run all batches."""
         if self.mc2 is not None and self.setting in MAY_LOSE_TOKENS and not self.may_run_again:
             raise ConfigError(
                 f"parallel.exchange is {self.setting}, whose steps may run twice; a model with "
@@ -208,8 +216,8 @@ class ExchangeRule:
             )
         if self.mc2 is None or self.setting != "mc2":
             return
-        # Only the number of rows up to MC2's limit is checked, because larger batches use another
-        # exchange.
+        # The check covers only numbers of rows up to MC2's limit, because larger batches use
+        # another exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

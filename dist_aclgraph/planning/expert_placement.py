@@ -2,7 +2,7 @@
 
 Every rank has the same number of *slots*; each slot has the weights of one expert. With redundant
 experts, there are more slots than experts, so some experts have several copies. The placement is
-computed once, from numbers that are equal on all ranks.
+computed once. Its inputs are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dist_aclgraph.ints import IntArray
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The expert of each slot. The slots of a rank are neighbours: rank 0 has the first slots.
+    """Which expert is in each slot. The slots are numbered rank by rank: rank 0 has the first
+    slots.
 
     Attributes:
         num_experts: number of different experts; their ids are 0 to ``num_experts - 1``.
@@ -41,7 +42,7 @@ class ExpertPlacement:
 
     @property
     def has_copies(self) -> bool:
-        """Whether some expert is in several slots."""
+        """Whether at least one expert is in several slots."""
         return self.num_slots > self.num_experts
 
     @cached_property
@@ -53,10 +54,10 @@ class ExpertPlacement:
         return tuple(map(tuple, found))
 
     def slot_table(self) -> IntArray:
-        """Return the slots of each expert, [num_experts + 1, most copies].
+        """Return the slots of each expert: [num_experts + 1, maximum number of copies].
 
-        If an expert has fewer copies than other experts, its slots are repeated. The last row is
-        for padding tokens, which no expert runs: their slot is ``num_slots``.
+        If an expert has fewer copies than this maximum, its slots are repeated. The last row is for
+        padding tokens, which no expert runs; it contains ``num_slots``.
         """
         width = max(map(len, self.slots))
         rows = [[slots[i % len(slots)] for i in range(width)] for slots in self.slots]
@@ -68,14 +69,14 @@ def place_experts(
 ) -> ExpertPlacement:
     """Return the placement on ``ep`` ranks.
 
-    Without redundant experts, each rank has neighbouring experts. Otherwise, each additional copy
-    is given to the expert with the largest load per copy. Then the slots are given to the ranks:
-    the slot with the largest load first, and each slot to the rank with the smallest load so far.
-    Copies of an expert are on different ranks if enough ranks have free slots.
+    Without redundant experts, each rank gets a range of experts. Otherwise, each additional copy
+    goes to the expert with the largest load per copy at that moment. Then the copies are placed,
+    those with the largest load first, each on the rank with the smallest load so far. Copies of the
+    same expert are placed on different ranks if enough ranks have free slots.
 
     Args:
-        redundant: number of additional copies.
-        loads: [num_experts], expected tokens of each expert; None means equal loads.
+        redundant: number of additional copies, for all experts together.
+        loads: [num_experts], expected number of tokens of each expert; None means equal loads.
 
     Raises:
         ConfigError: the slots cannot be divided evenly among the ranks.
@@ -99,7 +100,7 @@ def place_experts(
     for expert in order:
         share, taken = load[expert] / counts[expert], list[tuple[float, int]]()
         for _ in range(counts[expert]):
-            if not open_ranks:  # The expert has more copies than there are ranks with free slots.
+            if not open_ranks:  # the expert has more copies than there are ranks with free slots
                 open_ranks, taken = sorted(taken), []
             total, rank = heapq.heappop(open_ranks)
             chosen[rank].append(expert)
@@ -111,7 +112,7 @@ def place_experts(
 
 
 def _copies(load: Sequence[float], redundant: int) -> list[int]:
-    """Return for each expert the number of its slots."""
+    """Return, for each expert, how many slots it gets."""
     counts = [1] * len(load)
     heap = [(-each, expert) for expert, each in enumerate(load)]
     heapq.heapify(heap)

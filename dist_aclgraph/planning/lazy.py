@@ -1,10 +1,12 @@
-"""Lazy graphs: graphs for shapes that are not in the plan, but are frequent enough to be captured.
+"""Lazy graphs: graphs that are not in the plan, but whose shapes occur so often that they are
+captured later.
 
-This module only decides. Its LRU list contains a few shapes with the largest expected savings.
-The caller reports the result of each decision: a shape enters the list after every rank has
-captured it; a shape whose capture failed is not tried again for some time. Savings are counted in
-tokens: all tokens of an eager step, and the avoidable padding of a step that replayed a larger
-graph than necessary.
+This module only decides; its caller captures and releases graphs, and reports the result of each
+decision. The module has an LRU list of a few shapes with large expected savings. A shape enters the
+list after every rank has captured it. A shape whose capture failed is not tried again for some
+time. Savings are counted in tokens. For an eager step, they are all tokens of the step. For a step
+that replayed a larger graph than necessary, they are the padding tokens that a smaller graph would
+avoid.
 """
 
 from __future__ import annotations
@@ -21,20 +23,23 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class LazyChange:
-    """The decision to capture ``graph``, after the release of ``victim`` if it is not None."""
+    """The decision to capture ``graph``. If ``victim`` is not None, this graph must be released
+    first.
+    """
 
     graph: BatchDescriptor
     victim: BatchDescriptor | None = None
 
 
 class LazyGraphs:
-    """Owns the LRU list, and the possible savings of other shapes.
+    """Owns the LRU list, and what the shapes that are not in the list could have saved.
 
     Args:
-        families: kinds and sizes that may be captured lazily.
+        families: the kinds and sizes of graphs that may be captured lazily.
         capacity: maximum number of lazy graphs at the same time.
-        min_tokens: a graph is captured after it could have saved this number of tokens.
-        retry_steps: number of steps for which a failed shape is not tried again.
+        min_tokens: a graph is captured when it could have saved this number of tokens until now.
+        retry_steps: number of steps during which a shape whose capture has failed is not tried
+            again.
     """
 
     def __init__(
@@ -54,16 +59,18 @@ class LazyGraphs:
         self._min_tokens = min_tokens
         self._retry_steps = retry_steps
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
-        # For each shape, the number of tokens that its graph would have saved so far.
+        # For each shape, how many tokens its graph would have saved until now.
         self._wasted: Counter[BatchDescriptor] = Counter()
-        # Number of the step in which each shape failed last.
+        # For each shape, the number of the step at which its capture failed last.
         self._failed: dict[BatchDescriptor, int] = {}
         self._evicted: Counter[BatchDescriptor] = Counter()
         self.has_change = False  # whether ``next_change`` would return a change now
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
-        """Return the configured policy for up to ``capacity`` graphs; None if ``capacity`` is 0."""
+        """Return the policy that the configuration describes, for up to ``capacity`` graphs; None
+        if ``capacity`` is 0.
+        """
         if not capacity:
             return None
         return cls(
@@ -76,13 +83,15 @@ class LazyGraphs:
 
     @property
     def graphs(self) -> tuple[BatchDescriptor, ...]:
-        """The existing lazy graphs, least recently used first."""
+        """The existing lazy graphs; the least recently used graph comes first."""
         return tuple(self._used)
 
     def note(
         self, num_tokens: int, query_len: int, replayed: BatchDescriptor | None, step: int
     ) -> None:
-        """Record the graph that a step has used, and the tokens that a better graph would save."""
+        """Record which graph a step has replayed, and how many tokens a better graph would have
+        saved.
+        """
         if replayed is not None and replayed in self._used:
             self._used[replayed] = self._used.pop(replayed)
         shape = self._shape_of(num_tokens, query_len)
@@ -95,8 +104,8 @@ class LazyGraphs:
         self.has_change |= self._pays(shape)
 
     def next_change(self) -> LazyChange | None:
-        """Return the decision to capture the shape with the largest savings, and reset these
-        savings; None if no shape could have saved enough.
+        """Return the decision to capture the shape that could have saved the most tokens, and reset
+        its savings. Return None if no shape could have saved enough.
         """
         if not self.has_change or not self._capacity:
             return None
@@ -110,8 +119,8 @@ class LazyGraphs:
         return LazyChange(shape, victim)
 
     def _pays(self, shape: BatchDescriptor) -> bool:
-        # The necessary savings of a shape double after each eviction, so that shapes do not evict
-        # each other again and again.
+        # After each eviction of a shape, its savings must be twice as large as before. Otherwise,
+        # shapes could evict each other again and again.
         return self._wasted[shape] >= self._min_tokens << min(self._evicted[shape], MAX_DOUBLINGS)
 
     def enter(self, graph: BatchDescriptor) -> None:
@@ -119,8 +128,8 @@ class LazyGraphs:
         self._used[graph] = None
 
     def leave(self, graph: BatchDescriptor) -> None:
-        """Remove the graph from the lazy graphs, because it was released, or because the plan
-        contains it now.
+        """Remove the graph from the LRU list, because it was released, or because it is part of the
+        plan now.
         """
         self._used.pop(graph, None)
         self._wasted.pop(graph, None)

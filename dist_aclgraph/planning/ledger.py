@@ -1,4 +1,6 @@
-"""The ledger of one rank: its offer, and the predicted and the measured cost of graphs."""
+"""The ledger of one rank: what the rank has offered, what its graphs should cost, and what they
+cost.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,33 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # A prediction with a larger relative error causes a warning.
+TOLERANCE = 0.10  # a prediction with a larger relative error causes a warning
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):
-    """The predicted and the measured streams or bytes of one item, e.g. bucket 32 or the pool."""
+    """The predicted and the measured number of streams or bytes of one item, e.g. of bucket 32 or
+    of the pool.
+    """
 
     term: str
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
     measured: int | None = None  # set by the rank after the capture
-    parts: dict[str, int] = {}  # the predicted streams of each owner, if known
+    parts: dict[str, int] = {}  # the streams of each part of the price, if known
 
     @property
     def is_off(self) -> bool:
-        """Whether prediction and measurement are more than 10 % apart."""
+        """Whether prediction and measurement differ by more than 10 %."""
         if self.measured is None or self.predicted is None:
             return False
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return a sentence with prediction and measurement, and with the part of the price that is
-        closest to the gap.
+        """Return a sentence with the prediction, the measurement, and the part of the price whose
+        size is closest to the gap.
 
-        The gap is the difference between prediction and measurement. The named part may not be the
-        cause: devices report the number of free streams, but not the owners of used streams.
+        The gap is the difference between prediction and measurement. The named part need not be the
+        cause, because devices report only how many streams are free, not what uses the others.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:
@@ -46,18 +50,20 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """The streams and bytes that one rank offered, and their predicted and measured use."""
+    """How many streams and bytes one rank has offered, how many of them its graphs should use, and
+    how many they use.
+    """
 
     rank: int
     offered_streams: int
     offered_bytes: int
     entries: list[LedgerEntry]
-    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, item by item
-    counts_streams: bool = True  # whether captures change the device's count of free streams
+    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, by cause
+    counts_streams: bool = True  # whether captures change the reported number of free streams
 
     @classmethod
     def predict(cls, offer: StreamOffer, plan: GraphPlan, budget_model: BudgetModel) -> Ledger:
-        """Return the ledger of a rank before captures, with predictions and no measurement."""
+        """Return the ledger of a rank before captures. It contains no measurements yet."""
         prices = {family.name: budget_model.price(family, offer) for family in plan.families}
         fixed = budget_model.fixed(offer) if plan.families else ()
         entries = [
@@ -92,10 +98,11 @@ class Ledger(msgspec.Struct, kw_only=True):
         return sum(entry.predicted or 0 for entry in self.entries if entry.unit == "streams")
 
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
-        """Set the measured cost of ``term``; a term without a prediction gets the prediction 0.
+        """Set the measured cost of the item ``term``. If the item has no prediction, its prediction
+        becomes 0.
 
-        The measured streams are ignored if captures do not change the device's count of free
-        streams.
+        A measured number of streams is ignored if captures do not change the number of free streams
+        that the device reports.
         """
         if unit == "streams" and not self.counts_streams:
             return
@@ -111,8 +118,8 @@ class Ledger(msgspec.Struct, kw_only=True):
         self.entries = [e for e in self.entries if e.unit != "streams" or e.term in graphs]
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each term whose measurement differs by more than 10 % from the
-        prediction, and one sentence if streams cannot be measured.
+        """Return a sentence for each item whose measurement differs from its prediction by more
+        than 10 %, and one more sentence if streams cannot be measured.
         """
         off = [entry.describe() for entry in self.entries if entry.is_off]
         if not self.counts_streams:
@@ -123,7 +130,9 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 
 def _by_name(price: Price) -> dict[str, int]:
-    """Return the number of streams that each owner uses for all graphs of a bucket together."""
+    """Return how many streams each part of a price needs for all graphs of a bucket together; the
+    keys are the parts' names.
+    """
     parts: Counter[str] = Counter()
     for term in price:
         parts[term.name] += term.total
@@ -131,9 +140,10 @@ def _by_name(price: Price) -> dict[str, int]:
 
 
 def pool_bytes(plan: GraphPlan, offer: StreamOffer, budget_model: BudgetModel) -> int:
-    """Return the bytes that all graphs of a plan need together on a rank; 0 if unknown.
+    """Return how many bytes all graphs of a plan together need on a rank; 0 if unknown.
 
-    Graphs share one pool and are captured largest first, so only the most expensive graph counts.
+    All graphs share one pool, and the largest graph is captured first. So only the most expensive
+    graph determines the result.
     """
     return max(
         (

@@ -1,6 +1,7 @@
-"""MC2, the operators that send tokens to their experts: its limits, and the rule for its use.
+"""MC2: operators that send tokens to their experts. This module contains their limits, and decides
+whether a deployment uses them.
 
-The limits come from the operators' documents; none was tested on an NPU.
+The limits come from the operators' documents. None of them was tested on an NPU.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-# MC2's maximum number of experts, and of rows of a rank, on an A2 with CANN 8.
+# MC2's maximum number of experts, and its maximum number of rows of a rank, on an A2 with CANN 8.
 MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 
 class Mc2Batch(NamedTuple):
-    """The sizes of one batch that MC2's operators dispatch to the experts and combine afterwards.
+    """The sizes of a batch whose tokens MC2's operators send to experts and whose results they
+    combine.
 
     Attributes:
-        num_rows: number of tokens of the rank with the most tokens.
-        num_local: number of experts of one rank.
+        num_rows: number of tokens on the rank with the most tokens.
+        num_local: number of experts on one rank.
     """
 
     num_rows: int
@@ -35,8 +37,8 @@ class Mc2Batch(NamedTuple):
     top_k: int
 
 
-# The following functions compute the bytes of HCCL's buffer, by the formulas of the operators'
-# documents.
+# The following functions compute how many bytes HCCL's buffer must have. The formulas come from the
+# operators' documents.
 
 
 def a2_fullmesh_bytes(batch: Mc2Batch) -> int:
@@ -67,15 +69,14 @@ class Mc2Operators:
 
     Attributes:
         comm_alg: name of the algorithm, which is passed to the operators.
-        max_rows: maximum number of tokens of one rank.
-        buffer_bytes: function that returns the necessary bytes of HCCL's buffer.
-        pays_from_ep: smallest number of ranks for which other projects use MC2.
-        pays_to_local: largest number of experts of a rank for which other projects use MC2.
-        takes_scales: whether the weights of experts are sent with the tokens in both directions.
-        takes_mask: whether the operators accept a mask of rows that are not sent.
-        ranks_of_node: necessary number of ranks on each node; None if any number is possible. A
-            group uses all NPUs of its nodes, so this is also the necessary number of NPUs of a
-            node.
+        max_rows: maximum number of tokens on one rank.
+        buffer_bytes: function that returns how many bytes HCCL's buffer must have for a batch.
+        pays_from_ep: minimum number of ranks with which other projects use MC2.
+        pays_to_local: maximum number of experts on a rank with which other projects use MC2.
+        takes_scales: whether the routing weights are sent with the tokens, to the experts and back.
+        takes_mask: whether the operators accept a mask that says which rows are not sent.
+        ranks_of_node: how many ranks must be on each node; None if any number is possible. A group
+            uses all NPUs of its nodes, so each node must have this number of NPUs.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Mc2Operators:
     ranks_of_node: int | None = None
 
 
-# The first possible algorithm in this list is preferred.
+# The first algorithm in this list that is possible is used.
 MC2_OPERATORS = (
     Mc2Operators(
         "A2",
@@ -139,8 +140,8 @@ class Mc2:
     Attributes:
         num_experts: number of experts on all ranks together, copies included.
         element_bytes: bytes of one element of activations.
-        buffer_mb: size of HCCL's buffer for MC2's domain, in MB; None means the size that the
-            largest batch needs.
+        buffer_mb: configured size of HCCL's buffer for the communication domain of MC2, in MB; None
+            means the size that the largest batch needs.
         algorithm: the configured algorithm.
     """
 
@@ -157,8 +158,8 @@ class Mc2:
 
     @cached_property
     def operators(self) -> Mc2Operators | None:
-        """The operators with the best algorithm for this number of ranks and these nodes; None if
-        the chip does not have MC2 or does not have the configured algorithm.
+        """The operators with the best algorithm for this number of ranks and nodes. None if the
+        chip does not have MC2, or does not have the configured algorithm.
         """
         found = [p for p in self._known_operators if self.algorithm in ("auto", p.algorithm)]
         fitting = (p for p in found if self.ep in p.ep_sizes and self._has_nodes_for(p))
@@ -170,22 +171,26 @@ class Mc2:
 
     @property
     def max_rows(self) -> int:
-        """Number of tokens per rank that the operators accept with a buffer of any size."""
+        """Maximum number of tokens on each rank that the operators accept, however large the buffer
+        is.
+        """
         rows = self.operators.max_rows if self.operators else 0
         return min(rows, MAX_ROWS_CANN_8) if self._is_a2_of_cann_8 else rows
 
     def needed_mb(self, num_rows: int) -> int:
-        """Return the necessary buffer in MB for ``num_rows`` tokens per rank."""
+        """Return how large the buffer must be for ``num_rows`` tokens on each rank, in MB."""
         assert self.operators is not None
         batch = Mc2Batch(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
         return self.operators.buffer_bytes(batch) // MIB + 1
 
     def obstacle(self, num_rows: int) -> str | None:
-        """Return why ``num_rows`` tokens per rank cannot use MC2; None if MC2 is possible."""
+        """Return why MC2 is not possible for ``num_rows`` tokens on each rank; None if it is
+        possible.
+        """
         return next(self._obstacles(num_rows), None)
 
     def loss(self) -> str | None:
-        """Return why MC2 is possible but not worth using; None if it is worth using."""
+        """Return why MC2 is not worth using although it is possible; None if it is worth using."""
         operators = self.operators
         assert operators is not None
         if self.ep >= operators.pays_from_ep and self.num_local <= operators.pays_to_local:

@@ -1,9 +1,10 @@
-"""Device memory of one rank, itemised, and computed from shapes before the model is loaded.
+"""Which parts of the program use how much device memory on one rank. This is computed from shapes,
+before the model is loaded.
 
-The sizes of weights and step buffers equal the runtime's allocations. The sizes of HCCL's buffers
-come from the vendor's document of HCCL_BUFFSIZE and were not measured: each communicator has an
-input buffer and an output buffer of this size. The sizes of activations are estimates, which may be
-too high, but should not be too low.
+The computed sizes of weights and step buffers are exactly those that the runtime allocates. The
+sizes of HCCL's buffers were not measured. They come from the vendor's document of HCCL_BUFFSIZE:
+each communicator has an input buffer and an output buffer of this size. The sizes of activations
+are estimates, which may be too high, but should not be too low.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from dist_aclgraph.topology import ParallelLayout
 MIB, GIB = 1 << 20, 1 << 30
 BUFFERS_OF_A_DOMAIN = 2  # number of buffers: one for input and one for output
 WORD_BYTES = 4  # number of bytes of an int32 or a float32
-LARGE = 4  # Error messages list each part with at least 1 / LARGE of the device's bytes.
+LARGE = 4  # error messages list the parts that need at least 1 / LARGE of the device's memory
 WEIGHTS = "weights"
 EAGER_STEPS = "eager steps"
 HCCL_BUFFERS, MC2_BUFFERS = "HCCL buffers", "MC2 buffers"
@@ -48,7 +49,7 @@ STEP_BUFFERS, TOKEN_COUNTS = "step buffers", "token counts"
 
 
 class MemoryPart(NamedTuple):
-    """Bytes of one item, and its name."""
+    """The name and the size in bytes of one part of the memory."""
 
     name: str
     bytes: int
@@ -57,12 +58,15 @@ class MemoryPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one device: the parts in use, and the rest, for graphs and KV blocks.
+    """The memory of one device: the parts that are in use, and the rest, which is for graphs and KV
+    blocks.
 
     Attributes:
-        device_bytes: all bytes of the device, or its free bytes before the model is loaded.
-        parts: memory in use before the first graph, without the memory of eager steps.
-        graph_bytes: estimated bytes of the graph pool, used if no budget model predicts them.
+        device_bytes: total bytes of the device, or the bytes that are free before the model is
+        loaded. parts: the memory that is in use before the first graph is captured, without the
+            memory of eager steps.
+        graph_bytes: estimated bytes of the graph pool. The estimate is used if the budget model
+            predicts no bytes.
         eager_bytes: estimated temporary memory of the largest eager step.
     """
 
@@ -85,9 +89,9 @@ class RankMemory:
 
         Args:
             device_bytes: all bytes of the device, or its free bytes before the model is loaded.
-            has_hccl_buffers: whether HCCL's buffers will be allocated in ``device_bytes``; on the
-                emulator they are not in device memory.
-            mc2_buffer_mb: size of MC2's buffer in MB; None if no batch uses MC2.
+            has_hccl_buffers: whether HCCL's buffers take a part of ``device_bytes``. On the
+                emulator, they are not in device memory.
+            mc2_buffer_mb: size of HCCL's buffer for MC2 in MB; None if no batch uses MC2.
         """
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
@@ -153,7 +157,7 @@ class RankMemory:
 
     @property
     def needs(self) -> tuple[MemoryPart, ...]:
-        """All parts except graphs and KV blocks, the largest first; weights are one part."""
+        """All parts except graphs and KV blocks, the largest first. All weights are one part."""
         weights = MemoryPart(WEIGHTS, self.weight_bytes)
         eager = MemoryPart(EAGER_STEPS, self.eager_bytes, "estimated from above")
         others = (part for part in self.parts if WEIGHTS not in (part.name, part.why))
@@ -161,15 +165,15 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes for graphs and KV blocks, after all other parts are subtracted."""
+        """Bytes that remain for graphs and KV blocks after all other parts were subtracted."""
         return max(0, self.device_bytes - self.taken_bytes - self.eager_bytes)
 
     def check_fits(self, config: Config, whose: str = "each NPU") -> None:
-        """Refuse weights, buffers and eager steps that together do not fit on the device.
+        """Raise an error if weights, buffers and eager steps together do not fit on the device.
 
         Raises:
-            ConfigError: the message names needed and available bytes, the large parts, and how to
-                make each of these parts smaller.
+            ConfigError: the message names the needed and the available bytes, the large parts, and
+                how to make each of them smaller.
         """
         needed = self.taken_bytes + self.eager_bytes
         if needed <= self.device_bytes:
@@ -187,7 +191,7 @@ class RankMemory:
 
 
 def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
-    """Return the device memory of the copy slots; empty if no copies are kept."""
+    """Return the part for the copy slots; empty if no copies of KV are kept."""
     if not config.kv.keeps_copies:
         return ()
     cache = KVCacheSpec.from_config(config, model)
@@ -195,9 +199,10 @@ def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
-    """Return the end of an error message, which says how to make a part of the memory smaller."""
+    """Return the end of an error message. It says how to make a part of the memory smaller."""
     limits = config.scheduler
-    # MC2 has only one domain, so the size of one buffer follows from the bytes of all buffers.
+    # MC2 has only one domain, so the size of a single buffer can be computed from the bytes of the
+    # whole part.
     own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)
     remedies = {
         EAGER_STEPS: f"lower scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens})",
@@ -210,7 +215,9 @@ def _how_to_shrink(part: MemoryPart, config: Config) -> str:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Return the parts for rank 0's communication domains; all ranks have equally many domains."""
+    """Return the parts for the communication domains of rank 0. All ranks have equally many
+    domains.
+    """
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()
@@ -237,7 +244,8 @@ class EagerStep(NamedTuple):
 
     Attributes:
         num_tokens: number of tokens that the rank runs.
-        num_direct: number of these tokens that attend directly, each as a separate row.
+        num_direct: how many of these tokens attend directly; each of them is a separate row for
+            attention.
     """
 
     num_tokens: int
@@ -245,19 +253,22 @@ class EagerStep(NamedTuple):
 
 
 def largest_eager_step(config: Config) -> EagerStep:
-    """Return the largest step: all tokens of short requests, and chunks of long requests."""
+    """Return the largest step. In context parallelism, a rank runs all tokens of short requests,
+    and its chunks of long requests.
+    """
     limits, pcp = config.scheduler, config.parallel.pcp
     direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)
     if pcp == 1:
         return EagerStep(limits.max_num_batched_tokens, direct)
     split = limits.max_num_batched_tokens - direct
-    # A rank has two chunks of each request, and chunk lengths differ by at most one token.
+    # A rank runs two chunks of each long request, and the lengths of chunks differ by at most one
+    # token.
     share = direct + -(-split // pcp) + 2 * limits.max_num_seqs
     return EagerStep(min(share, limits.max_num_batched_tokens), direct)
 
 
 def _largest_graphs(config: Config) -> BufferSizes:
-    """Return buffer sizes that are large enough for the largest graph of each kind."""
+    """Return sizes of buffers that are large enough for the largest graph of each kind."""
     max_num_seqs = config.scheduler.max_num_seqs
     families = (*candidate_families(config), *lazy_families(config))
     return buffer_sizes(
@@ -266,7 +277,7 @@ def _largest_graphs(config: Config) -> BufferSizes:
 
 
 def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tuple[MemoryPart, ...]:
-    """Return the bytes of step buffers and of token counts.
+    """Return how many bytes step buffers and token counts need.
 
     Step buffers are the inputs and outputs of the largest graphs, the cos and sin tables of all
     positions, and the state of sampling and drafting.
@@ -292,7 +303,7 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     # The inputs also include the block table, the index of every token, and the numbers of accepted
     # drafts.
     inputs += num_reqs * width + num_tokens + num_reqs
-    # The state of sampling: the token table, the random factors and summands of tokens, and the
+    # The state of sampling: the token table, the random factors and summands of all tokens, and the
     # largest random number.
     sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size + 1
     # The state of drafting, for each row and the spare row: drafts, the last token, and the number

@@ -1,4 +1,6 @@
-"""Chooses a graph mode that model and device support, and says why the mode was changed."""
+"""Chooses a graph mode that the model and the device support. If this is not the configured mode,
+the module says why.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,22 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 
 AttentionUpdates = Literal["any", "uniform"]
 
-# Maximum number of tokens per block if attention gets one query per request in layout BSND
-# (documented for aclnnFusedInferAttentionScore, in the section about paged attention).
+# Maximum number of tokens of a block if attention gets one query of each request in the layout
+# BSND. Source: the document of aclnnFusedInferAttentionScore, in the section about paged attention.
 MAX_MASKED_BLOCK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSupport:
-    """The properties of model and deployment that limit graph modes.
+    """The properties of the model and the deployment that decide which graph modes are possible.
 
     Attributes:
-        attention_updates: for which batches captured attention accepts new lengths: "any", or
-            "uniform" if all requests must have the same number of tokens (latent and linear
-            attention). Sparse attention accepts "any", because it reads lengths on the device.
-        is_encoder_decoder: whether the model reads an encoder's states.
-        shares_context: whether ranks split prompts or share the cache of a request.
+        attention_updates: which batches can replay captured attention with new lengths: "any", or
+            only "uniform" batches, in which all requests have the same number of tokens. It is
+            "uniform" for latent and linear attention. It is "any" for sparse attention, which reads
+            lengths on the device.
+        is_encoder_decoder: whether the model's decoder reads the states of an encoder.
+        shares_context: whether several ranks split prompts, or share the cache of a request.
     """
 
     attention_updates: AttentionUpdates = "any"
@@ -37,7 +40,9 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule: some unsupported modes, the mode that replaces them, and the reason as a sentence."""
+    """A rule: some modes that are not supported, the mode that replaces them, and the reason as a
+    sentence.
+    """
 
     modes: tuple[GraphMode, ...]
     applies: Callable[[GraphSupport], bool]
@@ -47,7 +52,7 @@ class _Rule:
 
 _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# The first applicable rule replaces the mode; this repeats until no rule is applicable.
+# The first rule that applies to the mode replaces it. This is repeated until no rule applies.
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         _FULL,
@@ -74,7 +79,7 @@ _RULES: tuple[_Rule, ...] = (
 def with_possible_mode(
     config: Config, facts: ModelFacts, *, launch_blocking: bool = False
 ) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration with a supported graph mode, and the reasons for changes.
+    """Return the configuration with a supported graph mode, and the reasons for changing the mode.
 
     Raises:
         ConfigError: see ``normalise_mode``.
@@ -101,7 +106,7 @@ def with_possible_mode(
 
 
 def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) -> str | None:
-    """Return why graphs cannot use a mask instead of updated lengths; None if they can."""
+    """Return why steps must send lengths to graphs; None if graphs can use a mask instead."""
     parallel, block_size = config.parallel, config.kv.block_size
     reasons = (
         (
@@ -145,8 +150,9 @@ def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) ->
 
 
 def _split_sizes(config: Config) -> dict[str, object]:
-    """Return new values for keys of ``graph``, because decode batches get separate graphs:
-    ``sizes`` for decode batches, ``mixed_sizes`` and ``mixed_traffic`` for all other batches.
+    """Return new values for keys of the configuration's section ``graph``, for a mode in which
+    decode batches get separate graphs: ``sizes`` is then for decode batches, ``mixed_sizes`` and
+    ``mixed_traffic`` are for all other batches.
 
     Without drafts, a decode batch has one token for each request.
     """
@@ -161,15 +167,16 @@ def _split_sizes(config: Config) -> dict[str, object]:
 def normalise_mode(
     wanted: GraphMode, support: GraphSupport, *, launch_blocking: bool = False
 ) -> tuple[GraphMode, tuple[str, ...]]:
-    """Return the supported mode for ``wanted``, and a sentence for each change.
+    """Return the supported mode that takes the place of ``wanted``, and a sentence for each change
+    of the mode.
 
     Args:
-        launch_blocking: result of ``environment.launch_blocking()``: whether every launch waits for
-            the device.
+        launch_blocking: result of ``environment.launch_blocking()``. If true, every launch waits
+            for the device.
 
     Raises:
-        ConfigError: the mode has graphs, and launches wait for the device; so a capture would never
-            end.
+        ConfigError: the mode has graphs, but every launch waits for the device. A capture would
+            then never end.
     """
     mode, reasons = wanted, []
     while True:
@@ -187,12 +194,12 @@ def normalise_mode(
 
 
 def check_partition(mode: GraphMode, *, is_soft: bool) -> None:
-    """Refuse graphs that would hang on a soft partition of an NPU.
+    """Raise an error if graphs of this mode would hang on a soft partition of an NPU.
 
     Args:
         is_soft: result of ``environment.is_soft_partition()``. On a soft partition, an event must
-            be recorded before a wait for it is queued; but a full graph is queued before the
-            updates that record its events.
+            be recorded before a wait for it is queued. But a full graph waits for events, and is
+            queued before the updates that record these events.
 
     Raises:
         ConfigError: the mode has full graphs.

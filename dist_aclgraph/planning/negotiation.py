@@ -1,4 +1,6 @@
-"""Chooses from all offers one set of graphs that every rank can capture; all functions are pure."""
+"""Chooses, from the offers of all ranks, one set of graphs that every rank can capture. All
+functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,16 @@ __all__ = [
     "tightest_limits",
 ]
 
-LATER_SHARE = 4  # At most a quarter of a rank's streams is reserved for later graphs.
-# An error message names at most 8 ranks, and contains only the number of the other ranks.
+LATER_SHARE = 4  # at most a quarter of a rank's streams is reserved for lazy graphs
+# an error message names at most 8 ranks, and says how many others there are
 NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The smallest limit of any rank on one resource.
+    """The limit of a resource on the rank that has the least of it.
 
-    ``owner`` is the rank with this limit, or the group.
+    ``owner`` names the rank with this limit, or the group if the limit is the same for all ranks.
     """
 
     limit: Limit
@@ -58,21 +60,24 @@ def negotiate(
     version: int = 1,
     max_num_seqs: int = 0,
 ) -> GraphPlan:
-    """Choose the buckets that every rank can capture, with the lowest cost for the traffic.
+    """Choose buckets that every rank can capture. Of all possible sets, choose the set with the
+    lowest cost for the traffic.
 
-    The plan is the same on all ranks, because all members of a group must replay a collective in a
-    graph. The order of the offers does not change the plan. The plan obeys every limit that the
-    budget model returns for any rank. If a family has any bucket in the plan, it has the largest
-    size that fits in memory. Units: streams and bytes.
+    The plan is the same on all ranks, because a collective in a graph works only if all members of
+    its group replay the graph. The order of the offers does not change the plan. The plan obeys
+    every limit that the budget model returns for any rank. If a family has a bucket in the plan, it
+    also has the largest bucket that fits in memory. Units: streams and bytes.
 
     Args:
-        families: families with all candidate sizes; empty if the workload's mode is NONE.
-        traffic: the weights of batch sizes. None means assumed weights, most of them for small
-            sizes.
+        families: the families of graphs, with all sizes that may be captured; empty if the
+            workload's mode is NONE.
+        traffic: how often each batch size occurs. None means assumed numbers, in which small sizes
+            are the most frequent.
 
     Raises:
-        GraphError: there are no offers or no sizes, or two offers come from one rank.
-        StreamBudgetError: not even one bucket fits; the message lists offer and cost per rank.
+        GraphError: there are no offers or no sizes, or two offers come from the same rank.
+        StreamBudgetError: not even one bucket fits. The message lists, for each rank, its offer and
+            the bucket's cost.
     """
     offers = sorted(offers, key=lambda offer: offer.rank)
     if not offers or len({offer.rank for offer in offers}) < len(offers):
@@ -126,10 +131,11 @@ def keep_room(
     capacity: int,
     budget_model: BudgetModel,
 ) -> tuple[list[StreamOffer], int]:
-    """Return the offers with streams reserved for later graphs, and the number of later graphs.
+    """Return the offers, in which streams are reserved for lazy graphs, and the number of lazy
+    graphs.
 
-    The number is at most ``capacity``, and so small that later graphs need at most a quarter of any
-    rank's streams.
+    This number is at most ``capacity``. It is so small that lazy graphs need at most a quarter of
+    the streams of any rank.
     """
     if not families:
         return list(offers), 0
@@ -149,7 +155,9 @@ def tightest_limits(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> list[RankLimit]:
-    """Return the limits of all ranks; of several limits with equal prices, only the smallest."""
+    """Return the limits of all ranks. If several limits have equal prices, only the smallest of
+    them is returned.
+    """
     found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
     for offer in offers:
         for limit in budget_model.limits(families, offer):
@@ -160,7 +168,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield the additional limits that follow from failed captures."""
+    """Yield additional limits, which failed captures have shown."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -171,10 +179,11 @@ def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
 def step_seconds(
     families: Sequence[GraphFamily], offers: Sequence[StreamOffer]
 ) -> list[dict[int, float]]:
-    """Return for each family the seconds of a step by bucket, on the slowest rank.
+    """Return, for each family and each of its buckets, how many seconds a step takes on the slowest
+    rank.
 
-    If the steps of a family were not timed, the results of all families are empty, because costs in
-    seconds and costs in tokens cannot be added.
+    If the steps of one family were not timed, the results of all families are empty, because costs
+    in seconds cannot be added to costs in tokens.
     """
     found: list[dict[int, float]] = [{} for _ in families]
     for family, seconds in zip(families, found, strict=True):
@@ -187,8 +196,8 @@ def step_seconds(
 
 @dataclass(frozen=True)
 class _Menu:
-    """The best sets of buckets for one family (one set for each number of buckets), and the weight
-    of the family's batches.
+    """For one family: the best set of buckets for each number of buckets, and the sum of the
+    weights of the family's batches.
     """
 
     choices: Choices
@@ -210,12 +219,12 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return, for each family, the number of buckets: the affordable numbers with the lowest
-    expected cost.
+    """Return how many buckets each family gets. Of all numbers within the limits, these have the
+    lowest expected cost.
 
     The batches of a family without a bucket run eagerly, which costs more than other families can
-    save. So choices are compared in this order: number of families without a bucket, weight of
-    these families, expected cost, number of buckets.
+    save. So choices are compared first by the number of families without a bucket, then by the
+    weight of these families, then by expected cost, then by the number of buckets.
     """
 
     def key(counts: tuple[int, ...]) -> tuple[int, float, float, int]:
@@ -229,8 +238,8 @@ def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...
 
 
 def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield numbers of buckets within all limits: all combinations for the families except the last
-    one, and for each combination the largest possible number for the last family.
+    """Yield numbers of buckets within all limits: every combination of numbers for all families
+    except the last one, each with the largest possible number for the last family.
     """
     *head, last = most
     for counts in product(*(range(n + 1) for n in head)):
@@ -253,8 +262,8 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Remove the sizes that need more memory than a rank offers. Return the families with the other
-    sizes, and the reasons.
+    """Remove the sizes that need more memory than a rank offers. Return the families without these
+    sizes, and the reasons for removing them.
     """
     fitting, reasons, lacking = [], [], []
     for family in families:
@@ -278,7 +287,9 @@ def fit_memory(
 
 
 def _room(family: GraphFamily, offer: StreamOffer, budget_model: BudgetModel) -> float:
-    """Return the size of the largest bucket that fits in a rank's memory; can be infinite."""
+    """Return the size of the largest bucket that fits in a rank's memory. The result can be
+    infinite.
+    """
     each = budget_model.bytes_per_token(family, offer)
     return offer.free_bytes / each if each else math.inf
 
@@ -290,7 +301,7 @@ def _why(
     limits: Sequence[RankLimit],
     budget_model: BudgetModel,
 ) -> str:
-    """Return one sentence that explains the number of buckets of a family."""
+    """Return a sentence that says why a family has this number of buckets."""
     count, wanted = counts[index], len(family.buckets)
     if count == wanted:
         return f"all {wanted} {family.name} sizes fit"
@@ -309,7 +320,9 @@ def _shortfalls(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> str:
-    """Return an error message: the ranks that cannot capture any bucket, and a bucket's cost."""
+    """Return an error message. It names the ranks that cannot capture any bucket, and what a bucket
+    costs.
+    """
     lines = []
     for offer in offers:
         limits = budget_model.limits(families, offer)

@@ -1,4 +1,5 @@
-"""GraphPlan: the immutable, versioned set of buckets that a group agreed on.
+"""GraphPlan: the set of buckets that all ranks of a group capture. A plan is immutable and has a
+version.
 
 This module also decides what to do after a failed capture; the controller executes the decision.
 """
@@ -21,14 +22,14 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The graphs that every rank captures, and their order. Immutable: a change makes a new
-    version.
+    """Which graphs every rank captures, and in which order. A plan is immutable: a change makes a
+    new plan with the next version.
     """
 
     version: int
     mode: GraphMode
     families: tuple[GraphFamily, ...] = ()  # empty if no graph is captured
-    max_num_seqs: int = 0  # maximum number of requests that run together
+    max_num_seqs: int = 0  # maximum number of requests that run at the same time
     budget_model: BudgetModelName
     reasons: tuple[str, ...] = ()  # reasons for the choice of buckets, the oldest first
 
@@ -49,11 +50,13 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 of all fields, equal on all ranks that have the same plan."""
+        """Hex SHA-256 of all fields. Ranks with the same plan have the same hash."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
     def without(self, failure: CaptureFailure) -> GraphPlan:
-        """Return the plan's next version, without a graph whose capture failed while serving."""
+        """Return the plan's next version, without the graph whose capture has failed while the
+        group serves.
+        """
         families = [f.keep(failure.graph) if f.has(failure.graph) else f for f in self.families]
         reason = f"capture of {failure.graph} failed on rank {failure.rank} ({failure.cause})"
         return msgspec.structs.replace(
@@ -64,12 +67,13 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
-        """Return the next version of the plan, with as many graphs as the ranks could capture.
+        """Return the plan's next version, with only as many graphs as the ranks could capture.
 
-        If an operator failed, only the failed graph is removed. If streams or memory ran out, the
-        family of the failed graph gets as many buckets as it had captured, if possible with the
-        smallest and the largest size. If this family had captured no bucket, the family with the
-        most captured buckets loses one bucket, because that family has used the resources.
+        If an operator failed, only the graph that contains it is removed. If streams or memory ran
+        out, the family of the failed graph keeps as many buckets as were captured for it before the
+        failure; these include the smallest and the largest size, if possible. If no bucket of this
+        family was captured, the family with the most captured buckets loses one bucket, because
+        that family has used the resources.
 
         Raises:
             GraphError: the graph is not part of the plan.
@@ -107,7 +111,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_report(plan: GraphPlan) -> dict[str, Any]:
-    """Return a plan as numbers, texts, lists and dictionaries."""
+    """Return a plan as numbers, texts, lists and dictionaries, for reports."""
     return {
         "version": plan.version,
         "hash": plan.hash,
@@ -119,12 +123,12 @@ def plan_report(plan: GraphPlan) -> dict[str, Any]:
 
 
 class CaptureCost(msgspec.Struct, frozen=True):
-    """The cost of one bucket's capture on one rank.
+    """What the capture of one bucket has cost on one rank.
 
-    ``streams`` is 0 if captures do not change the device's count of free streams. ``bytes`` is the
-    growth of the graph pool. ``digest`` identifies the sequence of captured operators. ``ai_cpu``
-    counts the captured operators that run on the device's AI CPU, which is much slower than its
-    cores; None if the device does not report them.
+    ``streams`` is 0 if captures do not change the number of free streams that the device reports.
+    ``bytes`` is the growth of the graph pool. ``digest`` identifies the sequence of captured
+    operators. ``ai_cpu`` contains, by operator, how many captured tasks run on the device's AI CPU,
+    which is much slower than its cores; None if the device does not report them.
     """
 
     streams: int = 0
@@ -134,7 +138,9 @@ class CaptureCost(msgspec.Struct, frozen=True):
     ai_cpu: dict[str, int] | None = None
 
     def ai_cpu_warning(self, graph: BatchDescriptor) -> str:
-        """Return a sentence about the operators of ``graph`` that run on the AI CPU, or ""."""
+        """Return a sentence about the operators of ``graph`` that run on the AI CPU; "" if there
+        are none.
+        """
         if not self.ai_cpu:
             return ""
         names = ", ".join(f"{name} ({count})" for name, count in sorted(self.ai_cpu.items()))
@@ -151,7 +157,9 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     @property
     def undone(self) -> str:
-        """A sentence for reports: the failure, and the actions that were undone."""
+        """A sentence for reports. It says that all ranks have undone the capture of the graph, and
+        why.
+        """
         return (
             f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "
             f"{self.message}"
@@ -159,7 +167,9 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
 
 class Shrink(msgspec.Struct, frozen=True):
-    """The decision to roll back, release graphs outside ``plan``, and continue with ``plan``."""
+    """The decision to undo the capture, release all graphs that are not in ``plan``, and continue
+    with ``plan``.
+    """
 
     plan: GraphPlan
 
@@ -167,7 +177,7 @@ class Shrink(msgspec.Struct, frozen=True):
 class GiveUp(msgspec.Struct, frozen=True):
     """The decision to capture no more graphs.
 
-    Before serving, the epoch then ends; otherwise serving continues.
+    If the group does not serve yet, its epoch ends. If it serves, it continues to serve.
     """
 
     reason: str
@@ -177,10 +187,10 @@ CaptureDecision = Shrink | GiveUp
 
 
 def decide_after_failure(plan: GraphPlan, failure: CaptureFailure) -> CaptureDecision:
-    """Return the decision after a failed capture; it is the same on every rank."""
+    """Return the decision after a failed capture. All ranks follow the same decision."""
     failed = failure.graph
     if failure.cause == "timeout":
-        # A rank that does not answer can block its peers inside a collective.
+        # a rank that does not answer can block its peers inside a collective
         return GiveUp(
             f"rank {failure.rank} did not answer while capturing {failed}"
             + (f": {failure.message}" if failure.message else "")

@@ -1,7 +1,8 @@
-"""Planner: computes a deployment's graph plans from its configuration, its model and offers.
+"""Planner: computes a deployment's graph plans from its configuration, its model and the offers of
+its ranks.
 
-In a deployment, the ranks send the offers to the controller. The commands ``plan`` and ``simulate``
-assume offers.
+In a deployment, the ranks send their offers to the controller. The commands ``plan`` and
+``simulate`` run without ranks, so they assume offers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class NegotiatedPlan:
     """A plan, and the offers from which it was chosen.
 
     Attributes:
-        offers: the offers of all ranks; ``reserve`` includes the streams for lazy graphs.
+        offers: the offers of all ranks. Their attribute ``reserve`` includes the streams for lazy
+            graphs.
         lazy_capacity: number of lazy graphs for which streams are reserved.
     """
 
@@ -44,16 +46,16 @@ class NegotiatedPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans for one configuration. Knows nothing about devices.
+    """Makes plans for one configuration. This class knows nothing about devices.
 
     Attributes:
         config: the configuration with a supported graph mode.
-        mode_reasons: reasons for changes of the graph mode.
-        cache_spec: the KV cache of one rank.
+        mode_reasons: why the graph mode differs from the configured mode; empty if it does not.
+        cache_spec: the shape of one rank's KV cache.
         max_model_len: maximum length of a request.
-        families: graphs that are captured before serving if every rank has enough streams and
-            memory.
-        lazy_families: graphs that may be captured while serving.
+        families: the graphs that are captured before the group serves, if every rank has enough
+            streams and memory.
+        lazy_families: the graphs that may be captured while the group serves.
     """
 
     config: Config
@@ -71,8 +73,8 @@ class Planner:
         """Read the model's shape, and check that the configuration can serve the model.
 
         Raises:
-            ConfigError, ModelError: the configuration cannot serve the model; the message names the
-                key or file, and the remedy.
+            ConfigError, ModelError: the configuration cannot serve the model. The message names the
+                key or the file, and the remedy.
         """
         facts = read_servable_spec(config)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking)
@@ -95,7 +97,9 @@ class Planner:
 
     @property
     def largest_graphs(self) -> list[BatchDescriptor]:
-        """The largest graph of each family, without duplicates; lazy families are last."""
+        """The largest graph of each family, without duplicates. The graphs of lazy families come
+        last.
+        """
         max_num_seqs = self.config.scheduler.max_num_seqs
         families = (*self.families, *self.lazy_families)
         return list(
@@ -103,12 +107,13 @@ class Planner:
         )
 
     def negotiate(self, offers: Sequence[StreamOffer]) -> NegotiatedPlan:
-        """Choose one plan from the offers of all ranks, and reserve streams for lazy graphs.
+        """Choose one plan for the offers of all ranks, and reserve streams for lazy graphs.
 
         Raises:
             StreamBudgetError: a rank has too few streams or bytes for a single bucket.
         """
-        # Of several equal offers, only the first is used, because equal offers set the same limits.
+        # Of several offers with equal fields, only the first is used, because they all set the same
+        # limits.
         first_of = {content_of(offer): offer for offer in reversed(offers)}
         kept, capacity = keep_room(
             list(first_of.values()),
@@ -135,13 +140,14 @@ class Planner:
         )
 
     def reserved_bytes(self, plan: GraphPlan, offers: Sequence[StreamOffer]) -> dict[int, int]:
-        """Return, by rank, the bytes that the plan's graphs and the lazy graphs need together.
+        """Return, for each rank, how many bytes the plan's graphs and the lazy graphs together
+        need.
 
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # Memory is reserved only for lazy graphs that fit now. Otherwise, no memory would be left
-        # for the cache.
+        # Memory is reserved only for those lazy graphs that fit now. Otherwise, no memory would
+        # remain for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}
@@ -153,12 +159,12 @@ class Planner:
         offers: Sequence[StreamOffer],
         step_seconds: Mapping[BatchDescriptor, float],
     ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-        """Return a better plan for the traffic, and the actions that lead to it; None if there is
-        none.
+        """Return a plan that is better for the traffic, and the actions that lead to it; None if
+        there is no better plan.
 
         Args:
             offers: the offers from which ``plan`` was chosen, made before any capture.
-            step_seconds: measured time of a step, by replayed graph.
+            step_seconds: for each graph, the measured time of a step that replays it, in seconds.
         """
         return choose_again(
             plan,
@@ -171,7 +177,7 @@ class Planner:
         )
 
     def _reach(self) -> list[str]:
-        """Return sentences about decode batches that run eagerly because no graph is large enough.
+        """Return sentences about which decode batches run eagerly because no graph is large enough.
 
         Mixed batches are not mentioned, because users expect that prompts run eagerly.
         """

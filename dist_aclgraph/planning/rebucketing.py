@@ -1,4 +1,6 @@
-"""Adapts a plan to its traffic while serving: decides when a plan changes, and by which actions."""
+"""Adapts a plan to the traffic while a group serves: decides when the plan changes, and by which
+actions.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from dist_aclgraph.planning.negotiation import negotiate, step_seconds, tightest
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.traffic import Traffic, weights_of
 
-MIN_GAIN = 0.05  # fraction of the expected cost that a new plan must save
-MIN_WEIGHT = 256.0  # minimum number of observed steps, after decay
-# A plan contains only this number of its latest reasons, because plans change often and are sent to
-# all ranks.
+MIN_GAIN = 0.05  # fraction of the expected cost that a new plan must save at least
+MIN_WEIGHT = 256.0  # minimum number of observed steps; older steps count less
+# Maximum number of reasons in a plan; older reasons are dropped, because plans change often and are
+# sent to all ranks.
 MAX_REASONS = 32
 
 
@@ -53,11 +55,11 @@ def choose_again(
     budget_model: BudgetModel,
     config: GraphConfig,
 ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-    """Return a better plan for the traffic, and the actions that lead to this plan; None if no plan
-    is better.
+    """Return a plan that is better for the traffic, and the actions that lead to it; None if no
+    plan is better.
 
     Args:
-        step_seconds: measured time of a step, by replayed graph.
+        step_seconds: for each graph, the measured time of a step that replays it, in seconds.
         offers, families: as in ``propose``.
     """
     offers = [_timed(offer, step_seconds) for offer in offers]
@@ -76,11 +78,12 @@ def choose_again(
 
 
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
-    """Return the offer with step times as additional probes; prices come from the first probes.
+    """Return the offer with the times of steps as additional probes. Prices still come from the
+    first probes.
 
-    A kind of graph gets an additional probe only if it already has a probe. An additional probe has
-    no streams and no bytes. If it was the first probe of its kind, it would set the kind's price to
-    0.
+    A kind of graph gets additional probes only if it already has a probe. An additional probe
+    contains a time, but 0 streams and 0 bytes. If it were the first probe of its kind, the kind's
+    price would be 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (
@@ -101,20 +104,22 @@ def propose(
     min_gain: float = MIN_GAIN,
     min_weight: float = MIN_WEIGHT,
 ) -> GraphPlan | None:
-    """Return the next version of a plan, or None if no other plan is much better for the traffic.
+    """Return a plan that is much better for the traffic, as the next version of ``plan``; None if
+    there is no such plan.
 
-    The new plan has the same families with the same largest buckets. So if a batch replays a graph
-    of the old plan, it will also replay a graph of the new plan.
+    The new plan has the same families, with the same largest buckets. So each batch that replays a
+    graph of the old plan also replays a graph of the new plan.
 
     Args:
-        traffic: traffic since the first use of the plan, with decay.
+        traffic: how often each batch size has occurred since the plan is in use; older steps count
+            less.
         offers: the offers from which ``plan`` was chosen, made before any capture.
-        families: families with all candidate sizes.
-        min_gain: minimum fraction of the expected cost that the new plan must save.
-        min_weight: minimum number of observed steps, after decay.
+        families: the families of graphs, with all sizes that may be captured.
+        min_gain: which fraction of the expected cost the new plan must save at least.
+        min_weight: minimum number of observed steps; older steps count less.
 
     Raises:
-        GraphError: there are no offers, or two offers come from one rank.
+        GraphError: there are no offers, or two offers come from the same rank.
     """
     if not plan.families or traffic.weight < min_weight:
         return None
@@ -144,9 +149,10 @@ def propose(
 def _with_old_graphs(
     old: GraphPlan, new: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel
 ) -> GraphPlan:
-    """Return the new plan, extended by the graphs of the old plan that fit within the limits.
+    """Return the new plan, extended by those graphs of the old plan that fit within the limits.
 
-    Otherwise, small changes of the traffic would release a graph, and later capture it again.
+    Without this extension, small changes of the traffic would release a graph, and later capture it
+    again.
     """
     rank_limits = tightest_limits(share_cards(offers), new.families, budget_model)
     limits = [item.limit for item in rank_limits]
@@ -170,18 +176,19 @@ def transition(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[Action, ...]:
-    """Return the captures and releases, one graph each, that lead from one plan to the other.
+    """Return the actions that lead from one plan to the other. Each action captures or releases one
+    graph.
 
-    All captures are before the releases, and the largest graph is captured first. If too few
-    streams or bytes are free for the next capture, a graph that is not in the new plan is released
-    first. Limits that both plans obey are also obeyed after each action, and the largest bucket of
-    each family always exists.
+    Captures come before releases, and the largest graph is captured first. But if too few streams
+    or bytes are free for the next capture, a graph that is not in the new plan is released before
+    it. Every limit that both plans obey is also obeyed after each action. The largest bucket of
+    each family exists at all times.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.
 
     Raises:
-        GraphError: the plans have different families, or a family has different largest buckets.
+        GraphError: the plans have different families, or the largest bucket of a family differs.
     """
     if not _keeps_reach(old, new):
         raise GraphError(
@@ -192,11 +199,11 @@ def transition(
 
 
 def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
-    """Return the common plan of groups after a capture failed in some groups: the graphs that all
-    groups have.
+    """Return one plan for all groups, after a capture has failed in some groups. It contains the
+    graphs that all groups have.
 
-    The version of the common plan is newer than the versions of ``plans``. A graph that one group
-    could not capture is not tried again in any group.
+    Its version is newer than the versions of ``plans``. A graph that one group could not capture is
+    not tried again in any group.
     """
     newest = max(plans, key=lambda plan: plan.version)
     families = []
@@ -259,7 +266,9 @@ def _keeps_reach(old: GraphPlan, new: GraphPlan) -> bool:
 
 
 def _candidates(family: GraphFamily, families: Sequence[GraphFamily]) -> GraphFamily:
-    """Return a family with all possible sizes, up to the largest size that ranks have captured."""
+    """Return a family with all sizes that may be captured, up to the largest size that ranks have
+    captured.
+    """
     wanted = next((f.buckets for f in families if _kind(f) == _kind(family)), ())
     tried = {size for size in wanted if size <= family.buckets[-1]} - set(family.refused)
     return msgspec.structs.replace(family, buckets=tuple(sorted({*family.buckets, *tried})))

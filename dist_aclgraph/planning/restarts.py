@@ -1,4 +1,4 @@
-"""Decides when to try a failed action again, and how often to start a lost process again."""
+"""Decides when a failed action is tried again, and how often lost processes are started again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 HOUR_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-# The limit for a start is START_FACTOR times the slowest earlier start, but at least
-# SHORTEST_START_S seconds.
+# The limit for a start is START_FACTOR times the duration of the slowest earlier start, but at
+# least SHORTEST_START_S seconds.
 START_FACTOR, SHORTEST_START_S = 5.0, 10.0
 
 
 class Backoff:
-    """Owns the pause between attempts. The pause doubles after each failure, up to
+    """Owns the pause between attempts of an action. The pause doubles after each failure, up to
     ``LONGEST_PAUSE_S``.
 
     All times must come from the same monotonic clock.
 
     Args:
-        first_s: seconds of the pause after the first failure.
+        first_s: pause after the first failure, in seconds.
     """
 
     def __init__(self, first_s: float = FIRST_PAUSE_S) -> None:
@@ -27,7 +27,7 @@ class Backoff:
         self._next_s = 0.0
 
     def pause_s(self, now_s: float) -> float:
-        """Return the remaining seconds of the pause; any thread may call this."""
+        """Return how many seconds of the pause remain. Any thread may call this."""
         return max(0.0, self._next_s - now_s)
 
     def is_due(self, now_s: float) -> bool:
@@ -35,26 +35,26 @@ class Backoff:
         return self.pause_s(now_s) == 0.0
 
     def failed(self, now_s: float) -> None:
-        """Record that an attempt failed; the next attempt must wait."""
+        """Record that an attempt has failed, so that the next attempt must wait."""
         self._next_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def could_not_begin(self, now_s: float) -> None:
-        """Record that an attempt did not begin, because resources were missing, or another change
-        ran.
+        """Record that an attempt could not begin, because resources were missing, or because
+        another change was running.
 
-        The next attempt follows soon, even during a pause, because the obstacle can disappear at
-        any time.
+        The next attempt follows soon, even if a pause is not over, because the obstacle can
+        disappear at any time.
         """
         self._next_s = now_s + self._first_s
 
     def succeeded(self) -> None:
-        """Record that an attempt succeeded; the next failure counts as the first failure."""
+        """Record that an attempt has succeeded. The next failure counts as the first again."""
         self._pause_s = self._first_s
 
 
 class RestartBudget(Backoff):
-    """Limits the number of restarts per hour. Owns the times of restarts.
+    """Limits the number of restarts in an hour. Owns the times of past restarts.
 
     Args:
         per_hour: maximum number of restarts within any hour.
@@ -66,15 +66,16 @@ class RestartBudget(Backoff):
         self._taken_s: deque[float] = deque()
 
     def is_left(self, now_s: float) -> bool:
-        """Whether a restart is allowed now; any thread may call this."""
+        """Whether a restart is allowed now. Any thread may call this."""
         return self.num_left(now_s) > 0
 
     def num_left(self, now_s: float) -> int:
-        """Return how many restarts are allowed now; any thread may call this."""
+        """Return how many restarts are allowed now. Any thread may call this."""
         return max(0, self.per_hour - len(self.ages_s(now_s)))
 
     def ages_s(self, now_s: float) -> tuple[float, ...]:
-        """Return how many seconds ago each restart of the last hour was; any thread may call this.
+        """Return, for each restart of the last hour, how many seconds ago it was. Any thread may
+        call this.
 
         From these ages, a process with another clock can make a copy of the budget.
         """
@@ -82,13 +83,13 @@ class RestartBudget(Backoff):
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
 
     def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
-        """Replace the restarts that this budget has counted by restarts of these ages, in seconds;
-        see ``ages_s``.
+        """Replace the restarts that this budget has counted by restarts that were ``ages_s``
+        seconds ago; see the method ``ages_s``.
         """
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:
-        """Return whether a restart is allowed; if so, count the restart."""
+        """Return whether a restart is allowed. If it is, count it."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):
@@ -97,18 +98,19 @@ class RestartBudget(Backoff):
         return True
 
     def give_back(self) -> None:
-        """Remove the oldest restart from the count, because a process has served long enough."""
+        """Remove the oldest restart from the count. Call this when a restarted process has served
+        long enough.
+        """
         if self._taken_s:
             self._taken_s.popleft()
 
 
 class StartLimit:
-    """Computes the time limit for the start of a group's processes, from the durations of earlier
-    starts.
+    """Computes a time limit for starting a group's processes, from the durations of earlier starts.
 
-    Ray does not report the death of a process that has not registered yet, so only a time limit
-    detects such a death. The limit doubles after each start that exceeds it, because the cause
-    might be a busy machine.
+    Ray does not report the death of a process that has not registered yet. So only a time limit
+    detects such a death. The limit doubles after each start that exceeds it, because the cause may
+    also be a busy machine.
 
     Attributes:
         slowest_s: duration of the slowest earlier start, in seconds; None if no start has
@@ -120,14 +122,16 @@ class StartLimit:
         self._num_exceeded = 0
 
     def seconds(self, longest_s: float) -> float:
-        """Return the limit for the next start; ``longest_s`` before any start has succeeded."""
+        """Return the limit for the next start, in seconds; ``longest_s`` if no start has succeeded
+        yet.
+        """
         if self.slowest_s is None:
             return longest_s
         usual_s = max(SHORTEST_START_S, START_FACTOR * self.slowest_s)
         return min(longest_s, usual_s * float(2**self._num_exceeded))
 
     def note(self, took_s: float) -> None:
-        """Record the duration of a successful start."""
+        """Record how many seconds a successful start took."""
         self.slowest_s = max(self.slowest_s or 0.0, took_s)
         self._num_exceeded = 0
 

@@ -1,5 +1,5 @@
-"""Models the time of an eager step as a linear function of the step's tokens. The function is
-fitted to measured steps.
+"""Models the time of an eager step as a linear function of the step's number of tokens. The
+function is fitted to measured steps.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
-# If the relative differences of the sizes are below this value, no slope can be computed.
+# If the sizes of the measured steps differ by less than this fraction, no slope can be computed.
 ONE_SIZE = 1e-9
 
 
 class Line(NamedTuple):
-    """A step takes ``base_s`` seconds, and additionally ``token_s`` seconds for each token."""
+    """A step takes ``base_s`` seconds, plus ``token_s`` seconds for each token."""
 
     base_s: float
     token_s: float
@@ -24,9 +24,10 @@ class Line(NamedTuple):
 
 
 class LineFit:
-    """Fits a line to measured steps by least squares; the weight of old steps decreases slowly.
+    """Fits a line to measured steps by least squares. Older steps have less weight than newer
+    steps.
 
-    Only one thread may call ``add``; any thread may call ``line``.
+    Only one thread may call ``add``. Any thread may call ``line``.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class LineFit:
         self.count += 1
 
     def line(self) -> Line:
-        """Return the fitted line, with values of at least 0.
+        """Return the fitted line. Its two values are not negative.
 
         Call this only after at least one step was added.
         """

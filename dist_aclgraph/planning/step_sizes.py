@@ -1,19 +1,21 @@
-"""Sizes of the arrays that a rank keeps for its steps, used to allocate the arrays and to predict
-their memory.
+"""Sizes of the arrays that a rank keeps for its steps. The same functions are used to allocate the
+arrays and to predict their memory.
 """
 
 from __future__ import annotations
 
-# Number of rotary positions after the longest context, for drafts that are discarded.
+# Number of positions after the longest context for which there are cos and sin. Drafts that will be
+# discarded can have these positions.
 SPARE_POSITIONS = 16
 
 
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
-    """Return the width of the block table: blocks for the tokens and for 3 k positions of drafts.
+    """Return the number of columns of the block table: enough blocks for the tokens, and for 3 k
+    more positions, which drafts can use.
 
-    A step verifies k drafts after the last token, and drafting adds another k positions. If the
-    host has not read the number of accepted drafts yet, the step can begin up to k positions after
-    the position that the host assumes.
+    A step verifies k drafts after the last token, and drafting uses k positions after these. If the
+    host has not read the number of accepted drafts yet, the step can begin up to k positions later
+    than the host assumes.
     """
     return -(-(num_tokens + 3 * num_drafts) // block_size)
 
@@ -26,12 +28,12 @@ def input_sizes(
     has_state: bool = False,
     has_lens: bool = False,
 ) -> list[int]:
-    """Return the sizes of a graph's integer inputs, in the order of the inputs, without the block
-    table.
+    """Return the number of elements of each integer input of a graph, in the order of the inputs.
+    The block table is not included.
 
-    The inputs are token ids, positions and slots, then the places. If the graph verifies drafts,
-    the places are replaced by the fields ``rows``, ``most``, ``behind`` and ``slots`` of
-    ``DraftInputs``. Query ends and KV lengths follow, then the slots of recurrent states.
+    The first inputs are token ids, positions and slots. Then come the places or, if the graph
+    verifies drafts, the fields ``rows``, ``most``, ``behind`` and ``slots`` of ``DraftInputs``.
+    Query ends and KV lengths follow, then the slots of recurrent states.
 
     Args:
         num_drafts: k, number of drafts of each request; 0 if the graph verifies no drafts.

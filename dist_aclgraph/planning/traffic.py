@@ -1,7 +1,7 @@
-"""The frequency of each batch size; buckets are chosen for these frequencies.
+"""How often each batch size occurs. Buckets are chosen for these frequencies.
 
-Engines count the batches; this module evaluates the counts. All functions are pure, and the time is
-an argument.
+Engines count batches, and this module evaluates their counts. All functions are pure; they get the
+time as an argument.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-# The weight of the prior, as a part of all weights. Because of the prior, a size without traffic
-# can get a bucket, too.
+# The weight of the assumed traffic (``prior``), as a fraction of all weights. Because of it, a size
+# without observed traffic can get a bucket, too.
 PRIOR_SHARE = 0.02
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """The weight of each batch size in live tokens, without padding. A new step has weight one.
+    """The weight of each batch size. A batch size is a number of live tokens, without padding. A
+    new step has the weight 1.
 
     Attributes:
         decode: the weights of batches in which every request decodes the same number of tokens.
@@ -33,18 +34,17 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: GraphConfig) -> Traffic:
-        """Return the expected traffic of the configuration; empty if none is configured."""
+        """Return the traffic that the configuration tells to expect; empty if it contains none."""
         return cls(decode=dict(config.traffic or {}), mixed=dict(config.mixed_traffic or {}))
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of all steps, after decay."""
+        """Sum of the present weights of all steps."""
         return sum(self.decode.values()) + sum(self.mixed.values())
 
 
 def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
-    """Return the traffic after the time ``elapsed``, in which each ``half_life`` halves the
-    weights.
+    """Return the traffic after the time ``elapsed``. All weights are halved in each ``half_life``.
 
     ``elapsed`` and ``half_life`` must have the same unit, seconds or steps.
     """
@@ -66,11 +66,11 @@ def merge(parts: Iterable[Traffic]) -> Traffic:
 
 
 def prior(largest: int, unit: int = 1) -> dict[int, float]:
-    """Return the weights for unknown traffic. A batch of n tokens has weight 1/n, so small sizes
-    have most of the weight.
+    """Return the weights that are assumed as long as the traffic is unknown. A batch of n tokens
+    has the weight 1/n, so small sizes have most of the weight.
 
     Args:
-        unit: query length; batch sizes are multiples of this number.
+        unit: number of tokens of each request; batch sizes are multiples of this number.
     """
     return {tokens: 1.0 / tokens for tokens in range(unit, largest + 1, unit)}
 
@@ -78,11 +78,12 @@ def prior(largest: int, unit: int = 1) -> dict[int, float]:
 def weights_of(
     traffic: Traffic | None, families: Sequence[GraphFamily]
 ) -> tuple[dict[int, float], ...]:
-    """Return for each family the weights of the batches that would replay its graphs.
+    """Return, for each family, the weights of the batches that would replay its graphs.
 
-    Decode batches up to the largest decode bucket belong to the family that only decodes. All other
-    batches belong to the family that accepts any batch. If a family has no observed traffic, its
-    weights are the prior; otherwise a small fraction of the prior is added to its traffic.
+    Decode batches up to the largest decode bucket belong to the family for decode batches. All
+    other batches belong to the family that accepts any batch. If a family has no observed traffic,
+    its weights are those of ``prior``. Otherwise, a small fraction of these is added to the
+    observed weights.
     """
     traffic = traffic or Traffic()
     reach = max((f.buckets[-1] for f in families if f.query_len and f.buckets), default=0)
@@ -107,7 +108,7 @@ def _with_prior(seen: Mapping[int, float], family: GraphFamily) -> dict[int, flo
 
 
 class TrafficHistory:
-    """Owns the observed traffic, with decay, and the time of the last update.
+    """Owns the observed traffic, in which older steps count less, and the time of the last update.
 
     Args:
         now_s: time in seconds; all methods must use the same clock.
@@ -120,14 +121,16 @@ class TrafficHistory:
 
     @property
     def next_look_s(self) -> float:
-        """Time at which the next update is due; infinity if there is no update."""
+        """The time at which the next update is due; infinity if no update will follow."""
         return self._looked_s + (self._config.rebucket_s or math.inf)
 
     def is_due(self, now_s: float) -> bool:
         return now_s >= self.next_look_s
 
     def record(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
-        """Add the traffic since the last update; return the whole traffic after decay."""
+        """Add the traffic ``seen`` since the last update; return all traffic with its present
+        weights.
+        """
         faded = fade(self._traffic, now_s - self._looked_s, self._config.traffic_half_life_s)
         self._looked_s = now_s
         self._traffic = merge([faded, *seen])

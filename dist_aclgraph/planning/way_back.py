@@ -1,11 +1,11 @@
-"""Chooses the recovery of a lockstep group after a failure, by one pure function.
+"""Chooses how a lockstep group recovers from a failure. One pure function decides.
 
 With RESUME, all processes continue: the work of their devices is aborted, their communicators are
 resumed, and the interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like
-RESUME, but the KV is lost: requests are computed again from their first token. With REJOIN, the
-running processes and their weights stay, lost processes are started again on the same NPUs, and all
-processes join a new group; KV and graphs are lost. REBUILD replaces the group by another group,
-which can run on other NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
+RESUME, but the KV is lost, so requests are computed again from their first token. With REJOIN, the
+processes that still run keep their weights, lost processes are started again on the same NPUs, and
+all of these processes join a new group; KV and graphs are lost. REBUILD replaces the group by
+another group, which can run on other NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# After 100 steps without a failure, the count of consecutive failures begins again.
+# after this number of steps without a failure, failures no longer count as consecutive
 SOUND_STEPS = 100
 
-# The maximum number of consecutive resumptions of a group, for each kind of failure; 0 means that
-# the group never resumes. If a failure follows soon after a resumption, its cause still exists.
+# How many times in a row a group may be resumed, for each kind of fault; 0 means never. If a
+# failure follows soon after the group was resumed, the cause of the earlier failure still exists.
 TRIES: dict[DeviceFault, int] = {
-    # The peers of a failed rank report this fault. So the fault of the failed rank determines the
-    # limit.
+    # The peers of a failed rank report this fault, so its limit must not be below that of the
+    # failed rank's own fault.
     "stopped": 2,
-    "link": 2,  # A link may fail for a moment only, and then work again.
+    "link": 2,  # a link may fail only for a moment, and work again afterwards
     "remote": 1,  # The peers report the cause.
     "retry": 1,
     "suspect": 1,
-    "operator": 1,  # If the failure happens again, its cause is the operator's input or the chip.
-    "uce_kv": 1,  # RECOMPUTE repairs the memory and computes the KV again.
-    "uce_tensor": 0,  # Weights, or tensors at addresses that graphs contain, are lost.
-    "uce": 0,  # It is unknown which contents are lost.
+    "operator": 1,  # if the failure happens again, its cause is the operator's input or the chip
+    "uce_kv": 1,  # the memory can be repaired, and the KV computed again (RECOMPUTE)
+    "uce_tensor": 0,  # weights are lost, or tensors whose addresses graphs contain
+    "uce": 0,  # it is unknown which tensors are lost
     "ecc": 0,  # The memory cannot be repaired.
 }
 
@@ -49,26 +49,27 @@ MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
-# If a group fails earlier than this time after a REJOIN, its remaining processes do not rejoin
-# again.
+# Seconds. If a group fails within this time after a REJOIN, the processes that still run do not
+# join another group.
 SOUND_S = 60.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The known facts about a failed group.
+    """What is known about a failed group.
 
     Attributes:
-        faults: the reported fault of each rank that has reported a fault; None means an unknown
+        faults: for each rank that has reported a fault, this fault; None stands for an unknown
             error.
         lost: ranks whose process has exited or does not answer.
-        in_a_row: number of resumptions since the last ``SOUND_STEPS`` steps without a failure.
+        in_a_row: number of times that the group was resumed since it last ran ``SOUND_STEPS`` steps
+            without a failure.
         may_resume: whether the configuration allows stopping and restarting devices.
-        is_over: whether the group's epoch has ended, so that its requests already run in other
+        is_over: whether the group's epoch has ended. If true, its requests already run in other
             groups.
         size: number of ranks of the group.
-        served_s: seconds since processes of an earlier group joined this group; None if all its
-            processes are new.
+        served_s: seconds since processes of an earlier group have joined this group; None if all of
+            its processes were new.
     """
 
     faults: Mapping[GroupRank, DeviceFault | None]

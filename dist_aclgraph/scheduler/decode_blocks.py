@@ -1,4 +1,4 @@
-"""The KV blocks that decoding requests need for their next tokens."""
+"""Finds and allocates the KV blocks that decoding requests need for their next tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dist_aclgraph.scheduler.rows import Places, RunningRows
 
 
 class Lack(NamedTuple):
-    """Requests that decode and lack blocks for their next tokens.
+    """The decoding requests that have too few blocks for their next tokens.
 
     Attributes:
         short: [n], indices of these requests.
-        missing: [n], number of blocks that each of these requests lacks.
+        missing: [n], number of additional blocks that each of these requests needs.
     """
 
     short: Places
@@ -31,9 +31,9 @@ NO_LACK = Lack(np.empty(0, np.intp), np.empty(0, np.int32))
 
 
 def missing_blocks(rows: RunningRows, decode_len: int, block_size: int) -> Lack:
-    """Return the decoding requests that lack blocks.
+    """Return the decoding requests that have too few blocks.
 
-    No block is needed for drafts after the last possible token of a request.
+    A request needs no block for drafts after its last possible token.
 
     Args:
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
@@ -47,7 +47,7 @@ def missing_blocks(rows: RunningRows, decode_len: int, block_size: int) -> Lack:
 
 
 def give_blocks(rows: RunningRows, pool: BlockPool, lack: Lack) -> list[int]:
-    """Allocate the missing blocks. The pool must have enough free blocks.
+    """Allocate the blocks that ``lack`` describes. The pool must have enough free blocks.
 
     Returns:
         The allocated blocks, as flat records: row, index in the block table, block id.

@@ -1,4 +1,6 @@
-"""Applies the results of a step to all ranks that only decode, in one operation."""
+"""Applies the results of a step to all ranks on which every request decodes, in one operation for
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ from dist_aclgraph.scheduler.rows import Places
 def land_decoding(
     rows: GroupRows, ranks: Sequence[RankScheduler], brought: Sequence[NewTokens]
 ) -> tuple[Sequence[RankScheduler], list[StepOutputs]]:
-    """Apply the results of the oldest step to the ranks that only decode.
+    """Apply the results of the oldest step to those ranks on which every request decodes.
 
     Args:
         brought: the results of each rank.
 
     Returns:
-        The ranks whose results this function has not applied; and the outputs of the other ranks.
+        The ranks to which this function has not applied their results, and the outputs of the other
+        ranks.
     """
     if len(ranks) == 1:  # for one rank, operations on its own columns are faster
         return ranks, []
@@ -47,7 +50,7 @@ def land_decoding(
 
 
 def _sizes(ranks: Sequence[RankScheduler]) -> tuple[Places, Places]:
-    """Return the indices of ranks, and their numbers of running requests."""
+    """Return two arrays: the index of each rank, and its number of running requests."""
     return (
         np.array([rank.index for rank in ranks], np.intp),
         np.array([rank.num_running for rank in ranks], np.intp),

@@ -1,11 +1,11 @@
 """FileUpkeep: decides which files of KV blocks are deleted, and which files are touched.
 
-A block's file is deleted if the block might contain NaN. Such files can exist, because a block can
-be written before its request's logits show the NaN.
+A block's file is deleted if the block might contain NaN. Such a file can exist, because a block can
+be written to its file before the logits of its request show the NaN.
 
-While the device's cache has a prefix, the prefix's files are not read, even if many requests use
-the prefix. A tier deletes the files whose last use is oldest. So some of the files of used prefixes
-are touched every ``TOUCH_S``.
+While a prefix is in the device's cache, its files are not read, even if many requests use the
+prefix. But a tier deletes the files that were least recently used. So every ``TOUCH_S`` seconds,
+the time of last use is updated ("touched") for some files of prefixes in use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import islice
 
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-MAX_CONDEMNED = 4096  # maximum number of condemned blocks that are recorded
+MAX_CONDEMNED = 4096  # maximum number of blocks that are recorded for deletion
 MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
 TOUCH_S = 10.0  # minimum number of seconds between the starts of two jobs that touch files
 
@@ -34,7 +34,7 @@ class FileUpkeep:
         self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Mark the files of blocks for deletion. Until they are deleted, no request reads them."""
+        """Mark the files of blocks for deletion. No request reads these files any more."""
         for block_hash in hashes:
             self._condemned.pop(block_hash, None)
         self._condemned |= dict.fromkeys(hashes, False)
@@ -45,11 +45,11 @@ class FileUpkeep:
         return block_hash in self._condemned
 
     def take_condemned(self, busy: Collection[BlockHash]) -> list[BlockHash]:
-        """Return the blocks whose files must be deleted now. Call ``end_deletion`` after the
-        deletion.
+        """Return the blocks whose files must be deleted now. The caller calls ``end_deletion`` when
+        they are deleted.
 
         Args:
-            busy: blocks that are being copied; their files are deleted later.
+            busy: blocks that are being copied now. Their files are deleted later.
         """
         waiting = [
             each for each, is_taken in self._condemned.items() if not is_taken and each not in busy
@@ -63,7 +63,7 @@ class FileUpkeep:
         return not all(self._condemned.values())
 
     def end_deletion(self, hashes: Sequence[BlockHash], *, is_done: bool) -> None:
-        """Record that a job has deleted files, or that the job was dropped."""
+        """Record that a job has deleted files (``is_done``), or that it was dropped."""
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
                 continue  # The block was condemned again during the job, so it stays condemned.
@@ -85,8 +85,8 @@ class FileUpkeep:
                 self._used_states[state] = None
 
     def take_used(self) -> tuple[dict[BlockHash, int], list[BlockHash]]:
-        """Return the used blocks with their depths, and the used checkpoints; then clear both
-        lists.
+        """Return the used blocks with their depths, and the used checkpoints. Both lists are then
+        empty.
         """
         used, self._used = self._used, {}
         states, self._used_states = list(self._used_states), {}

@@ -18,14 +18,16 @@ from dist_aclgraph.steps.copies import CopyJob
 
 
 class GroupCopies:
-    """Decides which blocks of all ranks are copied. A request waits until its files are read.
+    """Decides which blocks of all ranks are copied. A request whose blocks are read from files
+    waits until they are read.
 
     Args:
         pools: the block pool of each data-parallel rank.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         ranks_per_batch: number of workers of each data-parallel rank.
         waiting: the group's waiting requests; some of them wait until their files are read.
-        files: the group's nodes that have files; None if all workers are on the engine's node.
+        files: which nodes of the group have which files; None if all workers are on the engine's
+            node.
 
     Attributes:
         ranks: the ``BlockCopies`` of each data-parallel rank; empty if no copies are kept.
@@ -79,26 +81,29 @@ class GroupCopies:
         return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.ranks]
 
     def end(self, number: int, rank: int, num_whole: int) -> None:
-        """Record that a worker has ended a copy job. When all workers have ended the job, the
-        request that waits for the job returns to the queue.
+        """Record that a worker has ended a copy job. When all workers have ended it, the request
+        that waits for this job returns to the queue.
         """
         request = self.ranks[rank // self._ranks_per_batch].end(number, rank, num_whole)
         if request is not None:
             self._waiting.end_fetching([request])
 
     def have_ended(self, request: Request) -> bool:
-        """Return whether no block of an ended request waits to be written to a file."""
+        """Return whether no block of an ended request still waits to be written to a file."""
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """Let no request wait for a data-parallel rank's copy jobs until one of these jobs ends.
+        """From now on, let no request wait for a data-parallel rank's copy jobs, until one of these
+        jobs ends.
 
-        Returns the number of requests that waited until a copy job read their blocks.
+        Returns how many requests were waiting for copy jobs that read their blocks.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
     def forget(self) -> None:
-        """Drop all jobs, because the workers have lost them; then no request waits for files."""
+        """Drop all jobs, because the workers have lost them. After this call, no request waits for
+        files.
+        """
         self._waiting.end_fetching([each for copies in self.ranks for each in copies.forget()])
 
 
@@ -109,8 +114,8 @@ def _copies_of(
         return BlockCopies(pool, look_ups, ranks)
     is_beside_engine = files.is_beside_engine(dp_rank)
     if not is_beside_engine:
-        # The files on the engine's node belong to other ranks, so they are not looked up. All
-        # blocks are sent to the workers, which skip the blocks that have files.
+        # The files on the engine's node belong to other data-parallel ranks, so they are not looked
+        # up. Workers get jobs for all blocks, and skip the blocks that have files.
         look_ups = LookUps(Files(_has_none, _has_none if look_ups.has_states else None))
     elsewhere = NodeLookUps(
         files.finders(dp_rank), is_beside_engine=is_beside_engine, only_workers=files.only_workers

@@ -1,7 +1,7 @@
 """GroupRows: the columns of all data-parallel ranks of a group.
 
-In most steps, most ranks only decode: every request gets one token. The results of all these ranks
-are applied together, so that a group of hundreds of ranks needs no Python loop over their columns.
+In most steps, every request of most ranks decodes, and gets one token. The results of all of these
+ranks are applied together, so that a group of hundreds of ranks needs no Python loop over ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ MOST = np.iinfo(np.int32).max
 
 
 class Landed(NamedTuple):
-    """The results of several ranks, rank by rank, for requests that each got one token.
+    """The results of several ranks on which every request got one token. The requests are in the
+    order of the ranks.
 
     Attributes:
         appended: [num_requests, 2], row and token id of each request.
         keys: [num_requests], the attribute ``key`` of each request.
-        has_full: [num_ranks], whether a request of the rank has filled a block.
+        has_full: [num_ranks], whether at least one request of the rank has filled a block.
     """
 
     appended: IntArray
@@ -73,11 +74,11 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return for each rank whether all of its requests stay below their maximum lengths if each
-        request gets one more token.
+        """Return, for each rank, whether all of its requests stay below their maximum lengths if
+        each of them gets one more token.
 
         Args:
-            ranks: [n], different ranks.
+            ranks: [n], indices of ranks, each at most once.
             lens: [n], number of requests of each rank.
         """
         is_last = self.received[ranks] + 1 >= self.limit[ranks]
@@ -102,13 +103,13 @@ class GroupRows(Columns):
         )
 
     def least_margins(self, ranks: Places, lens: Places) -> list[int]:
-        """Return the smallest margin of each rank's requests, see ``Columns.margins``."""
+        """Return, for each rank, the smallest margin of its requests; see ``Columns.margins``."""
         found: list[int] = (
             np.where(self._is_used(lens), self.margins()[ranks], MOST).min(1).tolist()
         )
         return found
 
     def _is_used(self, lens: Places) -> npt.NDArray[np.bool_]:
-        """Return [n, capacity]: true at the indices at which a rank has a request."""
+        """Return [n, capacity] booleans: true where the rank has a request at the index."""
         is_used: npt.NDArray[np.bool_] = np.arange(self._capacity) < lens[:, None]
         return is_used

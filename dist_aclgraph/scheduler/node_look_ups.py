@@ -1,8 +1,8 @@
-"""NodeLookUps: look-ups of files by workers, on nodes other than the engine's.
+"""NodeLookUps: lets workers look up files on nodes other than the engine's node.
 
 The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
-own workers. One worker of each other node looks up the files there, and fetches missing files if
-the request has a source. The engine sends these look-ups in its messages about copy jobs.
+own workers. On each node except the engine's, one worker looks up the files, and fetches missing
+files if the request has a source. The engine sends these look-ups in its messages about copy jobs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class _LookUp:
     """A look-up that runs.
 
     Attributes:
-        waits_for: the workers that have not answered.
-        num_found: the smallest number of leading blocks in the answers of workers until now.
-        source: the group from which missing blocks are fetched; None if there is none.
+        waits_for: the workers that have not answered yet.
+        num_found: the smallest number of leading blocks that any worker has found until now.
+        source: the group from which missing blocks are fetched; None if nothing is fetched.
     """
 
     waits_for: set[int]
@@ -32,7 +32,7 @@ class _LookUp:
 
 
 class NodeLookUps:
-    """Owns the look-ups of one data-parallel rank on other nodes.
+    """Owns the look-ups of one data-parallel rank on nodes other than the engine's.
 
     Args:
         finders: the workers that look up files; see ``GroupFiles.finders``.
@@ -61,8 +61,8 @@ class NodeLookUps:
 
     def must_ask(self, source: Source | None) -> bool:
         """Return whether the other nodes must look up files. They must if they may have to fetch
-        blocks, or if the engine's node has no files. In all other cases, the other nodes usually
-        have the files of the same blocks as the engine's node.
+        blocks, or if the engine's node has no files of this rank. In all other cases, no look-up is
+        needed, because the other nodes usually have files of the same blocks as the engine's node.
         """
         return bool(self._finders) and not (source is None and self.is_beside_engine)
 
@@ -70,7 +70,7 @@ class NodeLookUps:
         self, number: int, hashes: Sequence[BlockHash], first: int, source: Source | None
     ) -> tuple[CopyJob, Answer[int]]:
         """Begin a look-up. Return the job for the workers, and a function that returns the answer:
-        the number of leading blocks that all nodes have, the ``first`` cached blocks included.
+        how many leading blocks all nodes have, including the ``first`` cached blocks.
         """
         found = _LookUp(set(self._finders), len(hashes), source)
         self._running[number] = found
@@ -80,8 +80,8 @@ class NodeLookUps:
         return job, lambda: None if found.waits_for else first + found.num_found
 
     def end(self, number: int, rank: int, num_found: int) -> bool:
-        """Record a worker's answer; return whether it has ended a look-up. Other jobs, and workers
-        that were not asked, are ignored.
+        """Record a worker's answer; return whether the answer has ended a look-up. Answers to other
+        jobs, and answers of workers that were not asked, are ignored.
         """
         found = self._running.get(number)
         if found is None or rank not in found.waits_for:
@@ -94,8 +94,8 @@ class NodeLookUps:
         return True
 
     def take_cancelled(self) -> list[CopyJob]:
-        """Drop the look-ups that have a source and whose requests have ended; return the jobs that
-        end these look-ups, and their fetches, on the workers.
+        """Drop the look-ups that have a source and whose requests have ended. Return the jobs with
+        which workers end these look-ups and their fetches.
         """
         sources = [(number, found.source) for number, found in self._running.items()]
         cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
@@ -104,8 +104,8 @@ class NodeLookUps:
         return [CopyJob(number, "cancel", b"", b"", b"") for number in cancelled]
 
     def forget(self) -> None:
-        """End all look-ups with no blocks found, because the workers have dropped them, or do not
-        answer. Later answers are ignored.
+        """End all look-ups as if no blocks were found, because the workers have dropped them, or do
+        not answer. Later answers are ignored.
         """
         for found in self._running.values():
             found.waits_for.clear()
@@ -114,7 +114,7 @@ class NodeLookUps:
 
 
 def smallest(answers: Sequence[Answer[int]]) -> int | None:
-    """Return the smallest of several results; None while one of them is unknown."""
+    """Return the smallest result of several answers; None as long as a result is unknown."""
     found = [answer() for answer in answers]
     known = [count for count in found if count is not None]
     return min(known) if len(known) == len(found) else None

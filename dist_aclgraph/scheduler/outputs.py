@@ -1,4 +1,4 @@
-"""The results of a step, for all requests together."""
+"""The results of a step, in arrays for all requests together."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ NO_PLACES: Places = np.empty(0, np.intp)
 
 
 class StepOutputs(Struct, frozen=True):
-    """The new tokens of the requests that a step has sampled. Iteration yields one delta per
-    request.
+    """The new tokens of the requests that a step has sampled. Iterating over this object yields one
+    delta for each request.
 
     Attributes:
         requests: [num_reqs], the requests that the step has sampled.
         keys: [num_reqs], the attribute ``key`` of each request.
-        token_ids: [num_new], the new tokens of all requests, request by request.
-        ends: [num_reqs], index in ``token_ids`` after each request's last token; None means that
-            each request has one token.
+        token_ids: [num_new], the new tokens of the first request, then of the second, and so on.
+        ends: [num_reqs], for each request, the index in ``token_ids`` after its last token; None
+            means that each request has one token.
         firsts: [n], indices of requests that got their first tokens.
-        finish_reasons: the finish reasons of finished requests, by request index.
-        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
-            wants log-probabilities.
-        failed: the requests that end without a new token, and the reasons: the logits were NaN or
-            infinite, or the grammar reached a limit.
+        finish_reasons: why requests have finished; the keys are the indices of these requests.
+        logprobs: [num_new], for each new token, its log-probabilities, or None if its request wants
+            none. Empty if no request wants log-probabilities.
+        failed: the requests that end without a new token, and why: their logits were NaN or
+            infinite, or their grammar reached a limit.
     """
 
     requests: Sequence[Request] = ()
@@ -86,7 +86,9 @@ class StepOutputs(Struct, frozen=True):
 
     @property
     def each_logprobs(self) -> tuple[RowLogprobs | None, ...]:
-        """Return ``logprobs`` as a tuple [num_new], of None if ``logprobs`` is empty."""
+        """Return ``logprobs`` as a tuple [num_new]. If ``logprobs`` is empty, all elements are
+        None.
+        """
         return self.logprobs or (None,) * self.num_tokens
 
     def __len__(self) -> int:
@@ -100,7 +102,7 @@ class StepOutputs(Struct, frozen=True):
         """Return the message with the results of one client's requests.
 
         Args:
-            numbers: [n], the client's own numbers of its requests.
+            numbers: [n], the numbers by which the client knows its requests.
             picked: [n], ascending indices of the client's requests; None means all requests.
         """
         notes = self._notes()
@@ -122,7 +124,9 @@ class StepOutputs(Struct, frozen=True):
         )
 
     def _notes(self) -> dict[int, Note]:
-        """Return, by request index, notes for requests that got their first token or have ended."""
+        """Return notes for requests that got their first token or have ended; the keys are indices
+        of requests.
+        """
         notes = {}
         firsts = dict.fromkeys(self.firsts.tolist())
         for index in firsts | dict.fromkeys(self.finish_reasons):
@@ -140,7 +144,7 @@ class StepOutputs(Struct, frozen=True):
     def _pick(
         self, picked: Places
     ) -> tuple[IntArray, IntArray | None, tuple[RowLogprobs | None, ...]]:
-        """Return tokens, ends and log-probabilities of some requests."""
+        """Return the tokens, ends and log-probabilities of the requests ``picked``."""
         if self.ends is None:
             chosen = [self.logprobs[index] for index in picked.tolist()] if self.logprobs else ()
             return self.token_ids[picked], None, tuple(chosen)

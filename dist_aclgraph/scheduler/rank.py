@@ -1,10 +1,10 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
 The scheduler does not separate prefill from decoding. In each step, the model runs those known
-tokens of a request whose KV is not computed yet: chunks of a new request's prompt; the last sampled
-token and the drafts of a request that decodes; prompt and output of a preempted request. Requests
-that decode are scheduled first; a step can always contain all these requests. The other requests
-get the remaining tokens of the step, in the order of their deadlines.
+tokens of a request whose KV is not computed yet. For a new request, these are chunks of its prompt;
+for a request that decodes, its last sampled token and its drafts; for a preempted request, its
+prompt and output. Requests that decode are scheduled first, and a step always has room for all of
+them. The other requests get the rest of the step, in the order of their deadlines.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class RankScheduler:
     at that time.
 
     Args:
-        index: index of this data-parallel rank in the group.
+        index: the index of this data-parallel rank in its group.
         rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether existing output is computed again in decode steps, one token per step, in the
-            same way as when it was sampled.
-        copies: decides which blocks are copied to and from files; None if no copies are kept.
+        exact: whether output that is computed again runs in decode steps, one token in each step,
+            as when it was sampled.
+        copies: decides which blocks are copied to and from files; None if KV is not copied.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class RankScheduler:
         self._changes = RowChanges(index, rows)
         self._ends = RequestEnds()
         self._steady: RankStep | None = None  # the last step, if the next step may repeat it
-        # The builder of quiet steps. A quiet step decodes the same requests as the previous step,
-        # and runs nothing else. A step that is not quiet removes the builder.
+        # The builder of quiet steps; None after another step. A quiet step decodes the same
+        # requests as the previous step, and runs nothing else.
         self._quiet_builder: StepBuilder | None = None
-        # Number of tokens that each request can still get in quiet steps, see ``_measure_margin``.
+        # How many tokens each request can still get in quiet steps; see ``_measure_margin``.
         self._margin = 0
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # Number of verifications: one for each step and each request whose drafts may be accepted.
+        # Number of verifications: in each step, one for each request whose drafts may be accepted.
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)
@@ -110,26 +110,26 @@ class RankScheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Number of further requests for which the rank has rows."""
+        """Number of rows that no request has."""
         return len(self._free_rows)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """Element i is the number of times that draft i (from 0) of a request was accepted."""
+        """Element i says how many times the draft with the index i was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()
         return at_least[1:]
 
     # ---- deciding a step
 
     def lack(self) -> Lack | None:
-        """Return the requests with too few blocks for the next step; None if all have enough."""
+        """Return the requests that have too few blocks for the next step, or None."""
         if self._is_quiet:
             return None
         return missing_blocks(self.rows, self._decode_len, self.pool.block_size)
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether the rank must wait for the steps in flight before it preempts a request. These
-        steps may end other requests, and so make enough blocks free.
+        """Return whether the rank must wait for the steps in flight before it preempts a request.
+        These steps may end requests, so that enough blocks become free.
         """
         if lack is None or not self._flights:
             return False
@@ -140,8 +140,8 @@ class RankScheduler:
     ) -> tuple[StepBuilder, list[Request]]:
         """Begin a step; return its builder, and the requests that were preempted for the step.
 
-        All requests that decode run in the step, unless the kind of the step is "prompt". If the
-        builder has no work, the caller may drop it, because then ``begin`` has changed nothing.
+        All requests that decode run in the step, unless ``kind`` is "prompt". If the builder has no
+        work, ``begin`` has changed nothing, and the caller may drop the builder.
         """
         is_open = kind != "decode"
         if kind == "prompt":
@@ -205,10 +205,10 @@ class RankScheduler:
         )
 
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
-        """Whether the step may start the request.
+        """Return whether the step may start the request.
 
-        Returns False if no row is free, or if the step has its maximum number of tokens. Also
-        returns False if too few blocks were free for this request, and no more are free now.
+        False if no row is free, or if the step has its maximum number of tokens. Also false if the
+        request could not start before, and no more blocks are free now.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -221,8 +221,8 @@ class RankScheduler:
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
 
-        The blocks of all known tokens are allocated now, so that a half-computed prompt never lacks
-        blocks. Returns False if too few blocks are free.
+        The blocks for all known tokens are allocated now, so that no prompt lacks blocks when it is
+        half computed. Returns False if too few blocks are free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -257,9 +257,9 @@ class RankScheduler:
         return True
 
     def _take_row(self, request: Request) -> int:
-        """Remove a free row from the free rows, and return it. A request that has waited for its
-        grammar gets its previous row if this row is free, because workers keep the request's
-        matcher in this row, and no other request may use the matcher.
+        """Take a free row and return it. A request that has waited for its grammar gets its
+        previous row if that row is free, because workers keep the request's matcher there, and no
+        other request may use this matcher.
         """
         row, request.compiled_row = request.compiled_row, -1
         if row not in self._free_rows:
@@ -268,7 +268,7 @@ class RankScheduler:
         return row
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
-        """Return the decided step and its message; the step is empty if no request runs.
+        """Return the step and the message for workers. The step is empty if no request runs.
 
         If all requests of the step decode, the caller must call ``GroupRows.take_off`` for the
         step.
@@ -294,9 +294,9 @@ class RankScheduler:
         """Undo the steps in flight, because workers have lost the state of these steps.
 
         Requests keep their blocks. Later steps write the KV of the undone steps again before any
-        step reads this KV. A step with recurrent state cannot run again, because it has overwritten
-        the state from which it started. So if the model has recurrent state, all requests wait
-        again and will start from checkpoints; ``rewind`` returns these requests.
+        step reads it. With recurrent state, a step cannot run again, because it has overwritten the
+        state from which it started. So if the model has recurrent state, all requests wait again,
+        and will start from checkpoints. ``rewind`` returns these requests.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -318,7 +318,8 @@ class RankScheduler:
     def leave_out(self) -> RankStep:
         """Return the only step in flight, without the requests that were removed later.
 
-        The blocks of these requests must not be written: they may be in the prefix cache now.
+        When the step runs again, it must not write the blocks of removed requests, which may now be
+        in the prefix cache.
         """
         (flight,) = self._flights
         is_there = flight.places >= 0
@@ -332,18 +333,18 @@ class RankScheduler:
     def again(self, step: RankStep) -> RankBatch:
         """Return the message with which workers run the only step in flight again.
 
-        Workers already have the step's rows; the message adds the tokens of the previous step.
+        Workers already have the step's rows. The message adds the tokens of the previous step.
         """
         return RankBatch(step.records.tobytes(), self._changes.take_tokens())
 
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor, max_len: int) -> bool:
-        """Whether a full graph's padding fits in the block table and in the cache.
+        """Return whether a full graph's padding fits in the block table and in the cache.
 
-        All padding is in the dummy block. But attention on CANN 8.5 counts a shared block once for
-        each use (``counts_shared`` of ``BlockPool``).
+        All padding uses the dummy block. But attention on CANN 8.5 counts a shared block once for
+        each use (see ``counts_shared`` of ``BlockPool``).
 
         Args:
-            max_len: maximum length of a request; a row of the block table has blocks for it.
+            max_len: maximum length of a request; a row of the block table has room for it.
         """
         pool, can_be_long = self.pool, graph.num_tokens > max_len
         if not (can_be_long or pool.counts_shared):
@@ -361,8 +362,7 @@ class RankScheduler:
     def release_non_finite(self, new: NewTokens) -> list[Request]:
         """Release and return the requests of the oldest step whose logits were NaN or infinite.
 
-        The KV of these requests might be NaN, so their blocks are cleaned before other requests get
-        these blocks.
+        Their KV might contain NaN, so their blocks are cleaned before other requests get them.
         """
         flight = self._flights[0]
         samples = np.flatnonzero(flight.step.records[:, 3] > 0)
@@ -389,15 +389,15 @@ class RankScheduler:
         return found
 
     def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> dict[Request, int]:
-        """Let requests wait for their grammars; return the requests that lose their rows, with
-        these rows.
+        """Let requests wait for their grammars. Return the requests that lose their rows, and these
+        rows.
 
-        If the oldest step sampled a request's token without a mask, the request is removed from
-        all steps in flight, and does not run while a rank compiles the request's grammar. If the
-        model has recurrent state, the request loses its row, because its last tokens run again.
+        If the oldest step has sampled a request without a mask, the request is removed from all
+        steps in flight, and does not run until all ranks have compiled its grammar. If the model
+        has recurrent state, the request loses its row, because its last tokens must run again.
 
         Args:
-            unmasked: requests sampled without a mask, as indices into the step's sampled requests.
+            unmasked: indices, among the step's sampled requests, of those without a mask.
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows
@@ -413,7 +413,7 @@ class RankScheduler:
                 self._preempt(list(victims))
                 for request, row in victims.items():
                     request.compiled_row = row
-                # Workers report compilations by row number, so other requests get these rows only
+                # Workers report compilations by row number. So other requests get these rows only
                 # if no other row is free.
                 left = list(victims.values())
                 self._free_rows = [*left, *(row for row in self._free_rows if row not in left)]
@@ -435,10 +435,10 @@ class RankScheduler:
             self._changes.renew(place)
 
     def free_held(self) -> int:
-        """Let requests that wait for their grammars run again; return the number of these requests.
+        """Let requests that wait for their grammars run again; return how many there are.
 
-        Only the result of a step shows whether a grammar is compiled. If the model has recurrent
-        state, a request that samples a token too early loses its row. So the request runs its known
+        Only the result of a step shows whether a grammar is compiled. With recurrent state, a
+        request that samples a token too early loses its row. So such a request runs its known
         tokens one by one, until a result shows that its grammar is compiled.
         """
         is_held = self.rows.held == WAITS
@@ -490,7 +490,7 @@ class RankScheduler:
         return outputs, finished
 
     def only_decodes(self, new: NewTokens) -> bool:
-        """Whether every request was in the oldest step and gets one token that is not a stop token.
+        """Return whether every request was in the oldest step and gets one token, no stop token.
 
         A request can still end at its maximum length.
         """
@@ -508,7 +508,7 @@ class RankScheduler:
         Args:
             appended: [num_requests, 2], row and token id of each request.
             margin: the smallest margin of all requests, if no block is full.
-            has_full: whether a request has filled a block.
+            has_full: whether at least one request has filled a block.
         """
         flight = self._flights.popleft()
         self._changes.append(appended)
@@ -531,27 +531,27 @@ class RankScheduler:
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether the next step has the same requests, and no request can reach its maximum length,
-        fill a block or need a block.
+        """Return whether the next step has the same requests, and no request can reach its maximum
+        length, fill a block or need a new block in it.
         """
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return the smallest margin of all requests, see ``Columns.margins``."""
+        """Return the smallest margin of all requests; see ``Columns.margins``."""
         return int(self.rows.margins().min()) if len(self.rows) else 0
 
     # ---- requests that leave
 
     def abort(self, request: Request) -> None:
-        """Remove a running request, and drop its results of steps in flight.
+        """Remove a running request; its results from steps in flight are dropped.
 
-        Steps in flight can still write to the request's blocks. This does no harm: a later step,
-        which uses the blocks for other requests, begins after these steps.
+        Steps in flight can still write to the request's blocks. This does no harm, because a step
+        that uses the blocks for another request begins after these steps.
         """
         self._release([request])
 
     def _preempt(self, requests: Sequence[Request]) -> list[Request]:
-        """Release the rows and blocks of requests; return the requests, which wait again."""
+        """Release the rows and blocks of requests, which wait again; return these requests."""
         if requests:
             self._release(requests)
         self.num_preemptions += len(requests)
@@ -570,10 +570,9 @@ class RankScheduler:
             request.leave_row()
 
     def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
-        """Give blocks to the decoding requests that lack blocks for their next tokens.
+        """Allocate blocks for the decoding requests that need more for their next tokens.
 
-        If too few blocks are free, the requests that are last in the order of service are
-        preempted.
+        If too few blocks are free, requests are preempted, from the end of the order of service.
 
         Returns:
             The result of ``give_blocks``, and the preempted requests.
@@ -589,7 +588,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return a step without the requests that were removed after the step was decided."""
+    """Return a step's parts without the requests that were removed after the decision."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

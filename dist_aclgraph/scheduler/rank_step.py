@@ -1,4 +1,4 @@
-"""A step of one data-parallel rank. A step is mutable until it is decided, and fixed afterwards."""
+"""A step of one data-parallel rank. While a step is built, it changes; afterwards, it is fixed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class StepShape(NamedTuple):
     """The numbers that decide which graph a step can replay, and how the step is padded.
 
     Attributes:
-        num_tokens: number of tokens that the prefill rank with the most tokens runs.
+        num_tokens: number of tokens on the prefill rank with the most tokens.
         num_reqs: number of requests.
-        query_len: query length of every request; 0 if the query lengths differ.
+        query_len: number of tokens of every request; 0 if requests have different numbers of
+            tokens.
         num_samples: number of requests that get tokens.
     """
 
@@ -44,15 +45,16 @@ class NewTokens(NamedTuple):
     """The results of a step on one data-parallel rank.
 
     Attributes:
-        token_ids: [num_new], the new tokens of all sampled requests, request by request.
-        counts: [num_samples], number of tokens of each sampled request; None means that each
-            request has one token.
-        logprobs: [num_new], for each token, its log-probabilities or None; empty if no request
-            wants log-probabilities.
-        non_finite: [n], indices among the sampled requests; the tokens of these requests are
-            meaningless, because their logits are NaN or infinite.
+        token_ids: [num_new], the new tokens of the first sampled request, then of the second, and
+            so on.
+        counts: [num_samples], number of new tokens of each sampled request; None means that each of
+            them has one new token.
+        logprobs: [num_new], for each new token, its log-probabilities, or None if its request wants
+            none. Empty if no request wants log-probabilities.
+        non_finite: [n], indices, among the sampled requests, of those whose logits were NaN or
+            infinite. The tokens of these requests are meaningless.
         prompts: the requested log-probabilities of prompts.
-        failed: the reasons why requests failed; the keys are indices among the sampled requests.
+        failed: why requests have failed; the keys are indices among the sampled requests.
         embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
             the sampled requests.
     """
@@ -75,11 +77,11 @@ class NewTokens(NamedTuple):
         )
 
     def cut(self, kept: IntArray) -> NewTokens:
-        """Return the first tokens of each request.
+        """Return the results with only the first tokens of each request.
 
         Args:
-            kept: [num_samples], number of tokens to return of each request; if it is 0, the result
-                does not contain the request.
+            kept: [num_samples], how many tokens of each request are returned. If it is 0, the
+                result does not contain the request.
         """
         counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -94,11 +96,10 @@ class Chunk:
     """The next known tokens of a request that has not sampled a token yet.
 
     Attributes:
-        index: index among the running requests.
-        start: position of the first token.
+        index: index of the request among the running requests. start: position of the first token.
         end: position after the last token that may run in this step.
         known: number of known tokens of the request.
-        is_kept: whether the state at ``end`` is copied to a checkpoint.
+        is_kept: whether the recurrent state at ``end`` is copied to a checkpoint.
     """
 
     index: int
@@ -122,17 +123,18 @@ class StepBuilder:
     """Collects the work of one rank: requests that decode, then chunks of prompts.
 
     Attributes:
-        decoding: [num_decoding], indices of the requests that decode; each runs ``decode_len``
-            tokens.
+        decoding: [num_decoding], indices of the requests that decode. Each of them runs
+            ``decode_len`` tokens.
         budget: number of tokens that may still be added to the step.
-        max_chunk: maximum number of tokens of one prompt while other requests want to run.
+        max_chunk: maximum number of tokens of one prompt in the step, as long as other requests
+            want to run.
         is_open: whether the step may start waiting requests.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.
-        kind: the work that the step may contain: with "mixed", any work; with "decode", only
-            requests whose prompt is computed; with "prompt", only a chunk of one prompt.
-        checkpoints: the checkpoints of a model with recurrent state; else None. A chunk ends where
-            its state is copied to a checkpoint.
+        kind: which work the step may contain. "mixed": any work; "decode": only requests whose
+            prompts are computed; "prompt": only one chunk of a single prompt.
+        checkpoints: the checkpoints of a model with recurrent state; None for other models. A chunk
+            must end where the state is copied to a checkpoint.
     """
 
     rows: RunningRows
@@ -171,8 +173,8 @@ class StepBuilder:
         """Add chunks of running requests that have not sampled a token, in order of service.
 
         Args:
-            before: only requests that are served before this waiting request are added; if None,
-                all are added.
+            before: a waiting request. Only chunks of requests that are served before it are added;
+                if None, chunks of all requests are added.
         """
         while self.unserved and self.budget > 0:
             index = self.unserved[0]
@@ -183,18 +185,20 @@ class StepBuilder:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request runs in the step."""
+        """Whether at least one request runs in the step."""
         return bool(self.num_decoding or self.chunks)
 
     @property
     def is_steady(self) -> bool:
-        """Whether all running requests decode, and the step runs nothing else."""
+        """Whether all running requests decode in the step, and the step runs nothing else."""
         return self.decoding is EVERY and not self.chunks
 
     def build(self) -> RankStep:
-        """Return the step. The prompts that are served first get the unused part of the budget."""
-        # In decode steps, sampled requests come first, because a graph samples the first requests
-        # of its batch.
+        """Return the step. If tokens of the budget are unused, the prompts that are served first
+        get them.
+        """
+        # In decode steps, the requests that are sampled come first, because a graph samples the
+        # first requests of its batch.
         if self.kind == "decode":
             self.chunks.sort(key=lambda chunk: not chunk.samples)
         for chunk in self.chunks:
@@ -202,7 +206,7 @@ class StepBuilder:
             chunk.length += more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # It must exclude requests that get a row later.
+        if isinstance(indices, slice):  # the slice must not include requests that get a row later
             indices = slice(0, num_decoding)
         if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
@@ -235,13 +239,13 @@ class RankStep:
     Attributes:
         indices: [num_reqs], indices among the running requests at the time of the decision.
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
-        num_decoding: number of requests that decode; these requests come first.
+        num_decoding: number of requests that decode. They are the first requests of the step.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
-        is_uniform: whether all requests run in the same way as decoding requests. Then the requests
-            that do not decode compute existing output again, one token per step.
-        needs_hidden: whether a request wants log-probabilities of its prompt, or a hidden state.
-            These results need hidden states that full graphs do not keep.
+        is_uniform: whether all requests run like decoding requests. If true, requests that do not
+            decode compute existing output again, one token in each step.
+        needs_hidden: whether a request wants log-probabilities of its prompt, or an embedding. Both
+            need hidden states that full graphs do not keep.
     """
 
     indices: Indices
@@ -271,8 +275,8 @@ class RankStep:
     def shape(self) -> StepShape:
         """The shape of the step.
 
-        If a prompt has one token or ``decode_len`` tokens, the query length is 0, because a prompt
-        samples at other positions than a request that decodes.
+        If a prompt runs one token or ``decode_len`` tokens, ``query_len`` is 0 nevertheless,
+        because a prompt samples at other positions than a request that decodes.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])
@@ -285,7 +289,8 @@ class RankStep:
         return StepShape(num_tokens, self.num_reqs, query_len, len(self.num_logits))
 
     def read(self, result: StepResult) -> NewTokens:
-        """Return the sampled tokens of the rank that owns this step's output.
+        """Return the sampled tokens from ``result``, which comes from the worker that sends this
+        rank's output.
 
         Raises:
             WorkerError: the result does not fit this step.
@@ -320,8 +325,8 @@ class RankStep:
             raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
     def read_unmasked(self, result: StepResult) -> IntArray:
-        """Return the requests for which one rank had no grammar mask, as [n] indices among the
-        sampled requests.
+        """Return the requests that a worker has sampled without a mask, as indices among the
+        sampled requests, [n].
 
         Raises:
             WorkerError: the result does not fit this step.
@@ -340,7 +345,7 @@ class RankStep:
         return counts
 
     def _samples(self, result: StepResult, packed: bytes, brought: str) -> IntArray:
-        """Unpack indices that a result contains; they are indices among the sampled requests."""
+        """Unpack indices from a result, and check that they are indices of sampled requests."""
         if not packed:
             return NO_INTS
         indices = unpack_ints(packed)
@@ -362,10 +367,10 @@ class Flight:
     """A step of one rank, from its decision to its result.
 
     Attributes:
-        indices: [num_reqs], current index of each request among the running requests; -1 if the
+        indices: [num_reqs], the present index of each request among the running requests; -1 if the
             request was removed.
-        is_quiet: whether no request can reach its maximum length or fill a block in this step.
-        cleaned: blocks that are set to zero before this step.
+        is_quiet: if true, no request can reach its maximum length or fill a block in this step.
+        cleaned: the blocks that workers set to zero before this step.
         kept: the checkpoints that this step writes. For each checkpoint: the index of its request
             among the step's records, and the hash of the last block before the checkpoint.
     """
@@ -378,12 +383,12 @@ class Flight:
 
     @property
     def places(self) -> Places:
-        """[num_reqs], current index of each request, even if ``indices`` is a slice."""
+        """``indices`` as an array [num_reqs], even if it is a slice."""
         at = self.indices
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 
     def move(self, moves: Places) -> None:
-        """Update the indices after the removal of some running requests.
+        """Update ``indices`` after some running requests were removed.
 
         Args:
             moves: the result of ``RunningRows.remove``.
@@ -393,7 +398,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the maximum of each number over all steps; it may differ from the shape of every step.
+    """Return the shape that contains, for each number, its maximum over all steps.
 
     The query length is 0 if the steps have different query lengths.
     """
@@ -406,5 +411,5 @@ def largest_of(steps: Sequence[RankStep]) -> StepShape:
 
 
 def longest_of(steps: Sequence[RankStep]) -> int:
-    """Return the largest number of computed tokens of a request, before the steps run."""
+    """Return the largest number of computed tokens of any request before these steps."""
     return max(int(step.records[:, 1].max()) for step in steps)

@@ -1,4 +1,4 @@
-"""Request: the user's unit of work as the scheduler sees it."""
+"""Request: one request of a user, as the scheduler sees it."""
 
 from __future__ import annotations
 
@@ -17,51 +17,55 @@ from dist_aclgraph.steps.step import PromptLogprobs, RowSampling, RowStart
 
 
 class Request:
-    """One request, from ``Scheduler.add()`` to its finish. Only the scheduler changes it.
+    """One request, from the call of ``Scheduler.add()`` to its end. Only the scheduler changes it.
 
     Attributes:
-        tokens: prompt and output. While the request runs, ``RunningRows`` has the newest tokens.
+        tokens: prompt and output. While the request runs, ``RunningRows`` has newer tokens.
         max_tokens: maximum length of the output; None means that only the context limits the
             output.
-        stop_ids: all ids that end the output.
-        key: a number by which the request's owner finds its results; the owner sets it before the
-            request is scheduled.
-        arrival: order of arrival; the scheduler sets ``arrival``, ``deadline`` and
-            ``max_total_tokens``.
-        deadline: number of the step by which the whole prompt should have run. At arrival, the
-            deadline is the current step plus one step for each ``SchedulerConfig.prompt_share``
-            tokens. The request with the earliest deadline is served first. So short prompts run
+        stop_ids: all token ids that end the output.
+        key: a number by which the caller of the scheduler finds the request's results. The caller
+            sets it before the request is scheduled.
+        arrival: a number that increases with each arriving request. The scheduler sets ``arrival``,
+            ``deadline`` and ``max_total_tokens``.
+        deadline: number of the step by which the whole prompt should have run. It is the number of
+            the step at arrival, plus one for every ``SchedulerConfig.prompt_share`` tokens of the
+            prompt. The request with the earliest deadline is served first. So short prompts run
             before a long prompt, until the long prompt has waited for as many steps as its
             computation needs.
         max_total_tokens: maximum length of prompt and output together.
-        dp_rank: the data-parallel rank that runs the request; while the request waits, the last
-            rank that has run it or has looked up its files.
+        dp_rank: the data-parallel rank that runs the request. While the request waits, it is the
+            last rank that has run the request or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
-        compiled_row: previous row of a request that waits for its grammar; workers compile the
-            grammar for this row. -1 for other requests.
-        block_ids: the block table.
-        hashes: hashes of the first full blocks, computed when they are needed. A preemption does
-            not delete the hashes.
-        prompt_end: position where the output begins. If a request was submitted again, the last
-            part of its submitted prompt is existing output.
-        num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
-            admission. If another group has begun the request, that group has counted the tokens,
-            and this number is 0.
-        prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
+        compiled_row: for a request that waits for its grammar, its previous row, for which workers
+            compile the grammar; -1 for other requests.
+        block_ids: the request's block table.
+        hashes: hashes of the first full blocks, as far as they were needed until now. If the
+            request is preempted, it keeps them.
+        prompt_end: position where the output begins. If the request was submitted again, the last
+            part of the submitted prompt is output that existed before.
+        num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the
+            request is first admitted. If another group has begun the request, the number is 0,
+            because that group has counted the tokens.
+        prompt_logprobs: log-probabilities of those prompt tokens that were computed since the
+            request last started.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
-        admitted_s: when the request was last removed from the queue; the owner measures this time.
-        prefill_s: time from ``admitted_s`` to the first token; the owner measures this time.
+        admitted_s: the time at which the request last left the queue, in seconds; the caller of the
+            scheduler measures it.
+        prefill_s: seconds from ``admitted_s`` to the first token; the caller of the scheduler
+            measures them.
         has_looked: whether the files of the request's blocks were looked up since the request began
             to wait.
-        look_up: function that returns the number of leading blocks that are cached or have files;
-            it returns None while the files are looked up. None if no look-up runs.
-        fetch: function that fetches to the engine's node the blocks that another group has
-            computed; called at most once. None if no blocks are fetched.
+        look_up: function that returns how many leading blocks are cached or have files; the
+            function returns None while the files are looked up. The attribute is None if no look-up
+            runs.
+        fetch: function that fetches blocks that another group has computed to the engine's node;
+            called at most once. None if no blocks are fetched.
         source: the group from which workers on other nodes fetch blocks; used at most once. None if
             no blocks are fetched.
-        is_suspect: whether the request's logits were NaN or infinite once. Then the request is
-            computed again, and shares no blocks with other requests.
+        is_suspect: whether the request's logits have been NaN or infinite once. If true, the
+            request is computed again, and shares no blocks with other requests.
     """
 
     __slots__ = (
@@ -112,8 +116,8 @@ class Request:
         """Make a waiting request.
 
         Args:
-            sampling: the final parameters, which include a seed.
-            cache_salt: blocks are shared only between requests with the same salt.
+            sampling: the complete sampling parameters, including a seed.
+            cache_salt: requests share blocks only with requests that have the same salt.
             hands_over: whether another group continues the request after its first token.
         """
         if not len(prompt_token_ids):
@@ -148,19 +152,23 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        # Stop tokens are forbidden before ``min_tokens``, unless the request has a grammar, because
-        # the grammar may allow only a stop token.
+        # Stop tokens are forbidden before ``min_tokens``. The exception is a request with a
+        # grammar, because the grammar may allow nothing but a stop token.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
     @property
     def has_output(self) -> bool:
-        """Whether the request was submitted with output, because another group has begun it."""
+        """Whether the request was submitted with existing output, because another group has begun
+        it.
+        """
         return self.prompt_end < self.num_prompt_tokens
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of the order of service: first the deadline, then the arrival."""
+        """The key by which requests are sorted to the order of service: first the deadline, then
+        the arrival.
+        """
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:
@@ -169,15 +177,17 @@ class Request:
         return RowStart(row, pack_ints(self.tokens), pack_ints(self.block_ids), self.sampling)
 
     def leave_row(self) -> None:
-        """Reset row and blocks. If the request runs again, it is computed from the first token."""
+        """Reset the row and the blocks. If the request runs again, it is computed from its first
+        token.
+        """
         self.row = -1
         self.block_ids = []
         self.has_looked = False
         self.look_up = None
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """If a stop token ends the request, return how many of the new tokens the request gets;
-        else None.
+        """If one of the new tokens is a stop token that ends the request, return how many of the
+        new tokens the request gets; otherwise return None.
 
         Args:
             num_known: number of the request's tokens before the new tokens.
@@ -191,18 +201,20 @@ class Request:
 def row_sampling(
     params: SamplingParams, *, seed: int, num_prompt_tokens: int, end_ids: Iterable[int]
 ) -> RowSampling:
-    """Return the parameters of a request that the sampler needs.
+    """Return those parameters of a request that the sampler needs.
 
     Args:
-        seed: the request's seed if ``params`` has no seed.
-        end_ids: all ids that end the output; forbidden until the output has ``min_tokens`` tokens.
+        seed: the seed that is used if ``params`` has no seed.
+        end_ids: all token ids that end the output. They are forbidden until the output has
+            ``min_tokens`` tokens.
     """
     biases = dict(params.logit_bias)
     biases |= {word[0]: -math.inf for word in params.bad_word_ids if len(word) == 1}
     structure = params.structure
     if structure is not None:
         structure = replace(structure, end_ids=tuple(end_ids))
-    # The grammar alone decides whether a stop token is allowed, even before ``min_tokens``.
+    # If there is a grammar, it alone decides whether a stop token is allowed, even before
+    # ``min_tokens``.
     has_grammar = structure is not None and bool(structure.grammar)
     allowed = params.allowed_token_ids
     if allowed and has_grammar:

@@ -1,4 +1,4 @@
-"""RequestEnds: finds the running requests that end with their new tokens."""
+"""RequestEnds: finds those running requests that end with their new tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RequestEnds:
     """Owns the stop token ids of the running requests of one rank."""
 
     def __init__(self) -> None:
-        # For each stop token id, the number of running requests that end at this token.
+        # for each stop token id, how many running requests end at this token
         self._stop_ids: Counter[int] = Counter()
 
     def add(self, request: Request) -> None:
@@ -29,21 +29,22 @@ class RequestEnds:
         self._stop_ids = +self._stop_ids
 
     def has_stops(self, tokens: Sequence[int]) -> bool:
-        """Whether a token is a stop token of any request."""
+        """Return whether one of the tokens is a stop token of any running request."""
         return not self._stop_ids.keys().isdisjoint(tokens)
 
     def cut(
         self, rows: RunningRows, sampled: Indices, new: NewTokens, *, is_quiet: bool
     ) -> tuple[NewTokens, dict[int, FinishReason]]:
-        """Find the requests that finish, and cut the tokens after their ends.
+        """Find the requests that finish, and remove the tokens after their ends.
 
         Args:
-            sampled: [num_samples], index of each sampled request; ``new`` has their tokens.
-            is_quiet: whether no request can reach its maximum length.
+            sampled: [num_samples], index of each sampled request; ``new`` contains their new
+                tokens.
+            is_quiet: if true, no request can reach its maximum length.
 
         Returns:
-            The tokens that requests get; the finish reason of each finished request, by its index
-            in ``sampled``.
+            The tokens that requests get, and the finish reasons of finished requests; the keys of
+            the reasons are indices in ``sampled``.
         """
         tokens: list[int] = new.token_ids.tolist()
         has_stops = self.has_stops(tokens)

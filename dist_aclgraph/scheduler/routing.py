@@ -1,9 +1,9 @@
-"""Chooses the lockstep group of a request, by the cached prefix and the waiting work.
+"""Chooses the lockstep group of a request, by the prefixes that the groups have cached and by the
+work that waits at the groups.
 
-An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
-that it has sent to the group, up to the size of the group's cache. For each group, replicas of the
-ingress send each other only one number: the number of tokens of their requests that wait at the
-group.
+An ingress does not see the caches of the groups. For each group, it remembers the prefixes that it
+has sent to the group, up to the size of the group's cache. For each group, the replicas of the
+ingress send each other only one number: how many tokens of their own requests wait at the group.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# The router adds this number of tokens for each open request to the uncomputed tokens of its
-# prompt, because the request runs in every step until its end.
+# An open request counts as this number of waiting tokens, plus the tokens of its prompt that are
+# not computed yet. The reason is that the request runs in every step until its end.
 REQUEST_TOKENS = 64
-# The factor of cached tokens is 2, because a cached token saves time for this request, and also for
-# the requests that wait behind it.
+# The weight of a cached token. It is 2, because a cached token saves time for its request, and also
+# for the requests that wait behind this request.
 WORTH_OF_CACHED = 2
 
 
 def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) -> int:
     """Return the index of the group with the smallest ``waiting - WORTH_OF_CACHED * cached``.
 
-    So a group with the request's prefix is chosen even if it has up to ``WORTH_OF_CACHED * cached``
-    more waiting tokens than the least loaded group. Among equal groups, the group with more cached
-    tokens is chosen, then the next group from ``first`` on.
+    So a group that has cached the request's prefix is chosen even if it has up to ``WORTH_OF_CACHED
+    * cached`` more waiting tokens than the group with the least load. If several groups have the
+    smallest value, the group with the most cached tokens is chosen; if several of these remain, the
+    next group from ``first`` on.
 
     Args:
         waiting: number of tokens that wait at each group; at least one group.
-        cached: number of the prompt's tokens that each group has in its cache.
-        first: index of the preferred group among equal groups.
-    """
+        cached: for each group, how many of the prompt's tokens it has in its cache.
+        first: index of the group that is preferred among equal groups."""
     count = len(waiting)
     return min(
         range(count),
@@ -44,9 +44,10 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
-    """Return the hashes of the full blocks of a prompt that a prefix cache can supply.
+    """Return the hashes of those full blocks of a prompt that can be in a prefix cache.
 
-    As in the scheduler, the last token never comes from the cache, because its logits are needed.
+    As in the scheduler, the prompt's last token is never taken from the cache, because its logits
+    are needed.
 
     Args:
         prompt: int32 [num_prompt_tokens].
@@ -62,8 +63,8 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 class PrefixMemory:
     """The hashes of blocks that were sent to a group.
 
-    The memory holds at most one hash for each block of the group's cache. When it is full, the
-    least recently used hashes are dropped. The real contents of the cache may differ.
+    There are at most as many hashes as the group's cache has blocks. If there are more, the least
+    recently used hashes are dropped. The real contents of the group's cache may differ.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -74,16 +75,16 @@ class PrefixMemory:
         return len(self._known)
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the number of leading blocks whose hashes are in the memory."""
+        """Return how many leading blocks of ``hashes`` are remembered."""
         for count, block_hash in enumerate(hashes):
             if block_hash not in self._known:
                 return count
         return len(hashes)
 
     def note(self, hashes: Sequence[BlockHash]) -> None:
-        """Record blocks that the group will compute or reuse."""
-        # The last blocks are dropped first, because a block is useless if a block before it was
-        # dropped.
+        """Remember blocks that the group will compute, or find in its cache."""
+        # The last blocks of a prompt are dropped first, because a block is useless if a block
+        # before it was dropped.
         for block_hash in reversed(hashes):
             self._known[block_hash] = None
             self._known.move_to_end(block_hash)
@@ -105,7 +106,8 @@ class _Group:
 def _look_up(
     groups: Sequence[_Group], prompt: bytes, cache_salt: str
 ) -> tuple[dict[int, list[BlockHash]], list[int]]:
-    """Return a prompt's block hashes for each size of blocks, and its cached tokens in each group.
+    """Return a prompt's block hashes for each block size, and how many of its tokens each group has
+    cached.
 
     Args:
         prompt: int32 [num_prompt_tokens].
@@ -122,7 +124,7 @@ def _look_up(
 @dataclass
 class _Open:
     group: str
-    uncomputed: int  # number of prompt tokens that are still to be computed
+    uncomputed: int  # number of prompt tokens that are not computed yet
 
 
 @dataclass
@@ -132,8 +134,8 @@ class RoutedCounts:
     Attributes:
         routed_requests: number of requests.
         routed_prompt_tokens: number of prompt tokens of these requests.
-        routed_cached_tokens: number of prompt tokens that were in the group's cache, as the router
-            assumed.
+        routed_cached_tokens: number of those prompt tokens that, as the router assumed, were in the
+            group's cache.
     """
 
     routed_requests: int = 0
@@ -146,8 +148,8 @@ class RequestRouter:
     """Owns the open requests of one ingress, and the estimated load and cache of each group.
 
     Args:
-        first: index of the preferred group among equal groups. Each replica has another value, so
-            that not all replicas begin with the same group.
+        first: index of the group that is preferred among equal groups. Each replica of the ingress
+            has another value, so that not all replicas begin with the same group.
     """
 
     first: int = 0
@@ -156,32 +158,30 @@ class RequestRouter:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add a group, or change the size of a known group's cache. Sizes can differ by group."""
+        """Add a group, or change the cache size of a known group. Cache sizes may differ."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)
             self.counts.setdefault(group, RoutedCounts())
             return
         known.memory.num_blocks = cache_blocks
-        if known.tokens_per_block != tokens_per_block:  # hashes of blocks of another size are wrong
+        if known.tokens_per_block != tokens_per_block:  # the hashes were for blocks of another size
             known.tokens_per_block = tokens_per_block
             known.memory.clear()
 
     def remove(self, group: str) -> None:
-        """Remove a group after all of its requests have ended."""
+        """Remove a group. Call this after all of its requests have ended."""
         self._groups.pop(group, None)
         self.counts.pop(group, None)
 
     def forget_cache(self, group: str) -> None:
-        """Reset a group that was started again: the group's cache is empty, and no request waits at
-        the group.
-        """
+        """Reset a group that was started again: its cache is empty, and no request waits there."""
         known = self._groups[group]
         known.memory.clear()
         known.others_tokens = 0
 
     def hear(self, group: str, others_tokens: int) -> None:
-        """Set how many tokens of other replicas' requests wait at a group."""
+        """Set how many tokens wait at a group that belong to requests of other ingress replicas."""
         self._groups[group].others_tokens = others_tokens
 
     def load(self, group: str) -> int:
@@ -189,11 +189,11 @@ class RequestRouter:
         return self._groups[group].own_tokens
 
     def route(self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]) -> str:
-        """Choose a group for a request, and count the request there.
+        """Choose a group for a request, and count the request's tokens as waiting at this group.
 
         Args:
             prompt: int32 [num_prompt_tokens].
-            among: names of the groups that accept requests, at least one.
+            among: names of the groups that accept requests; at least one.
         """
         names = list(among)
         groups = [self._groups[name] for name in names]
@@ -213,7 +213,8 @@ class RequestRouter:
         return name
 
     def block_names(self, prompt: bytes, cache_salt: str) -> list[str]:
-        """Return the names of the files with the blocks of a prompt that a prefix cache can supply.
+        """Return the names of the files that contain those blocks of a prompt that can be in a
+        prefix cache.
 
         Args:
             prompt: int32 [num_prompt_tokens].
@@ -222,12 +223,12 @@ class RequestRouter:
         return [each.hex() for size in sizes for each in block_hashes(prompt, cache_salt, size)]
 
     def uncached(self, prompt: bytes, cache_salt: str, among: Collection[str]) -> int:
-        """Return the number of a prompt's tokens that the group with the longest cached prefix
-        would compute.
+        """Return how many of a prompt's tokens would be computed by the group that has cached the
+        longest prefix.
 
         Args:
             prompt: int32 [num_prompt_tokens].
-            among: names of groups, at least one.
+            among: names of the groups that are compared; at least one.
         """
         _, cached = _look_up([self._groups[name] for name in among], prompt, cache_salt)
         return len(prompt) // INT_BYTES - max(cached)
@@ -240,13 +241,15 @@ class RequestRouter:
         *,
         may_hand_over: bool = True,
     ) -> tuple[bool, Collection[str]]:
-        """Return whether a prefill group computes the prompt for another group, and the groups that
-        can do the work. If all groups have the same role, they do the work of both roles.
+        """Return two values: whether a prefill group computes the prompt for another group, and the
+        groups to which the request can be sent now. If all groups have the same role, any group can
+        run the whole request.
 
         Args:
             prompt: int32 [num_prompt_tokens].
             prefill_from: the groups that accept requests. The value of a prefill group is the
-                minimum number of uncached tokens of its prompts; the value of other groups is 0.
+                minimum number of uncached tokens of prompts that are sent to it; the value of all
+                other groups is 0.
         """
         prefill = [name for name, minimum in prefill_from.items() if minimum]
         others = [name for name, minimum in prefill_from.items() if not minimum]
@@ -259,14 +262,14 @@ class RequestRouter:
         return True, prefill
 
     def begun(self, request_id: str) -> None:
-        """Record that a request has its first token, which means that its prompt is computed."""
+        """Record that a request has got its first token, so that its prompt is computed."""
         request = self._open.get(request_id)
         if request is not None and request.uncomputed:
             self._groups[request.group].own_tokens -= request.uncomputed
             request.uncomputed = 0
 
     def ended(self, request_id: str) -> None:
-        """Record the end of a request, for any reason; unknown requests are ignored."""
+        """Record that a request has ended, for whatever reason. Unknown requests are ignored."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._groups[request.group].own_tokens -= request.uncomputed + REQUEST_TOKENS

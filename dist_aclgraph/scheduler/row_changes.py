@@ -1,4 +1,4 @@
-"""RowChanges: the changes of a rank's rows that were not sent to the workers yet."""
+"""RowChanges: those changes of a rank's rows that were not yet sent to the workers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class RowChanges:
         self._dp_rank = dp_rank
         self._rows = rows
         self._appended: IntArray = NO_PAIRS  # [n, 2], row and token id of each new token
-        # Rows that must be sent to the workers again, with all their tokens.
+        # Rows that must be sent to the workers again, with all of their tokens.
         self._renewed: list[RowStart] = []
         self._knows_nothing = False  # whether workers have lost all rows
 
     def add_tokens(self, row: IntArray, new: NewTokens) -> None:
-        """Add the new tokens of [n] sampled rows."""
+        """Add the new tokens of the sampled rows ``row``, [n]."""
         appended = np.empty((len(new.token_ids), 2), np.int32)
         appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
         appended[:, 1] = new.token_ids
         self.append(appended)
 
     def append(self, appended: IntArray) -> None:
-        """Add tokens: [n, 2], row and token id."""
+        """Add new tokens; ``appended`` is [n, 2], row and token id of each token."""
         if len(self._appended):  # tokens of an earlier step that no message has sent yet
             appended = np.concatenate([self._appended, appended])
             appended = appended[np.argsort(appended[:, 0], kind="stable")]
         self._appended = appended
 
     def renew(self, index: int) -> None:
-        """With the next message, send all tokens of a running request's row again."""
+        """Let the next message contain all tokens of a running request's row."""
         self._rows.settle(index)
         request = self._rows.requests[index]
         self._renewed.append(request.start(self._dp_rank, request.row))
@@ -55,14 +55,16 @@ class RowChanges:
         self._renewed = [start for start in self._renewed if start.row not in rows]
 
     def lose_rows(self) -> None:
-        """With the next message, send all rows again, because workers have lost them."""
+        """Let the next message contain all rows with all tokens, because workers have lost the
+        rows.
+        """
         self._appended = NO_PAIRS
         self._knows_nothing = True
 
     def message(
         self, builder: StepBuilder, step: RankStep, cleaned: Sequence[int], kept: bytes
     ) -> RankBatch:
-        """Return the message for a decided step, with all changes until now.
+        """Return the message for a decided step. It contains all changes until now.
 
         Args:
             cleaned, kept: as in ``RankBatch``.
@@ -94,7 +96,7 @@ class RowChanges:
         return appended.tobytes()
 
     def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
-        """Return all rows in their current state."""
+        """Return all rows with all of their tokens and blocks."""
         started = {start.row for start in builder.started}
         for index in range(len(self._rows)):
             self._rows.settle(index)

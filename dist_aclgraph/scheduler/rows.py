@@ -1,6 +1,8 @@
-"""RunningRows: the requests that have a row on one data-parallel rank, as columns of integers.
+"""RunningRows: the requests that have a row on one data-parallel rank. Their numbers are stored as
+columns of integers.
 
-Values that change in every step are stored in columns, so a step needs no Python loop.
+The columns contain the values that change in every step. So a step needs no Python loop over
+requests.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TAKING_OFF, LANDING = slice(2, 6), slice(4, 8)
 
 
 class StepChanges(NamedTuple):
-    """The numbers that a step adds to the columns of a request that decodes.
+    """What a step adds to the columns of a request that decodes.
 
     Attributes:
         taken_off: [4, 1], numbers added to the columns ``TAKING_OFF`` when the step is decided.
@@ -47,31 +49,34 @@ class StepChanges(NamedTuple):
 
 
 class Columns:
-    """The names of the columns, of one rank or of several ranks.
+    """Gives names to the columns of one rank, or of several ranks.
 
-    ``computed`` and ``known`` include the steps in flight, as if these steps accepted no drafts.
-    Accepted drafts make both numbers larger, by at most ``slack``.
+    ``computed`` and ``known`` include the tokens of steps in flight, as if these steps accepted no
+    drafts. When the steps end, accepted drafts increase both numbers, by at most ``slack``.
 
     Attributes: columns of int32, [num_requests] each, or [num_ranks, capacity] each.
         row: row of the request in the workers' batch.
         key: the attribute ``key`` of the request.
-        computed: number of tokens whose KV is in the cache; it grows up to ``known``.
-        known: number of existing tokens, prompt and output.
-        flying: number of the tokens in ``computed`` that steps in flight are computing.
-        slack: number of drafts in steps in flight; all these drafts may be accepted.
-        received: number of tokens in ``known`` whose ids the host has received.
+        computed: number of tokens whose KV is in the cache, or is written by steps in flight. It
+            grows up to ``known``.
+        known: number of existing tokens, prompt and output together.
+        flying: how many of the ``computed`` tokens are in steps in flight.
+        slack: number of the request's drafts in steps in flight. All of them may be accepted.
+        received: how many of the ``known`` tokens the host has received.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
-        started: number of the request's tokens at the time when it got the row; further tokens were
+        started: number of tokens that the request had when it got the row. All later tokens were
             sampled in this row.
-        prompt_end: tokens before this position are computed in chunks. Existing tokens from this
-            position on are computed in the same way as when they were sampled: one token per step.
+        prompt_end: tokens before this position are computed in chunks. If tokens from this position
+            on must be computed again, they are computed as when they were sampled: one token in
+            each step.
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which the next block becomes full.
-        can_verify: 1 if drafts may be accepted; 0 if penalties are set, which would make tokens
-            depend on drafts.
-        held: ``WAITS`` while the request waits for its grammar and does not run; ``TRIES`` if it
-            runs one token per step, to learn whether its grammar is compiled; else 0.
+        can_verify: 1 if drafts of the request may be accepted, otherwise 0, for example with
+            penalties, because the probability of a token would then depend on the drafts before it.
+        held: ``WAITS`` while the request waits for its grammar and does not run. ``TRIES`` if it
+            runs one token in each step, because only a step's result shows whether the grammar is
+            compiled. Otherwise 0.
     """
 
     def _name_columns(self, columns: IntArray) -> None:
@@ -103,7 +108,7 @@ class Columns:
 
     def margins(self) -> IntArray:
         """Return how many tokens each request can get before it reaches its maximum length, fills a
-        block or needs a block.
+        block or needs a new block.
         """
         full = np.minimum(self.covered, self.next_full - 1) - self.computed
         margins: IntArray = np.minimum(full, self.limit - 1 - self.known) - self.slack
@@ -111,12 +116,12 @@ class Columns:
 
 
 class RunningRows(Columns):
-    """The columns of one rank; index i is the i-th request in order of admission.
+    """The columns of one rank. The requests are in the order in which they were admitted.
 
     Args:
         columns: [NUM_COLUMNS, capacity], this rank's part of the group's columns.
-        recent: [capacity, window], the latest tokens of each row. ``window`` is the maximum number
-            of new tokens of a request before ``settle`` must be called.
+        recent: [capacity, window], the latest tokens of each request. After ``window`` new tokens
+            of a request, ``settle`` must be called.
         num_drafts: number of drafts of a request that decodes.
     """
 
@@ -129,7 +134,9 @@ class RunningRows(Columns):
         self._update_names()
 
     def _update_names(self) -> None:
-        """Make the attributes views of the columns, for the current number of requests."""
+        """Set the attributes to views of the columns that have as many elements as there are
+        requests now.
+        """
         self._name_columns(self._columns[:, : len(self.requests)])
 
     def __len__(self) -> int:
@@ -140,7 +147,7 @@ class RunningRows(Columns):
     def add(
         self, request: Request, *, computed: int, covered: int, next_full: int, prompt_end: int
     ) -> int:
-        """Append a request that has a row and blocks; return its index."""
+        """Add a request that has a row and blocks; return its index, which is the last one."""
         index = len(self.requests)
         num_tokens = len(request.tokens)
         self.requests.append(request)
@@ -174,11 +181,11 @@ class RunningRows(Columns):
         return list(map(self.requests.__getitem__, indices.tolist()))
 
     def remove(self, indices: list[int]) -> Places:
-        """Move the recent tokens of requests to their token lists, then remove the requests. The
-        indices of later requests become smaller.
+        """Move the recent tokens of requests to their token lists, and remove the requests. The
+        requests after them get smaller indices.
 
         Returns:
-            The new index of each request that existed before; -1 if the request was removed.
+            For each request that existed before, its new index; -1 if it was removed.
         """
         for index in indices:
             self.settle(index)
@@ -186,7 +193,7 @@ class RunningRows(Columns):
         keep = np.ones(len(self.requests), bool)
         keep[indices] = False
         self._columns[:, :num_kept] = self._columns[:, : len(self.requests)][:, keep]
-        self.held[num_kept : len(self.requests)] = 0  # these columns belong to no request now
+        self.held[num_kept : len(self.requests)] = 0  # these elements belong to no request now
         self.requests = list(compress(self.requests, keep))
         self._update_names()
         self._index_of_row[self.row] = np.arange(num_kept)
@@ -195,7 +202,7 @@ class RunningRows(Columns):
     # ---- steps
 
     def take_off(self, indices: Indices, records: IntArray) -> None:
-        """Add the result of a decided step to the columns, as if the step accepted no drafts.
+        """Add to the columns what a decided step will change, as if the step accepted no drafts.
 
         Args:
             records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
@@ -208,7 +215,9 @@ class RunningRows(Columns):
         self.slack[indices] += drafts
 
     def put_back(self, indices: Indices, records: IntArray) -> None:
-        """Undo ``take_off`` for a step that is dropped; the arguments are the same."""
+        """Undo ``take_off`` for a step that is dropped. The arguments are the same as those of
+        ``take_off``.
+        """
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
         self.computed[indices] -= grown
@@ -217,7 +226,7 @@ class RunningRows(Columns):
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """Correct the columns with the result of a finished step.
+        """Correct the columns after a step has ended, whose accepted drafts are now known.
 
         Args:
             indices, records: the arguments of ``take_off`` for this step.
@@ -237,9 +246,10 @@ class RunningRows(Columns):
 
         Args:
             indices: [n], indices of the requests that get tokens.
-            tokens: [num_new], the new tokens, request by request.
-            counts: [n], number of new tokens of each request; None means that each request has one
-                token.
+            tokens: [num_new], the new tokens of the first of these requests, then of the second,
+                and so on.
+            counts: [n], number of new tokens of each request; None means that each of them has one
+                new token.
         """
         rows, recent = self.row[indices], self.num_recent[indices]
         if counts is None:
@@ -254,8 +264,8 @@ class RunningRows(Columns):
             self.received[indices] += counts
 
     def land_tokens(self, indices: slice, tokens: IntArray) -> None:
-        """Apply ``land`` and ``append`` for a step in which all requests decode, and each request
-        gets one token.
+        """Do what ``land`` and ``append`` do, for a step in which all requests decode and each of
+        them gets one token.
 
         Args:
             tokens: [n], the new token of each request.

@@ -1,1 +1,1 @@
-"""The description of a step: messages between engine and workers, inputs on the host, padding."""
+"""What describes a step: messages between engine and workers, inputs on the host, and padding."""

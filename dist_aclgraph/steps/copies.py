@@ -1,5 +1,5 @@
-"""Messages about copy jobs. The engine sends each worker the jobs that begin. The worker replies
-immediately with the results of the jobs that have ended.
+"""Messages about copy jobs. The engine sends each worker the jobs that it must begin. The worker
+replies immediately with the results of jobs that have ended.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import Literal
 import msgspec
 
 # "save" copies blocks from a device to files, and "load" copies blocks from files to a device.
-# "delete" deletes files, and "touch" marks files as the most recently used files; these two kinds
-# use no device. "find" looks up files on a node without an engine, and fetches missing files; one
-# worker of the node does it, and the other workers ignore the job. "cancel" ends the "find" with
-# the same number, and has no result.
+# "delete" deletes files, and "touch" marks files as used now; both use no device. "find" looks up
+# files on a node without an engine, and fetches missing files. One worker of that node does this,
+# and all other workers ignore the job. "cancel" ends the "find" job with the same number, and has
+# no result.
 JobKind = Literal["save", "load", "delete", "touch", "find", "cancel"]
 
 
@@ -29,7 +29,7 @@ class CopyJob(msgspec.Struct, frozen=True):
     depths: bytes  # int32 [n], for each block, the number of blocks before it in its prompt
     checkpoints: bytes = b""  # int32 [k], numbers of the copied checkpoints
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
-    # The group from which a "find" fetches missing blocks; empty if the job only looks up files.
+    # the group from which "find" fetches missing files; empty if nothing is fetched
     source: bytes = b""
 
     @property
@@ -38,7 +38,7 @@ class CopyJob(msgspec.Struct, frozen=True):
 
     @property
     def is_look_up(self) -> bool:
-        """Whether the job begins or ends a look-up on a node without an engine."""
+        """Whether the job begins or ends a look-up of files on a node without an engine."""
         return self.kind in ("find", "cancel")
 
     @property
@@ -48,7 +48,7 @@ class CopyJob(msgspec.Struct, frozen=True):
 
 
 class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):
-    """The copy jobs that the workers of one data-parallel rank begin; may be empty."""
+    """The copy jobs that the workers of one data-parallel rank must begin. There may be none."""
 
     epoch: int
     number: int
@@ -58,10 +58,10 @@ class BlockCopyJobs(msgspec.Struct, frozen=True, tag="copies"):
 class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
     """A worker's reply to ``BlockCopyJobs``.
 
-    ``ended`` has a pair for each job that has ended: the number of the job, and how many blocks
-    were written, or how many leading blocks were read or found. ``num_read`` is the number of
-    blocks that the worker has read so far, by the tier's name. ``fetched`` has the fields of
-    ``FetchCounts``; it is empty if the worker fetches no files.
+    ``ended`` contains a pair for each job that has ended: the number of the job, and how many
+    blocks it has written, or how many leading blocks it has read or found. ``num_read`` says, for
+    each tier's name, how many blocks the worker has read from it until now. ``fetched`` contains
+    the fields of ``FetchCounts``; it is empty if the worker fetches no files.
     """
 
     epoch: int

@@ -1,7 +1,8 @@
 """The results of a step, as the engine sends them to a client.
 
 An engine sends the results of all requests of a client in one message. The message contains columns
-with one entry per request or per token; the client splits the columns by request.
+with one element for each request, or for each token. The client divides the columns among its
+requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class RequestDelta(msgspec.Struct, frozen=True):
     """The results of one step for one request. The last delta has a ``finish_reason``.
 
-    If a stop token ended the request, the stop token is the last of ``token_ids``.
+    If a stop token has ended the request, this token is the last element of ``token_ids``.
     """
 
     request_id: str
@@ -30,16 +31,17 @@ class RequestDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     # [num_new_tokens]; empty if the request wants no log-probabilities.
     logprobs: tuple[RowLogprobs | None, ...] = ()
-    # In the first delta: number of prompt tokens found in the prefix cache.
+    # In the first delta: number of prompt tokens that were found in the prefix cache.
     num_cached_tokens: int = 0
     error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name of the error, from errors.py
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # only in the first delta; empty if not wanted
-    embedding: bytes = b""  # float32 [hidden], in the only delta of a request for a hidden state
-    # In the first delta: time from the end of the wait in the engine's queue to the first token.
+    embedding: bytes = b""  # float32 [hidden], in the only delta of a request for an embedding
+    # In the first delta: seconds from the time at which the request left the engine's queue to its
+    # first token.
     prefill_s: float = 0.0
-    # In the last delta of a request whose prompt another service continues: name of the group that
-    # has computed the prompt. The engine's client sets it.
+    # In the last delta of a request that another service continues: name of the group that has
+    # computed the prompt. The engine's client sets it.
     group: str = ""
 
     @property
@@ -49,7 +51,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Additional results of a request, sent with its first tokens or with its last tokens.
+    """Additional results of a request. They are sent with its first token or with its last token.
 
     ``index`` is the request's index in ``StepDeltas.numbers``; ``RequestDelta`` explains the other
     fields.
@@ -69,17 +71,20 @@ NO_NOTE = Note(-1)
 
 
 class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The results of one step for the requests of one client: one delta per request, as columns.
+    """The results of one step for all requests of one client, as columns. They stand for one
+    ``RequestDelta`` for each request.
 
-    ``numbers`` are the client's numbers of its requests, from ``Submit``.
+    ``numbers`` are the numbers that the client has given to its requests in ``Submit``.
     """
 
     numbers: bytes  # int32 [num_reqs]
-    token_ids: bytes = b""  # int32 [num_new], the new tokens, request by request
-    # int32 [num_reqs], index after each request's last token; empty if each request has one token.
+    token_ids: bytes = b""  # int32 [num_new], the new tokens, in the order of requests
+    # int32 [num_reqs], for each request, the index in ``token_ids`` after its last token; empty if
+    # each request has one token.
     ends: bytes = b""
     notes: tuple[Note, ...] = ()
-    # [num_new], for each token, its log-probabilities or None; empty if no request wants any.
+    # [num_new], for each new token, its log-probabilities, or None if its request wants none. Empty
+    # if no request wants log-probabilities.
     logprobs: tuple[RowLogprobs | None, ...] = ()
 
     def check_columns(self) -> None:
@@ -99,10 +104,12 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
             raise NotAMessageError(f"{len(self.logprobs)} reports are about {num_new} tokens")
 
     def each(self, names: Mapping[int, str]) -> Iterator[RequestDelta]:
-        """Yield the delta of each request that is in ``names``, the client's unfinished requests.
+        """Yield a delta for each request that is in ``names``. ``names`` contains the client's
+        unfinished requests.
 
         Args:
-            names: the client's request ids, by the client's numbers of the requests.
+            names: the ids of the client's requests; the keys are the numbers that the client has
+                given to them.
         """
         notes = {note.index: note for note in self.notes}
         start = 0
@@ -127,7 +134,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
             start = end
 
     def _parts(self, num_reqs: int, num_new: int) -> bool:
-        """Whether ``ends`` divides the new tokens completely among the requests."""
+        """Return whether ``ends`` is valid: it must divide all new tokens among the requests."""
         if not self.ends:
             return num_reqs == num_new
         starts = np.append(np.zeros(1, np.int32), unpack_ints(self.ends))

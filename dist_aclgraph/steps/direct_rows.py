@@ -19,13 +19,15 @@ from dist_aclgraph.steps.padding import shard_lens
 
 @dataclass(frozen=True)
 class DirectRows:
-    """The rows of a rank that attend directly. They contain the first tokens of the rank's share.
+    """The rows of a rank that attend directly. Their tokens are the first tokens of the rank's
+    share of the step.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows], number of keys of this shard that each row's last query sees; at least
-            one.
-        requests: [num_rows], the request whose blocks each row reads; None if row i is request i.
+        kv_lens: [num_rows], for each row, the number of this shard's keys to which its last query
+            attends; at least one.
+        requests: [num_rows], for each row, the index of the request whose blocks it reads; None if
+            row i belongs to request i.
     """
 
     query_ends: list[int]
@@ -40,11 +42,11 @@ class DirectRows:
 def direct_rows(
     step: HostStep, split: PromptSplit, place: ContextPlace, *, takes_long_queries: bool
 ) -> DirectRows:
-    """Return the direct rows of a step.
+    """Return the rows of a step that attend directly.
 
     Args:
-        split: the split of the step's prompts.
-        takes_long_queries: whether split requests also attend directly.
+        split: how the step's prompts are split between ranks.
+        takes_long_queries: whether requests with many queries also attend directly.
     """
     if place.is_sharded:
         return _tokens(step, split, place)
@@ -74,7 +76,7 @@ def _pieces(step: HostStep, split: PromptSplit, rank: int) -> DirectRows:
     ends, kv_lens = step.query_ends, step.kv_lens
     owners = np.array([piece.request for piece in pieces], np.int32)
     lens = np.array([piece.stop - piece.start for piece in pieces], np.int32)
-    # For each piece, the number of the request's keys after the last key to which the piece
+    # For each piece, how many of the request's keys come after the last key to which the piece
     # attends.
     behind = ends[owners] - np.array([piece.stop for piece in pieces], np.int32)
     return DirectRows(

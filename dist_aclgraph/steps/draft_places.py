@@ -1,4 +1,4 @@
-"""Computes the places where drafting continues, from the facts that the host has before a step.
+"""Computes the places where drafting continues, from what the host knows before a step.
 
 See ``device_step.DraftInputs``.
 """
@@ -16,14 +16,14 @@ from dist_aclgraph.ints import IntArray
 
 @dataclass(frozen=True)
 class DraftPlaces:
-    """The values of ``DraftInputs`` on the host, for S sampled requests.
+    """The values of ``DraftInputs``, as arrays on the host, for S sampled requests.
 
     Attributes:
         rows, most: [S], as in ``DraftInputs``.
         num_logits: [S], number of sampled places of each request.
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
-        behind: [S], the row of the request if the device must add the number of the row's accepted
-            drafts to the positions, because the host does not know this number yet; else -1.
+        behind: [S], -1 if the host knows the positions of the request. Otherwise, the request's
+            row: the device then adds the row's number of accepted drafts to the positions.
     """
 
     rows: IntArray
@@ -35,7 +35,9 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return a copy, in which ``behind`` is set where ``is_moved`` [S] is true."""
+        """Return a copy in which ``behind`` contains the row of each request for which
+        ``is_moved``, [S], is true.
+        """
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
 
@@ -51,7 +53,7 @@ def draft_places(
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         block_table: [max_rows, max_blocks].
-        place: the indices of the rank for which slots are computed.
+        place: indices, in context parallelism, of the rank for which slots are computed.
         may_draft: [max_rows], whether drafts of a row may be accepted.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)

@@ -17,29 +17,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostStep:
-    """The work of one step on one rank, in batch order; ``DeviceStep`` uses the same names.
+    """The work of one step on one rank, in the order of the batch. ``DeviceStep`` has attributes
+    with the same names.
 
-    The arrays are never modified. An unchanged value may be the same array object as in the
-    previous step; then a copy of the previous array stays valid.
+    The arrays are never modified. If a value does not change from one step to the next, both steps
+    may contain the same array object. A copy of this array, e.g. on the device, then stays valid.
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens]. If only the device knows a token, its id is a
-            reference (``references.py``). If the row has no block for a token, the slot is in the
-            dummy block.
+        token_ids, positions, slots: [num_tokens]. If only the device knows a token, a reference to
+            it takes the place of its id (``references.py``). If the row has no block for a token,
+            the token's slot is in the dummy block.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
-        block_table: [num_reqs, num_blocks], as wide as the longest request and its drafts need.
-        sampled: [num_samples], indices in the batch of the requests that get tokens.
+        block_table: [num_reqs, num_blocks], with enough columns for the longest request and its
+            drafts.
+        sampled: [num_samples], indices, in the batch, of the requests that get tokens.
         sampled_rows: [num_samples], rows of these requests.
         num_logits: [num_samples], number of sampled places of each request.
-        places: [num_samples * (k + 1)], indices of the sampled tokens among the step's tokens; a
-            request with fewer places repeats its last place.
-        next_tokens: [num_tokens], the token after each of the step's tokens; 0 if the host does not
-            know that token. Empty if the model does not draft.
-        drafts: the places where drafting continues; None if the model does not draft.
-        prompts: the work of the other prefill ranks, if prompts are split between ranks; else None.
-            If prompts are split, this object has the tokens and places of this rank, but the
-            requests of the whole step.
+        places: [num_samples * (k + 1)], indices, among the step's tokens, of the tokens after which
+            a token is sampled. If a request has fewer than k + 1 places, its last place is
+            repeated.
+        next_tokens: [num_tokens], for each of the step's tokens, the token after it; 0 if the host
+            does not know that token. Empty if the deployment uses no drafts.
+        drafts: the places where drafting continues; None if the deployment uses no drafts.
+        prompts: what this rank must know about the tokens of other prefill ranks; None if prompts
+            are not split. If prompts are split, this object contains only the tokens of this rank,
+            but all requests of the step.
     """
 
     rows: IntArray

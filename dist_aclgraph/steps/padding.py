@@ -1,7 +1,7 @@
 """Pads a step's lengths to the size of a full graph.
 
-Invariants: there is one query end and one KV length for each row of the graph; query ends do not
-decrease, and the last query end is the graph's number of tokens; KV lengths are at least one. If
+Invariants: there are one query end and one KV length for each row of the graph. Query ends do not
+decrease, and the last query end is the graph's number of tokens. KV lengths are at least one. If
 the cache is sharded, a row is a token; otherwise a row is a request.
 """
 
@@ -19,13 +19,13 @@ PADDING_KV_LEN = 1
 
 
 class Lens(NamedTuple):
-    """The lengths for the attention of a full graph.
+    """The lengths with which a full graph computes attention.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: one or more lists of [num_rows] KV lengths. The decoder and the first iteration of
-            drafting use the first list; each later iteration has its own list. Each iteration makes
-            all requests one token longer.
+        kv_lens: one or more lists of KV lengths, [num_rows] each. The decoder and the first
+            iteration of drafting use the first list. Each later iteration has its own list, because
+            each iteration makes all requests one token longer.
     """
 
     query_ends: list[int]
@@ -35,12 +35,12 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the lengths of steps to graphs.
 
-    This object keeps its last result, because the same lengths are often padded twice: when the
-    worker guesses the next step, and when the step arrives.
+    This object keeps its last result, because the same lengths are often padded twice: once when
+    the worker guesses the next step, and once when the step arrives.
 
     Args:
-        place: the rank's place in the context groups. ``pad`` returns as KV length the number of
-            keys that this rank stores.
+        place: the indices of this rank in context parallelism. The KV lengths that ``pad`` returns
+            count only the keys that this rank stores.
         num_drafts: k, number of drafts of each request that decodes.
     """
 
@@ -56,7 +56,7 @@ class GraphLens:
 
         Args:
             query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths of the live
-                requests. The KV lengths count the keys of all shards together.
+                requests. These KV lengths count the keys of all shards together.
         """
         if self._place.is_sharded:
             asked = graph, kv_lens.tobytes()
@@ -71,7 +71,9 @@ class GraphLens:
         return Lens(ends, (lens, *later))
 
     def _ends_of(self, graph: BatchDescriptor) -> list[int]:
-        """Return the constant query ends of a graph whose requests all have the same length."""
+        """Return the query ends of a graph whose requests all have the same number of queries. They
+        are constant.
+        """
         ends = self._uniform_ends.get(graph)
         if ends is None:
             ends = list(range(graph.query_len, graph.num_tokens + 1, graph.query_len))
@@ -79,10 +81,11 @@ class GraphLens:
         return ends
 
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
-        """Return lengths with one row per token. A token attends to the keys of this shard up to
-        the token's position.
+        """Return lengths with one row for each token. A token attends to those keys of this shard
+        that are not after the token's position.
 
-        If a token has no keys on this shard, its row has length one, and its result is discarded.
+        If this shard has no keys for a token, the KV length of the token's row is one, and the
+        row's result is discarded.
         """
         assert graph.query_len, "mixed batches are not captured where the cache is sharded"
         index = np.arange(1 - graph.query_len, 1, dtype=np.int32)
@@ -95,12 +98,15 @@ class GraphLens:
 
 
 def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
-    """Return the KV lengths of rows on a shard; operators require at least one for each row."""
+    """Return how many of each row's keys a shard keeps, but at least one, because operators require
+    this.
+    """
     return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
 
 
 def padding_len(graph: BatchDescriptor, num_tokens: int, num_reqs: int) -> int:
-    """Return the KV length of a full graph's longest padding request; 0 if no request is padding.
+    """Return the KV length of the longest padding request in a full graph; 0 if the graph has no
+    padding request.
 
     Args:
         num_tokens, num_reqs: numbers of live tokens and of live requests.
@@ -122,13 +128,13 @@ def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block
 
 
 def _share(num_tokens: int, num_reqs: int) -> int:
-    """Return the number of padding tokens of the padding request with the most tokens."""
+    """Return how many padding tokens the padding request with the most tokens has."""
     return -(-num_tokens // num_reqs)
 
 
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
-    # Every padding request has the same query length as the other requests, and its KV length
-    # includes its queries.
+    # Every padding request has as many queries as a live request, and its KV length counts the keys
+    # of these queries.
     missing = graph.num_reqs - len(kv_lens)
     padded: list[int] = kv_lens.tolist() + [max(graph.query_len, PADDING_KV_LEN)] * missing
     return padded

@@ -1,4 +1,6 @@
-"""A step with split prompts: one prefill rank's share, and the ranks that run the other tokens."""
+"""A step whose prompts are split between prefill ranks: the share of one rank, and which ranks run
+the other tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,18 @@ from dist_aclgraph.steps.host_step import HostStep
 
 @dataclass(frozen=True)
 class PromptShare:
-    """The facts that one rank needs about the tokens of other ranks.
+    """What one rank must know about the tokens of other prefill ranks.
 
     Attributes:
         rank: the rank that uses this share.
         written: [ranks * num_tokens], for each token of each rank, the slot of this rank's cache to
-            which the token's KV is written; first the tokens of rank 0, then the tokens of rank 1,
-            and so on. If all ranks run the same token, only the token's element for this rank has a
-            slot.
+            which the token's KV is written. The tokens of rank 0 come first, then the tokens of
+            rank 1, and so on. If all ranks run a token, only the element that belongs to this rank
+            contains a slot.
         positions: [ranks * num_tokens], positions of the tokens to which ``written`` belongs.
-        owners: [num_places], the rank that runs the token at each place.
-        landings: [num_places], for each place, the token's index in the owner's list of tokens.
+        owners: [num_places], for each place, the rank that runs the token there.
+        landings: [num_places], for each place, the index of its token in that rank's list of
+            tokens.
     """
 
     split: PromptSplit
@@ -36,10 +39,11 @@ class PromptShare:
 
 
 def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
-    """Return one rank's share of a step, or the step itself if no prompt is long enough.
+    """Return one rank's share of a step, or the step itself if no prompt is long enough to be
+    split.
 
-    The share contains the requests of the whole step, but only the tokens and places of this rank.
-    In ``places``, the index is 0 if another rank runs the place's token.
+    The share contains all requests of the step, but only the tokens of this rank. If another rank
+    runs the token of a place, the place's index in ``places`` is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step
@@ -82,7 +86,9 @@ def _written(slots: IntArray, shares: list[IntArray], split: PromptSplit, rank: 
 
 
 def _side_by_side(values: IntArray, shares: list[IntArray], length: int, padding: int) -> IntArray:
-    """Return the values of each rank's tokens, padded to ``length``, rank by rank."""
+    """Return the values of all ranks' tokens, rank by rank. The values of each rank are padded to
+    ``length``.
+    """
     table = np.full((len(shares), length), padding, np.int32)
     for row, share in zip(table, shares, strict=True):
         row[: len(share)] = values[share]

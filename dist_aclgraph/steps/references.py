@@ -2,8 +2,9 @@
 
 The *latest tokens* are one array of int32 on the device. The reference ``i - num_latest`` means
 element i of this array, like a negative index in Python. Without drafts, the array contains the
-last step's samples in the order of its batch. With drafts, which are kept for more than one step,
-the array is ordered by row: first k drafts of each row, then the last token of each row.
+tokens that the last step has sampled, in the order of its batch. With drafts, the array is ordered
+by row, because drafts are kept for more than one step: first the k drafts of each row, then the
+last token of each row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dist_aclgraph.packing import aligned
 
 
 def first_last(k: int, num_rows: int) -> int:
-    """Return the index of row 0's last token in the latest tokens, after all drafts."""
+    """Return the index, in the latest tokens, of the last token of row 0. It comes directly after
+    all drafts.
+    """
     return aligned(num_rows * k)
 
 
@@ -33,13 +36,17 @@ class References:
     num_rows: int
 
     def draft(self, rows: IntArray, index: IntArray) -> IntArray:
-        """Return references to drafts, [n]; ``index`` is a draft's number in its row."""
+        """Return references to drafts, [n]; ``index`` says which of its row's drafts each of them
+        is, from 0.
+        """
         return rows * self.k + index - self.num_latest
 
     def last(self, rows: IntArray) -> IntArray:
-        """Return references to the last tokens of rows, [n]. Only used if the model drafts."""
+        """Return references to the last tokens of rows, [n]. This is used only with drafts."""
         return first_last(self.k, self.num_rows) + rows - self.num_latest
 
     def sample(self, index: IntArray) -> IntArray:
-        """Return references to samples of the last step, [n]. Not used if the model drafts."""
+        """Return references to tokens that the last step has sampled, [n]. This is used only
+        without drafts.
+        """
         return index - self.num_latest

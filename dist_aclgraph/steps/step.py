@@ -3,8 +3,8 @@ each worker its part of the plan, a RankPlan. Each worker replies with one StepR
 
 Messages are plain MessagePack: msgspec encodes them, and any MessagePack library can read them.
 Integer arrays are sent as little-endian int32 bytes. Workers store the running batch, so the engine
-sends only changes. The batch has one *row* for each running request; the scheduler chooses the row
-from [0, max_num_seqs).
+sends only changes. The batch has one *row* for each running request. The scheduler chooses the row,
+a number from 0 to max_num_seqs - 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dist_aclgraph.topology import ExchangeKind
 
 
 class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The sampler's parameters of one request; ``SamplingParams`` explains them."""
+    """The parameters that the sampler needs for one request; ``SamplingParams`` explains them."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -32,10 +32,11 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
-    # number of most probable tokens to report at positions of the prompt; -1 reports nothing
+    logprobs: int = -1  # how many of the most probable tokens are reported; -1 means no report
+    # how many of the most probable tokens are reported at each position of the prompt; -1 means no
+    # report
     prompt_logprobs: int = -1
-    num_prompt_tokens: int = 0  # also the position of the first output token
+    num_prompt_tokens: int = 0  # this is also the position of the first output token
     suppressed: tuple[int, ...] = ()  # stop token ids, which are forbidden before min_tokens
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
@@ -43,12 +44,13 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed: bytes = b""  # int32 [n], the only allowed tokens; empty allows all tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # words of two tokens or more
     structure: Structure | None = None
-    # The answer is the hidden state after the prompt's last token; the sampled token is not used.
+    # Whether the answer is an embedding, which is the hidden state of the prompt's last token. The
+    # sampled token is then not used.
     embeds: bool = False
 
     @property
     def has_penalties(self) -> bool:
-        """Whether penalties make a token's probability depend on earlier tokens."""
+        """Whether a token's probability depends on earlier tokens through penalties."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -57,7 +59,9 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the row needs only the most probable token, without log-probabilities."""
+        """Whether the row's result is simply the most probable token, and no log-probabilities
+        are reported.
+        """
         return (
             self.temperature == 0.0
             and not self.has_penalties
@@ -71,26 +75,26 @@ class RowStart(msgspec.Struct, frozen=True):
     """A request that begins or resumes in ``row``; the worker drops the row's earlier contents."""
 
     row: int
-    token_ids: bytes  # int32 [num_tokens], the prompt and, after a preemption, the output
+    token_ids: bytes  # int32 [num_tokens], the prompt; after a preemption, also the output
     block_ids: bytes  # int32 [num_blocks], the blocks of these tokens, in order
     sampling: RowSampling
 
 
 class RankBatch(msgspec.Struct, frozen=True):
-    """The work of a data-parallel rank in this step.
+    """The work of one data-parallel rank in a step.
 
-    ``scheduled`` has one record per request: row, num_computed_tokens, num_scheduled_tokens,
-    num_logits. The order of the records is the batch order; token arrays and output arrays use the
-    same order. A token is sampled after each of the last ``num_logits`` tokens of a request:
+    ``scheduled`` has one record for each request: row, num_computed_tokens, num_scheduled_tokens,
+    num_logits. The order of the records is the order of the batch, and also the order of tokens and
+    outputs. A token is sampled after each of the last ``num_logits`` tokens of a request:
     ``num_logits`` is 0 in the middle of a prompt, 1 at its end, and k + 1 if the device verifies
     the row's k drafts. ``appended`` and ``blocks`` update the rows before the step. The blocks of
     ``cleaned`` are set to zero before the step, because they can contain NaN, and attention reads
     whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
-    padding.
+    padding only.
 
-    If the model has recurrent state, each row has a state. Before the step, the state of a row in
-    ``restored`` becomes a copy of a checkpoint. After the step, the state of a row in ``kept`` is
-    copied to a checkpoint. A row begins with an empty state when its first token runs.
+    If the model has recurrent state, each row has a state. Before the step, a checkpoint is copied
+    to the state of each row in ``restored``. After the step, the state of each row in ``kept`` is
+    copied to a checkpoint. When the first token of a row runs, the row begins with an empty state.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
@@ -103,11 +107,12 @@ class RankBatch(msgspec.Struct, frozen=True):
 
 
 class StepSize(msgspec.Struct, frozen=True):
-    """The size of a step on one rank: its tokens, and its sampled requests.
+    """The size of a step on one rank: the number of its tokens, and the number of its sampled
+    requests.
 
-    If prompts are split between ranks, ``num_tokens`` is the number of tokens of the rank with the
-    most tokens. In a step that replays a decode graph, ``kv_len`` is the number of tokens of the
-    longest request after the step.
+    If prompts are split between ranks, ``num_tokens`` is the number of tokens on the rank with the
+    most tokens. In a step that replays a decode graph, ``kv_len`` is the length that the longest
+    request has after the step.
     """
 
     num_tokens: int = 0
@@ -133,14 +138,15 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The decision of one step, for every rank of a lockstep group. The whole plan is not sent to
-    workers.
+    """What is decided for one step, for all ranks of a lockstep group. Workers get only parts of it
+    (``RankPlan``).
 
-    Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
-    eagerly. ``exchange`` sends tokens to their experts; None if no token must be sent. ``largest``
-    has the maximum of each number over all ranks. Outside full graphs, ranks that share experts pad
-    their steps to this size. If a bucket has graphs for several KV lengths, ``largest`` selects the
-    graph, which is the same on all ranks.
+    Every rank replays ``graph``, even a rank without work. If ``graph`` is None, the step runs
+    eagerly. ``exchange`` is the exchange that sends tokens to their experts; None if no token must
+    be sent. ``largest`` contains, for each number, its maximum over all ranks. If no full graph is
+    replayed, ranks that share experts pad their steps to this size. If a bucket has graphs for
+    several KV lengths, ``largest`` determines which of them is replayed; it is the same graph on
+    all ranks.
     """
 
     epoch: int
@@ -152,7 +158,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     largest: StepSize = StepSize()
 
     def for_rank(self, dp_rank: int) -> RankPlan:
-        """Return the message to the workers of a data-parallel rank."""
+        """Return the message for the workers of a data-parallel rank."""
         return RankPlan(
             self.epoch,
             self.step,
@@ -173,8 +179,8 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     rank: int  # rank of the chosen token; 1 means the most probable token
 
     def ranked(self) -> dict[int, tuple[float, int]]:
-        """Return each token's log-probability and rank, by token id. The chosen token comes first;
-        it can also be one of the most probable tokens.
+        """Return the log-probability and the rank of each token; the keys are token ids. The chosen
+        token comes first. It can also be one of the most probable tokens.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))
         found: dict[int, tuple[float, int]] = {}
@@ -187,11 +193,11 @@ class RowLogprobs(msgspec.Struct, frozen=True):
 class PromptLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at neighbouring positions of a prompt.
 
-    At each position, the prompt's token comes first, then the most probable tokens.
+    At each position, the prompt's own token comes first, then the most probable tokens.
 
     Attributes:
         place: index of the request among the step's requests.
-        first: the first of these positions.
+        first: the first of these positions in the prompt.
     """
 
     place: int
@@ -218,33 +224,35 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """The new tokens of a step's sampled requests, in batch order.
 
-    A rank that owns no output acknowledges the step with empty ``token_ids``. ``counts`` is the
-    number of new tokens of each sampled request: one plus its accepted drafts. Without drafts it is
-    empty, and each request gets one token. ``expert_tokens`` is the number of tokens that the
-    rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
-    step's tokens beyond the capacity of the exchange; if it is not zero, the step is void and runs
-    again. ``non_finite`` lists the requests whose tokens are meaningless, because their logits are
-    NaN or infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the
-    requests whose tokens are meaningless, because this rank had not compiled their grammars yet.
-    ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
-    hidden state of each request that asks for it, float32 [hidden], after the final norm.
-    ``waited_us`` is the time that the worker waited for this result after enough work of the next
-    step was queued; 0 if no step was queued. If the worker measures its host time, ``timings_us``
-    contains the host time of each stage, from plan to result. ``overlapped_us`` contains host time
-    for which no step waits: while the device works, and between two steps. ``counted`` contains the
-    number and the bytes of the step's collectives, if the device counts them.
+    A rank that does not send the output acknowledges the step with empty ``token_ids``. ``counts``
+    contains the number of new tokens of each sampled request: one plus the number of its accepted
+    drafts. Without drafts, ``counts`` is empty, and each request gets one token. ``expert_tokens``
+    is the number of tokens that the rank's experts have computed since the rank started.
+    ``num_unplaced`` says how many of the step's tokens were beyond the capacity of the exchange; if
+    it is not zero, the step is void and runs again. ``non_finite`` lists the requests whose tokens
+    are meaningless, because their logits are NaN or infinite. ``failed`` says why requests have
+    failed. ``unmasked`` lists the requests whose tokens are meaningless, because this rank had not
+    compiled their grammars yet. ``compiling`` lists the rows whose grammars this rank is compiling.
+    ``embeddings`` contains the embedding of each request that asks for one, float32 [hidden]: the
+    hidden state after the final norm. ``waited_us`` says how long the worker waited for this result
+    after enough work of the next step was queued; 0 if no further step was queued. If the worker
+    measures its host time, ``timings_us`` contains the host's time in each stage, from the plan's
+    arrival to the result. ``overlapped_us`` contains the host's time for work that delays no step:
+    work while the device is busy, and work between two steps. ``counted`` contains the number and
+    the bytes of the step's collectives, if the device counts them.
     """
 
     epoch: int
     step: int
     rank: int
-    token_ids: bytes = b""  # int32 [num_new], the new tokens, request by request
+    token_ids: bytes = b""  # int32 [num_new], the new tokens, in the order of requests
     counts: bytes = b""  # int32 [num_sampled]
     non_finite: bytes = b""  # int32 [k], indices among the sampled requests
     failed: dict[int, str] = {}  # the keys are indices among the sampled requests
     unmasked: bytes = b""  # int32 [k], indices among the sampled requests
     compiling: bytes = b""  # int32 [k], rows
-    # [num_new], for each token, its log-probabilities or None; empty if no request wants any.
+    # [num_new], for each new token, its log-probabilities, or None if its request wants none. Empty
+    # if no request wants log-probabilities.
     logprobs: tuple[RowLogprobs | None, ...] = ()
     prompts: tuple[PromptLogprobs, ...] = ()
     embeddings: dict[int, bytes] = {}  # the keys are indices among the sampled requests
@@ -254,15 +262,16 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     timings_us: dict[str, float] = {}
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
-    error: str = ""  # not empty if the step failed on this rank; then the epoch is over
+    error: str = ""  # not empty if the step failed on this rank, which ends the epoch
     fault: DeviceFault | None = None  # the error that stopped the device, if it is known
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows immediately, so that they send the result of the last
-    step.
+    """Tells workers that no step follows immediately, so that they do not wait for one before they
+    send the result of the last step.
 
-    Otherwise, workers with two steps in flight send a result only after the next step is queued.
+    Without this message, workers with two steps in flight send a result only after the next step is
+    queued.
     """
 
     epoch: int
@@ -271,8 +280,8 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Tells workers to restart their devices after all devices of the group have been stopped.
 
-    Workers forget rows and steps in flight. Later messages belong to ``next_epoch``. ``keeps_kv``
-    means that steps may read the existing KV cache.
+    Workers drop all rows, and all steps in flight. Later messages belong to the epoch
+    ``next_epoch``. If ``keeps_kv`` is true, steps may read the existing contents of the KV cache.
     """
 
     epoch: int
@@ -281,7 +290,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """A rank's reply to ``Resume``: its device works again, or ``error`` contains the reason."""
+    """A rank's reply to ``Resume``. Its device works again, or ``error`` says why it does not."""
 
     epoch: int
     rank: int

@@ -1,7 +1,8 @@
-"""Bad words of several tokens: after the other tokens of a bad word, its last token is forbidden.
+"""Bad words of several tokens. The last token of a bad word is forbidden after the word's other
+tokens.
 
-With two steps in flight, the host does not know the latest token of a request. The device compares
-the latest token with the word; the host compares all earlier tokens.
+With two steps in flight, the host does not know the latest token of a request. So the device
+compares the latest token with the bad word, and the host compares all earlier tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class Forbidden(NamedTuple):
-    """Tokens that are forbidden if a certain token directly precedes them, [n] each.
+    """Tokens that are forbidden at some places, if a certain token directly precedes them. Each
+    array has one element for each forbidden token, [n].
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
-        before: the preceding token after which ``tokens`` is forbidden; -1 if the host has already
-            compared the preceding token.
-        coming: index of the token that actually precedes, in the list of tokens that a step in
-            flight samples.
+        before: the token after which the token is forbidden; -1 if the host has already compared
+            the preceding token.
+        coming: index of the actual preceding token in the list of tokens that a step in flight
+            samples.
     """
 
     places: IntArray
@@ -48,9 +50,12 @@ def find_forbidden(
 
     Args:
         words: bad words by row; each word has two tokens or more.
-        rows, positions: [n], row of each place, and position of its sampled token.
-        token_ids: [max_rows, max_len], tokens on the host; num_known: [max_rows], their number.
-        begins: [n], position where the output begins; a word must lie completely in the output.
+        rows, positions: [n], for each place its row, and the position of the token that is sampled
+            there.
+        token_ids: [max_rows, max_len], the tokens that the host has; num_known: [max_rows], the
+            number of these tokens in each row.
+        begins: [n], for each place, the position where the output of its request begins. A bad word
+            is found only if all of its tokens are in the output.
         coming_rows: [m], rows whose last token a step in flight samples.
     """
     found = []
@@ -76,7 +81,7 @@ def forbid(
     coming: Tensor | None,
     to_device: Callable[[np.ndarray], Tensor],
 ) -> Tensor:
-    """Return [n, vocab] logits; the logits of forbidden tokens are -inf.
+    """Return the logits, [n, vocab], with -inf for forbidden tokens.
 
     Args:
         coming: [m] int32, tokens that a step in flight has sampled; None if there are none.

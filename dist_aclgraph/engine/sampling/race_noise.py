@@ -1,9 +1,9 @@
-"""Random numbers for the exponential race that draws a token (ADR 13).
+"""Random numbers for the exponential race with which a token is sampled (ADR 13).
 
 Each number is a function of (seed, position, token).
 
-The numbers are the same on every rank, in any batch and after a retry. The host sends one key per
-place; from this key, the device computes the numbers of all tokens.
+So the numbers are the same on every rank, in any batch and after a retry. The host sends one key
+for each place. From this key, the device computes the numbers of all tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _TABLE_SEED = 0x5EED
 _SMALLEST = 2.0**-32
-# The factor keeps u below 1; u = 1 would give an infinite number.
+# This factor keeps u below 1, because u = 1 would give an infinite number.
 _LESS_THAN_ONE = 1 - 2.0**-23
 
 
 def mix_seeds(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return the seeds of rows as ``make_keys`` needs them, [n].
+    """Return the mixed seeds of rows, [n], for ``make_keys``.
 
     The function is SplitMix64's finaliser (Steele, Lea and Flood, 2014).
     """
@@ -35,9 +35,10 @@ def mix_seeds(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
 def make_keys(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
-    """Return one key for each pair of seed and position, uniform over 32 bits.
+    """Return one key for each pair of a mixed seed and a position. The keys are uniformly
+    distributed over 32 bits.
 
-    The key comes from the finaliser, applied to the mixed seed and the position together.
+    A key is the upper half of the finaliser's result for the mixed seed and the position together.
     """
     mixed = _finalise(seeds ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
     return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
@@ -50,8 +51,8 @@ def _finalise(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class RaceNoise:
-    """Owns a random factor and a random summand for each token, int32 [vocab] each, independent of
-    seeds.
+    """Owns a random factor and a random summand for each token, int32 [vocab] each. They do not
+    depend on seeds.
 
     Each number is a hash of the place's key: first h = key * factor + summand, then h * (2h + 1),
     both modulo 2^32, because products and sums of int32 wrap. The second step is the permutation of
@@ -69,15 +70,16 @@ class RaceNoise:
     def log_exponentials(self, keys: Tensor) -> Tensor:
         """Return [n, vocab] float32: logarithms of random numbers with exponential distribution.
 
-        In a race the token with the largest ``logit - number`` wins; each token wins with its
-        softmax probability.
+        If the token with the largest difference ``logit - number`` is chosen, each token is chosen
+        with its softmax probability.
 
         Args:
             keys: [n, 1] int32.
         """
         h = torch.addcmul(self._summands, keys, self._factors)
         h = h.addcmul(h, h, value=2).bitwise_and_(0x7FFFFFFF)
-        # The smallest number wins the race. Near 0, u has 31 bits and 1 - u has only 24 bits, so we
-        # use u. One operator converts the integers, multiplies and adds.
+        # The smallest number wins the race, so small numbers need the best resolution. Near 0, u
+        # has 31 significant bits, and 1 - u has only 24. So we use u. One operator converts the
+        # integers, multiplies and adds.
         minus_u = torch.add(self._largest, h, alpha=-_LESS_THAN_ONE / (1 << 31))
         return minus_u.log1p_().neg_().log_()

@@ -1,9 +1,10 @@
 """Chooses token ids from logits, on the device.
 
-If a row has a temperature, a race draws the token (``race_noise``). So rows without top-k and top-p
-need no sorting. The random numbers depend only on (seed, position, token), so a request gets the
-same tokens in any batch, on every rank, and after a resumption. A step sends the keys of the random
-numbers; the sampling parameters are already on the device (``sampling_places``).
+If a row has a temperature, its token is drawn with an exponential race (``race_noise``). So only
+rows with top-k or top-p need sorting. The random numbers depend only on (seed, position, token), so
+a request gets the same tokens in any batch, on every rank, and after a resumption. A step sends
+only the keys of the random numbers, because the sampling parameters are already on the device
+(``sampling_places``).
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def choose_tokens(
     adjusted = forbid_words(_suppress(adjusted, places, positions, to_device))
     if places.temperature is not None:
         adjusted = _filter(adjusted, places)
-        # A place without a temperature has temperature 0, so its most probable token wins.
+        # At a place with temperature 0, the random numbers have no effect, so the most probable
+        # token wins.
         keys = to_device(make_keys(places.seeds, positions)).unsqueeze(-1)
         adjusted = adjusted.addcmul(noise.log_exponentials(keys), places.temperature, value=-1)
     # torch_npu accepts int32 for ``out``, so no conversion is needed
@@ -76,7 +78,7 @@ def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
 def _suppress(
     logits: Tensor, places: SamplingPlaces, positions: IntArray, to_device: ToDevice
 ) -> Tensor:
-    """Forbid stop tokens at places whose output is shorter than ``min_tokens``."""
+    """Forbid stop tokens at places whose request has fewer output tokens than ``min_tokens``."""
     if not places.suppressed:
         return logits
     vocab = logits.shape[1]
@@ -90,10 +92,11 @@ def _suppress(
 
 
 def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
-    """Forbid the tokens that top-k, top-p or min-p excludes; rows without limits stay unchanged.
+    """Forbid the tokens that top-k, top-p or min-p excludes. Rows without these limits stay
+    unchanged.
 
-    Top-p counts only tokens that top-k keeps. Of several tokens with equal logits, top-k keeps all
-    or none.
+    The probabilities for top-p are computed over the tokens that top-k keeps. If several tokens
+    have the same logit, top-k keeps all of them or none of them.
     """
     if places.wide_top_k is not None:
         logits = _keep_top_k(logits, places.wide_top_k)
@@ -109,7 +112,7 @@ def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
 
 
 def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
-    """In the rows of ``wide``, forbid the tokens whose logit is below the k-th largest one."""
+    """In the rows of ``wide``, forbid each token whose logit is below the k-th largest logit."""
     chosen = logits.index_select(0, wide.where)
     best = chosen.topk(wide.most, dim=-1).values
     least = best.gather(1, wide.last)
@@ -122,10 +125,11 @@ class ComingLogprobs:
 
     Attributes:
         asking: [m], indices of the places.
-        wanted: [m], for each place, the requested number of most probable tokens.
-        packed: [m, 2 * (count + 1) + 1] float32, pinned. Columns: the ids of the chosen token and
-            of the ``count`` most probable tokens, and the rank of the chosen token, all as bits of
-            int32; then the log-probabilities of these tokens.
+        wanted: [m], for each place, how many of the most probable tokens its request wants to see.
+        packed: [m, 2 * (count + 1) + 1] float32, pinned. The first columns are the id of the chosen
+            token, the ids of the ``count`` most probable tokens, and the chosen token's rank in the
+            distribution; these columns contain the bits of int32 numbers. The other columns are the
+            log-probabilities of the chosen token and of the most probable tokens.
     """
 
     asking: npt.NDArray[np.intp]
@@ -133,9 +137,9 @@ class ComingLogprobs:
     packed: Tensor
 
     def read(self) -> dict[int, RowLogprobs]:
-        """Return a report for each place, by the place's index.
+        """Return a report for each place; the keys are indices of places.
 
-        Call this only after the end of the copy.
+        Call this only after the copy has ended.
         """
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1
@@ -153,15 +157,16 @@ class ComingLogprobs:
 def queue_logprobs(
     logits: Tensor, chosen: Tensor, asked: AskedLogprobs, landing: Tensor
 ) -> ComingLogprobs:
-    """Queue a copy of log-probabilities to the host, for the places whose requests ask for these
-    values.
+    """Compute the log-probabilities for the places whose requests want them, and queue a copy to
+    the host.
 
-    The values describe the raw distribution, before penalties and temperature.
+    The values belong to the model's own distribution, before penalties and temperature.
 
     Args:
         logits: [n, vocab].
         chosen: [n] int32, the chosen tokens.
-        landing: [>= n * LOGPROBS_WIDTH] float32, pinned; it is in use until the values are read.
+        landing: [>= n * LOGPROBS_WIDTH] float32, pinned memory that receives the values. Use it for
+            nothing else until the values are read.
     """
     chosen = chosen.index_select(0, asked.where)
     packed = report_of(logits.index_select(0, asked.where), chosen, int(asked.wanted.max()))
@@ -177,14 +182,14 @@ def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
         logits: [n, vocab]; chosen: [n] int32.
 
     Returns:
-        columns as in ``ComingLogprobs.packed``, on the device; the number of most probable tokens
-        is ``num_best``, but at least one.
+        A tensor on the device with the columns of ``ComingLogprobs.packed``. It has ``num_best``
+        most probable tokens, but at least one.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
     rank = (all_logprobs > of_chosen).sum(-1) + 1
     count = min(max(num_best, 1), logits.shape[1])
     best, best_ids = all_logprobs.topk(count, dim=-1)
-    # Integers are sent as bits of floats, so that one copy is enough.
+    # The bits of the integers are sent as floats, so that one copy is enough.
     integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
     return torch.cat([integers.view(torch.float32), of_chosen, best], -1)

@@ -1,10 +1,10 @@
 """The special places of a step, and their sampling parameters on the device.
 
 A place is special if its token is not simply the most probable token, or if the request wants
-log-probabilities. Parameters are sent only when rows or parameters change; until then every step
-reads the same tensors. No tensor on the device is written twice: changes are sent to new tensors,
-while steps in flight read the old tensors. The old memory stays valid for these steps, because the
-NPU stream runs its work in order.
+log-probabilities. Parameters are sent only when the sampled rows or their parameters change.
+Between two changes, every step reads the same tensors. No tensor on the device is written twice: a
+change creates new tensors, and steps in flight read the old tensors. The memory of the old tensors
+stays valid for these steps, because the NPU stream runs its work in order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Settings = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class WideTopK:
-    """Places whose k is too large for the operator.
+    """Places whose top-k limit k is too large for the operator ``npu_top_k_top_p``.
 
     Attributes:
-        where: [m] int64, indices of the places. most: the largest k.
+        where: [m] int64, indices of the places. most: the largest k of all these places.
         last: [m, 1] int64, k - 1 of each place.
     """
 
@@ -44,7 +44,7 @@ class WideTopK:
 
 @dataclass(frozen=True)
 class Filter:
-    """Places to which the operator applies top-k and top-p together.
+    """Places for which the operator ``npu_top_k_top_p`` applies top-k and top-p together.
 
     Attributes:
         where: [m] int64, indices of the places; None means all places.
@@ -61,7 +61,8 @@ class Filter:
 
 @dataclass(frozen=True)
 class Biases:
-    """Places to whose logits values are added, because some tokens are preferred or forbidden.
+    """The places at which biases are added to the logits, because some tokens are preferred or
+    forbidden.
 
     Attributes:
         where: [m] int64, indices of the places; None means all places.
@@ -74,11 +75,11 @@ class Biases:
 
 @dataclass(frozen=True)
 class AskedLogprobs:
-    """Places that want log-probabilities.
+    """Places whose requests want log-probabilities.
 
     Attributes:
         asking: [m], indices of the places; where: the same indices, int64 on the device.
-        wanted: [m], number of most probable tokens that each place wants.
+        wanted: [m], for each place, how many of the most probable tokens its request wants to see.
     """
 
     asking: npt.NDArray[np.intp]
@@ -88,18 +89,18 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places, constant as long as the same rows are sampled.
+    """The sampling parameters of places. They stay the same as long as the same rows are sampled.
 
     Attributes:
-        seeds: [n], as ``make_keys`` needs them.
-        free_from: [n], the first position at which stop tokens are allowed.
-        suppressed: for each place, the tokens that are forbidden before ``free_from``; empty if no
-            token is forbidden at any place.
-        biases, penalties: None if no place has a bias, or a penalty.
+        seeds: [n], the mixed seeds; see ``mix_seeds``.
+        free_from: [n], for each place, the first position at which stop tokens are allowed.
+        suppressed: for each place, the tokens that are forbidden before ``free_from``. The tuple is
+            empty if no place has such tokens.
+        biases, penalties: None if no place has a bias, or no place has a penalty.
         temperature: [n, 1] float32. At a place with temperature 0, the most probable token wins.
             None if all temperatures are 0.
-        least: [n, 1] float32, the largest allowed distance below the greatest logit (min-p); None
-            if no place uses min-p.
+        least: [n, 1] float32, how far a token's logit may be below the place's greatest logit, so
+            that min-p keeps the token. None if no place uses min-p.
     """
 
     seeds: npt.NDArray[np.uint64]
@@ -201,7 +202,7 @@ def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> 
 def _send_filters(
     settings: Settings, is_random: npt.NDArray[np.bool_], vocab_size: int, to_device: ToDevice
 ) -> tuple[WideTopK | None, tuple[Filter, ...]]:
-    """Send the places that use top-k or top-p, and their limits.
+    """Send the indices of the places that use top-k or top-p, and the limits of these places.
 
     Places without a temperature are not included.
     """
@@ -251,10 +252,10 @@ class StepPlaces:
     """The special places of a step.
 
     Attributes:
-        indices: [n], indices among all places of the step.
+        indices: [n], indices of the special places among all places of the step.
         where: the same indices, int64 on the device; None means all places.
         samples: [n], for each place, the index of its request among the sampled requests.
-        drafts: [n], for each place, the number of its request's drafts before this place.
+        drafts: [n], for each place, how many of its request's drafts come before this place.
     """
 
     indices: npt.NDArray[np.intp]
@@ -264,8 +265,11 @@ class StepPlaces:
     places: SamplingPlaces
 
     def positions(self, step: HostStep) -> IntArray:
-        """Return the position of each sampled token, [n], if all drafts before it are accepted."""
-        # If a request has fewer places, its last place is repeated, with the same position.
+        """Return the position that each sampled token has if all drafts before it are accepted,
+        [n].
+        """
+        # If a request has fewer than k + 1 places, its last place is repeated, with the same
+        # position.
         num_logits = step.num_logits[self.samples]
         first = step.kv_lens[step.sampled][self.samples] - num_logits + 1
         positions: IntArray = (first + np.minimum(self.drafts, num_logits - 1)).astype(np.int32)
@@ -273,7 +277,8 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns the device's parameters of special places, for the latest step that had special places.
+    """Owns the parameters on the device that belong to the special places of the latest step with
+    special places.
 
     Args:
         num_places: k + 1, number of tokens that a step with k drafts samples for one request.
@@ -292,7 +297,8 @@ class KnownPlaces:
         self._places: StepPlaces | None = None
 
     def find(self, sampled_rows: IntArray) -> StepPlaces | None:
-        """Send changes, then return a step's special places; None if there are no such places.
+        """Send the parameters that have changed, and return the step's special places; None if it
+        has none.
 
         Args:
             sampled_rows: [num_samples], the row of each sampled request.
@@ -308,7 +314,7 @@ class KnownPlaces:
         return self._places
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because the parameters may not have reached the
+        """Drop the parameters after an abort of the device, because they may not have reached the
         device.
         """
         self._rows = self._places = None

@@ -36,7 +36,8 @@ class Bias(NamedTuple):
 
     Attributes:
         tokens: [n] int32; values: [n] float32, added to the logits of these tokens.
-        of_others: added to the logits of all other tokens; 0, or -inf if they are forbidden.
+        of_others: the number that is added to the logits of all tokens that are not in ``tokens``:
+            -inf if those tokens are forbidden, otherwise 0.
     """
 
     tokens: IntArray
@@ -59,20 +60,22 @@ class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
-        is_plain: [max_rows], whether a row needs only its most probable token.
-        may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
-            penalties or with bad words of several tokens. Also false if an output format and biases
-            together may forbid every token after a draft.
+        is_plain: [max_rows], whether a row needs nothing but its most probable token.
+        may_draft: [max_rows], whether drafts of a row may be accepted. False if the row has
+            penalties, or bad words of several tokens. Also false if the row's output format and
+            biases together may forbid every token after a draft, and if its masks take long to
+            compute.
         has_penalties: [max_rows], whether a row has a penalty.
         reports_prompts: whether the request of any row asks for log-probabilities of its prompt.
-        has_embeddings: whether the request of any row asks for a hidden state.
+        has_embeddings: whether the request of any row asks for an embedding.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
-        suppressed: the tokens that are forbidden before ``min_tokens``, by row.
-        biases: the biases of each row that has any, by row.
-        bad_words: the bad words of several tokens, by row.
-        version: number of parameter changes; readers compare versions to find out whether any row
-            has changed.
+        suppressed: for each row, the tokens that are forbidden until the output has ``min_tokens``
+            tokens.
+        biases: the biases of the rows that have any; the keys are rows.
+        bad_words: the bad words that have several tokens; the keys are rows.
+        version: number of parameter changes until now. Readers compare versions to find out whether
+            the parameters of any row have changed.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -98,8 +101,8 @@ class SamplingTable:
         self.has_penalties[row] = sampling.has_penalties
         structure = sampling.structure
         may_forbid_all = structure is not None and (sampling.allowed or sampling.biased)
-        # If the computation of masks takes long, only the first place has a mask. So no draft may
-        # be accepted.
+        # If masks take long to compute, only the row's first place gets a mask. So no draft of the
+        # row may be accepted.
         is_slow = structure is not None and structure.is_slow
         self.may_draft[row] = not (
             sampling.has_penalties or sampling.bad_words or may_forbid_all or is_slow

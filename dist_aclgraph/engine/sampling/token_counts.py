@@ -1,4 +1,4 @@
-"""Counts how often each token occurs in each row; penalties need these counts on the device.
+"""Counts, on the device, how often each token occurs in each row. Penalties need these counts.
 
 A step adds only new tokens, so its work does not grow with the length of a request.
 """
@@ -21,13 +21,15 @@ ToDevice = Callable[[np.ndarray], Tensor]
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties and their places, on the device.
+    """The penalties of some places, on the device.
 
     Attributes:
         rows: [m] int64, the row of each place; a slice if the rows are consecutive.
         where: [m] int64, indices of the places; None means all places.
-        repetition, frequency, presence: [m, 1] float32; None if no place has this penalty.
-        only_weakens: whether each repetition penalty is at least 1.
+        repetition, frequency, presence: [m, 1] float32, the penalty of each place; None if no place
+            has a penalty of this type.
+        only_weakens: whether every repetition penalty is at least 1, so that repetition penalties
+            never raise a logit.
     """
 
     rows: Tensor | slice
@@ -51,12 +53,13 @@ class TokenCounts:
     ) -> None:
         self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
         self._to_device = to_device
-        # The rows of the last call of ``add``, and the index of each row's first count, [n] int64.
+        # The rows of the last call of ``add``; and, for each of these rows, the index of its first
+        # count, [n] int64.
         self._last: tuple[IntArray, Tensor] | None = None
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because the last rows may not have reached the
-        device.
+        """Drop the indices of the last call of ``add`` after an abort of the device, because they
+        may not have reached the device.
         """
         self._last = None
 
@@ -76,7 +79,7 @@ class TokenCounts:
         """Count one new token for each of the given rows.
 
         Args:
-            rows: [n], different rows.
+            rows: [n], rows; each row occurs at most once.
             token_ids: [n] int32, for each row, the new token.
         """
         flat = self._counts.view(-1)
@@ -86,10 +89,10 @@ class TokenCounts:
         flat.index_copy_(0, where, flat.index_select(0, where).add_(1))
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
-        """Return [n, vocab] logits with repetition, frequency and presence penalties.
+        """Return the logits, [n, vocab], after repetition, frequency and presence penalties.
 
-        As in vLLM and the OpenAI API, the repetition penalty counts prompt and output; the other
-        two penalties count only the output.
+        As in vLLM and the OpenAI API, the repetition penalty depends on prompt and output. The
+        other two penalties depend only on the output.
         """
         rows, where = penalties.rows, penalties.where
         if isinstance(rows, slice):
@@ -99,7 +102,9 @@ class TokenCounts:
         values = logits if where is None else logits.index_select(0, where)
         if penalties.repetition is not None:
             weaker, stronger = values / penalties.repetition, values * penalties.repetition
-            if penalties.only_weakens:  # The smaller value is right for values of either sign.
+            # A penalty divides positive logits and multiplies negative logits. If it is at least 1,
+            # the smaller of the two results is right in both cases.
+            if penalties.only_weakens:
                 repeated = torch.minimum(weaker, stronger)
             else:
                 repeated = torch.where(values > 0, weaker, stronger)

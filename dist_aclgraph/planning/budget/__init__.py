@@ -1,7 +1,8 @@
 """The cost of captured graphs in streams and bytes, and the budget of a rank.
 
-``formula.py`` contains the exact historical formulas, ``domains.py`` the cost of a communication
-domain, and ``captured.py`` the contents of a bucket's graphs. Every budget model has its own file.
+``formula.py`` contains the exact formulas of earlier releases of vllm-ascend, ``domains.py`` the
+cost of a communication domain, and ``captured.py`` the contents of a bucket's graphs. Every budget
+model has its own file.
 """
 
 from dist_aclgraph.config import BudgetModelName
@@ -63,7 +64,7 @@ __all__ = [
 
 
 def make_budget_model(name: BudgetModelName, workload: Workload) -> BudgetModel:
-    """Return the budget model of this name for a workload."""
+    """Return the budget model with the name ``name``, for a workload."""
     if name == "cann-pinned":
         return CannPinnedBudget(workload)
     if name == "cann-software-sq":

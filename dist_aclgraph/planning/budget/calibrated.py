@@ -1,4 +1,4 @@
-"""Prices from probes: a probe measures the cost of one bucket of a family on one rank."""
+"""Prices from probes. A probe measures, on one rank, what one bucket of a family costs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dist_aclgraph.planning.budget.offer import StreamOffer
 
 @dataclass(frozen=True)
 class CalibratedBudget(CannPinnedBudget):
-    """Reads the prices of buckets from a rank's probes: streams per bucket, and bytes per token.
+    """Computes the prices of buckets from a rank's probes: streams for each bucket, and bytes for
+    each token.
 
-    For a probe, the rank captures and releases the largest bucket of the family. A price comes from
-    ``CannPinnedBudget`` if the family has no probe, or if the device's count of streams does not
-    change with captures; the reason is in the price's text. ``CannPinnedBudget`` is the most
-    cautious interpretation of CANN's sources.
+    For a probe, the rank captures and releases the largest bucket of the family.
+    ``CannPinnedBudget`` computes the price if the family has no probe, or if captures do not change
+    the number of free streams that the device reports. The price's text contains the reason.
+    ``CannPinnedBudget`` is the most cautious interpretation of CANN's sources.
     """
 
     name: BudgetModelName = "calibrated"

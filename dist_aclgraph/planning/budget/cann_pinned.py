@@ -1,4 +1,4 @@
-"""CANN's accounting with old drivers: a captured stream keeps its id until it is released."""
+"""How CANN counts streams with old drivers: a captured stream keeps its id until it is released."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from dist_aclgraph.planning.budget.workload import Workload
 @dataclass(frozen=True)
 class CannPinnedBudget:
     """Counts stream ids: one id for each lane of each graph, one id for each further queue of a
-    long lane, and one id for each of HCCL's streams in the graph. Nothing is subtracted before the
-    first bucket, because an offer counts only the ids that are free after HCCL's domains were
-    created.
+    long lane, and one id for each of HCCL's streams in the graph. No ids are subtracted for HCCL's
+    domains themselves, because a rank counts its free ids after these domains were created.
     """
 
     workload: Workload

@@ -1,12 +1,12 @@
-"""CANN's accounting with new drivers: a graph has queues only while it runs.
+"""How CANN counts streams with new drivers: a graph has queues only while it runs.
 
-A capture uses one stream id for each lane, as with old drivers. Queues are bound when a graph runs;
-idle graphs lose their queues in the order of their creation. So the number of ids limits the number
-of graphs, and the number of queues limits only the width of each graph.
-``aclrtGetStreamAvailableNum`` returns the number of free queues. When offers are made, this number
-equals the number of free ids, because no graph is captured yet. Later, the two numbers can differ.
-These rules follow from CANN's sources and were not measured; if a capture fails in spite of them,
-the plan shrinks.
+A capture uses one stream id for each lane, as with old drivers. A graph gets queues when it runs.
+If too few queues are free, idle graphs lose their queues, and the graphs that were created first
+lose them first. So the number of ids limits the number of graphs. The number of queues limits only
+how many queues a single graph can have. ``aclrtGetStreamAvailableNum`` returns the number of free
+queues. When ranks report their free streams, no graph is captured yet, so this number equals the
+number of free ids. Later, the two numbers can differ. These rules follow from CANN's sources and
+were not measured. If a capture fails although the rules allow it, the plan gets smaller.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-# Maximum number of queues of one graph, and of all bound graphs of a device together.
+# Maximum number of queues of one graph, and of all graphs on a device that have queues at the same
+# time.
 QUEUES = 1024
 
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget(CannPinnedBudget):
-    """Counts ids like ``CannPinnedBudget``; a graph with more than 1024 queues cannot run (EE1023).
+    """Counts ids like ``CannPinnedBudget``. In addition, a graph with more than 1024 queues cannot
+    run (EE1023).
 
     If several graphs together need more than 1024 queues, a graph can lose its queues to another
-    graph. When the graph runs again, it takes time to bind queues again.
+    graph. Its next replay then takes longer, because it must get queues again.
     """
 
     name: BudgetModelName = "cann-software-sq"

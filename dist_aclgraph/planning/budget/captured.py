@@ -1,7 +1,9 @@
-"""The contents of one bucket's graphs: the number of graphs, their lanes, and each lane's length.
+"""What the graphs of one bucket contain: the number of graphs, the lanes of each graph, and the
+length of each lane.
 
 A lane is a captured stream. CANN stores the tasks of a lane in queues of fixed length, so a long
-lane needs several queues. Lengths are counted in queue entries.
+lane needs several queues. The length of a lane is its number of queue entries; an operator usually
+takes one entry.
 """
 
 from __future__ import annotations
@@ -13,51 +15,55 @@ from dist_aclgraph.planning.budget.domains import streams_per_graph
 from dist_aclgraph.planning.budget.model import BudgetTerm, Price
 from dist_aclgraph.planning.budget.workload import Domain, Workload
 
-QUEUE_ENTRIES = 2016  # number of entries of one queue: 2048 minus 32 that CANN reserves
+QUEUE_ENTRIES = 2016  # number of usable entries of one queue: 2048, minus 32 that CANN reserves
 
-# The numbers of operators of a dense layer (models/gqa.py), counted in the dumps of captured
-# graphs. The operators before attention are a norm, qkv, two head norms, two rotations, and the
-# copy that makes v contiguous; models without head norms have two operators fewer. The operators
-# after attention are the output product, a norm, two products and the activation.
+# Numbers of operators of a dense layer (models/gqa.py), counted in dumps of captured graphs. Before
+# attention: a norm, the product qkv, two head norms, two rotations, and the copy that makes v
+# contiguous. Models without head norms have two operators fewer. After attention: the output
+# product, a norm, two products and the activation.
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
 # Number of additional operators before attention if norms span the heads of several ranks: six for
-# the scales of both norms, two (a product and a conversion) for q, and two for k.
+# the scales of both norms, two for q (a multiplication and a conversion), and two for k.
 SUMMED_NORMS = 10
 # Number of additional operators before sparse attention: one for the queries of latent attention,
 # and six for the indexer (a layer norm, two rotations, two joins, and a product for the weights of
-# its heads). Sparse attention itself has no more entries than attention whose parameters are
-# updated.
+# its heads). Sparse attention itself takes at most as many queue entries as attention whose lengths
+# are updated (``ATTENTION``).
 INDEXER = 7
-# EXPERTS is the number of operators of a layer of experts: router, routing, products and shared
-# experts. These operators replace the two products and the activation of a dense layer (DENSE).
-# Gathering the tokens adds ten operators; an all-to-all and its indices add thirty-nine.
+# EXPERTS is the number of operators for experts in a layer: router, routing, products and shared
+# experts. They take the place of the two products and the activation of a dense layer, which are
+# DENSE operators. An exchange by gathering tokens adds GATHER operators. An exchange by all-to-all,
+# with its indices, adds ALL_TO_ALL operators.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
-SHARED = 5  # entries on the lane of shared experts: wait, two products, activation, record
-# The cache write and attention need one entry each; the wait for attention's parameters and the
-# reset of its event need four entries each.
+SHARED = 5  # entries on the lane for shared experts: wait, two products, activation, record
+# Queue entries of attention in a layer: one for the cache write, one for attention, four for the
+# wait for attention's lengths, and four for the reset of the event.
 ATTENTION = 10
-# If lengths are never updated, a layer has two entries: the cache write and attention. The mask
-# needs indices, a comparison, and a copy of the block table; each graph computes the mask once.
+# If lengths are never updated, each layer has PADDED_ATTENTION entries: the cache write and
+# attention. Each graph also computes the mask once, which takes MASK entries: indices, a
+# comparison, and a copy of the block table.
 PADDED_ATTENTION, MASK = 2, 3
-# Upper limit of the additional operators if the cache is sharded. They join queries; and they
-# convert results to float32, mask, send and merge them. Latent attention with copies of heads needs
-# all sixteen additional operators.
+# Maximum number of additional operators if the cache is sharded. They join queries, convert results
+# to float32, mask these results, send them and merge them. Latent attention with copies of heads
+# needs all sixteen.
 SHARDED = 16
-# Upper limit of the further operators if sparse attention has a sharded cache: they map the chosen
-# keys to slots of the shard, and compute the log-sum-exps from their parts.
+# Maximum number of further operators if the cache of sparse attention is sharded. They map the
+# chosen keys to slots of the shard, and compute log-sum-exps from the operator's greatest scores
+# and sums.
 REMAPPED = 26
 # Number of additional operators if latents are stored in int8. Six of them write the cache: two
-# copies, a rotation, the quantisation, a join and the scatter. One operator joins the parts of
-# queries.
+# copies, a rotation, the quantisation, a join and the scatter. One of them joins the two parts of
+# the queries.
 INT8_LATENTS = 7
-# Without an indexer, the first layer with latents in int8 also computes the blocks that each query
-# sees: indices, a product, a comparison, a constant and a choice.
+# Number of operators with which, without an indexer, the first layer with latents in int8 computes
+# the blocks that each query may see: indices, a product, a comparison, a constant and a choice.
 SEEN_BLOCKS = 5
-EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
+EMBEDDING = 3  # three gathers: from the embedding, from the cos table, from the sin table
 LAST_NORM = 1
 HEAD = 3  # operators of the head: product, argmax, and copy to the static buffer
-# Additional operators with TP: token ids of other ranks are masked, and parts are joined.
+# Numbers of additional operators with TP. They mask the token ids of other ranks, and join the
+# ranks' parts of the logits.
 SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
 COLLECTIVE_MAIN = 2  # entries on the lane that waits for the collective: a record and a wait
 COLLECTIVE = 4  # entries on HCCL's lane: a wait, the collective, two records
@@ -70,10 +76,11 @@ class Shape:
     Attributes:
         what: description in plain words.
         copies: number of graphs of this shape in each bucket.
-        main: number of entries of the main lane, without the entries for collectives.
-        collectives: number of collectives by domain; each domain has its own lane.
-        beside: number of entries of the lane of shared experts; 0 if shared experts run on the main
-            lane.
+        main: number of queue entries of the main lane, without the entries for collectives.
+        collectives: for each communication domain, the number of its collectives. Each domain has
+            its own lane.
+        beside: number of queue entries of the lane for shared experts; 0 if shared experts run on
+            the main lane.
     """
 
     what: str
@@ -84,14 +91,14 @@ class Shape:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Number of entries of each lane."""
+        """Number of queue entries of each lane."""
         sides = [COLLECTIVE * count for _, count in self.collectives]
         waits = sum(COLLECTIVE_MAIN * count for _, count in self.collectives)
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return the number of queues that one graph of this shape needs, itemised. With old
-        drivers, each queue needs one stream id.
+        """Return how many queues one graph of this shape needs, with one number for each cause.
+        With old drivers, each queue needs one stream id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
         num_domains = len(self.collectives)
@@ -107,16 +114,18 @@ class Shape:
 
 
 def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
-    """Return the graphs of one bucket, including graphs of drafts."""
+    """Return the shapes of one bucket's graphs, including the graphs for drafts."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
     if not (workload.draft_layers and family.query_len):
-        return found  # After mixed batches, drafts run eagerly.
+        return found  # after mixed batches, drafting runs eagerly
     steps = max(1, workload.query_len - 1)  # One graph contains all iterations of drafting.
     return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
 
 
 def price_of(found: tuple[Shape, ...], workload: Workload) -> Price:
-    """Return the queues of all graphs of a bucket, one line for each shape and cause."""
+    """Return how many queues all graphs of a bucket need, with one number for each shape and each
+    cause.
+    """
     return tuple(
         replace(term, total=term.total * shape.copies, of=shape.what)
         for shape in found
@@ -145,12 +154,13 @@ def _model_shapes(
             attention += SHARDED + (REMAPPED if workload.has_indexers else 0)
         main = embedding + layers * (layer + attention) + head + (MASK if is_padded else 0)
         if workload.int8_latents and not workload.has_indexers:
-            main += 1 + SEEN_BLOCKS  # and one sum, the number of keys that each query sees
+            main += 1 + SEEN_BLOCKS  # plus one sum, which computes how many keys each query may see
         copies = workload.num_kv_sizes if is_padded else 1
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         beside *= steps * layers
         return (Shape(f"{prefix}graph", copies, steps * main, _touched(count), beside),)
-    # Collectives of context parallelism belong to attention; piecewise graphs contain none.
+    # Collectives of context parallelism belong to attention, so piecewise graphs contain none of
+    # them.
     norms = {d: _before_attention(d, workload) for d in workload.domains}
     first = {d: int("tp" in d.kinds) + norms[d] for d in workload.domains}
     last = {d: _after_attention(d) for d in workload.domains}
@@ -168,7 +178,9 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Return the number of operators of a layer of experts, with its longest possible exchange."""
+    """Return the number of operators of a layer of experts, if it uses the exchange with the most
+    operators.
+    """
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS
     return EXPERTS + (ALL_TO_ALL if workload.exchange in ("auto", "all_to_all") else GATHER)
@@ -176,26 +188,28 @@ def _experts(workload: Workload) -> int:
 
 def _is_spread(domain: Domain) -> bool:
     """Whether the experts are divided among the ranks of this domain, so that tokens must be sent
-    to experts.
+    to their experts.
     """
     return "ep" in domain.kinds and "tp" not in domain.kinds
 
 
 def _before_attention(domain: Domain, workload: Workload) -> int:
-    """Return the number of a layer's collectives before attention: sums of norms over all heads."""
+    """Return the number of a layer's collectives before attention. These are the sums for norms
+    over the heads of all ranks.
+    """
     return int(workload.sums_norms and "tp" in domain.kinds)
 
 
 def _after_attention(domain: Domain) -> int:
-    """Return the number of a layer's collectives outside attention: two for TP, and two for EP."""
+    """Return the number of a layer's collectives after attention: two over TP, and two over EP."""
     return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
 def in_sharded_attention(workload: Workload) -> int:
     """Return the number of collectives over DCP in one layer of a decode graph.
 
-    Ranks exchange the results of their shards. Ranks with different heads also gather queries. Only
-    prompts use PCP, so PCP has no collective in a graph.
+    The ranks exchange the results of their shards. If ranks have different heads, they also gather
+    the queries. PCP is used only for prompts, so decode graphs contain no collective over PCP.
     """
     if workload.dcp == 1:
         return 0
@@ -203,7 +217,9 @@ def in_sharded_attention(workload: Workload) -> int:
 
 
 def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
-    """Return the number of collectives of a full graph. With TP, it includes embedding and head."""
+    """Return the number of collectives over a domain in a full graph. For TP, this includes the
+    collectives of the embedding and of the output head.
+    """
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     in_layer = _before_attention(domain, workload) + in_attention + _after_attention(domain)

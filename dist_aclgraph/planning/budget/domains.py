@@ -1,4 +1,5 @@
-"""The cost of a communication domain in streams, from public notes and without any measurement.
+"""How many streams a communication domain costs. The numbers come from public notes, not from
+measurements.
 
 The notes are vllm-ascend's stream formulas and their comments.
 """
@@ -11,10 +12,10 @@ MOST_AICPU_RANKS = 16
 
 
 def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
-    """Return the number of streams that a domain uses, for any number of graphs.
+    """Return the number of streams that a domain uses in total, however many graphs there are.
 
     AIV uses one stream, and FFTS uses two streams; the formulas count these streams for each group.
-    AICPU uses one stream for each other rank, up to sixteen ranks; the comments in the notes say
+    AICPU uses one stream for each other rank, for at most sixteen ranks; the comments about it say
     "per domain on the device (worst case)".
     """
     if expansion == "AICPU":
@@ -25,6 +26,7 @@ def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
 def streams_per_graph(expansion: HcclExpansion) -> int:
     """Return the number of streams that a captured graph needs for each domain that it uses.
 
-    The formulas count one stream for a group with AIV, and two streams with FFTS or AICPU.
+    The formulas count one stream for each group with AIV, and two streams for each group with FFTS
+    or AICPU.
     """
     return 1 if expansion == "AIV" else 2

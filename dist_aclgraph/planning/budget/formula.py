@@ -18,24 +18,28 @@ Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
 DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
-CONTEXT_PARALLEL_STREAMS = 100  # number of streams that are subtracted for PCP, and again for DCP
-# number of streams that are subtracted for TP, and again for DP, if HCCL does not use AIV
+# number of streams that are subtracted if PCP is used, and once more if DCP is used
+CONTEXT_PARALLEL_STREAMS = 100
+# number of streams that are subtracted if TP is used, and once more if DP is used, unless HCCL uses
+# AIV
 GROUP_STREAMS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyInputs:
-    """All inputs of the historical formulas, and some values that no formula uses.
+    """All inputs of the formulas of earlier vllm-ascend releases, and some values that no formula
+    uses.
 
     Attributes:
         num_hidden_layers: number of layers of the main model.
         moe: whether the model has experts.
         tp, dp, pcp, dcp: parallel sizes.
-        ep: whether expert parallelism is on; the formulas do not depend on its size.
+        ep: whether expert parallelism is on; the formulas do not depend on the number of its ranks.
         aiv: whether HCCL expands collectives on vector cores (``HCCL_OP_EXPANSION_MODE=AIV``).
         multistream_shared: whether shared experts run on a separate stream.
         draft_layers: number of layers of the draft model; 0 means that there is no draft model.
-        sizes: candidate sizes, ascending; None means the stepped sizes up to ``max_size``.
+        sizes: the sizes that may be captured, in ascending order; None means the stepped sizes up
+            to ``max_size``.
         device: chip generation; no formula depends on it.
     """
 
@@ -62,15 +66,15 @@ class LegacyInputs:
 
     @property
     def num_graphs(self) -> int:
-        """Number of piecewise graphs of one bucket: number of layers + 1, for the model, and again
-        for the draft model.
+        """Number of piecewise graphs of one bucket: number of layers + 1 for the model, and the
+        same for the draft model.
         """
         graphs = self.num_hidden_layers + 1
         return graphs + self.draft_layers + 1 if self.draft_layers else graphs
 
     @property
     def num_groups(self) -> int:
-        """Number of communication groups that the formulas count: they count only TP and DP."""
+        """Number of communication groups that the formulas count. They count only TP and DP."""
         return (self.dp > 1) + (self.tp > 1)
 
     @property
@@ -82,15 +86,15 @@ class LegacyInputs:
 
 
 def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
-    """Return the number of buckets that the formula allows; zero or less if no bucket fits."""
+    """Return how many buckets the formula allows; zero or less if it allows none."""
     left = LEGACY_STREAMS
     if variant == "last" and inputs.cudagraph_mode == "FULL_AND_PIECEWISE":
         left = max(0, left - len(inputs.candidate_sizes))
     if inputs.aiv:
         if not inputs.moe:
             left -= inputs.streams_per_graph * inputs.num_graphs
-        # Two divisions, as in vllm-ascend, because one division by the product could round
-        # differently.
+        # There are two divisions, as in vllm-ascend, because a single division by the product could
+        # round differently.
         return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
     if variant != "v0.11":
         left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))
@@ -99,12 +103,12 @@ def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
 
 
 def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
-    """Return the sizes, ascending, that this version of vllm-ascend would have captured."""
+    """Return the sizes that this version of vllm-ascend would have captured, in ascending order."""
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # Version 0.11 chose sizes from a descending list. So an index of n + 0.5 is rounded in the
-    # other direction.
+    # Version 0.11 chose sizes by their index in a descending list. So for an index of n + 0.5, it
+    # can choose the other of the two sizes.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

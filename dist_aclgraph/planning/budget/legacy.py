@@ -1,4 +1,4 @@
-"""Budget models that use the historical formulas."""
+"""Budget models that use the stream formulas of earlier vllm-ascend releases."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ LEGACY_VARIANTS: dict[BudgetModelName, Variant] = {
 
 @dataclass(frozen=True)
 class LegacyBudget:
-    """A budget model that uses a historical formula.
+    """A budget model that uses one of these formulas.
 
-    The formulas compute prices of piecewise graphs (one graph between two attentions), and limit
-    the piecewise graphs of a plan. If a plan has no piecewise graphs, its full graphs are limited
-    as if they were piecewise graphs, although vllm-ascend never applied the formula to full graphs.
-    The formulas assume 1800 streams. A second limit uses the streams that a rank really offers, and
-    counts one stream per graph, which is the minimum. If graphs need more streams, their capture
-    fails and the plan shrinks.
+    The formulas compute prices of piecewise graphs (one graph between two attention operators), and
+    limit the number of a plan's piecewise buckets. If a plan has no piecewise graphs, its full
+    graphs are limited as if they were piecewise graphs, although vllm-ascend never applied the
+    formula to full graphs. The formulas assume that 1800 streams are available. A second limit uses
+    the number of streams that are really available on a rank, and counts one stream for each graph,
+    which is the minimum. If graphs need more streams, their capture fails, and the plan gets
+    smaller.
     """
 
     name: BudgetModelName
@@ -112,7 +113,7 @@ def _inputs(num_graphs: int | None, workload: Workload, num_candidates: int = 0)
     """Return the formula's inputs.
 
     Args:
-        num_graphs: number of graphs of a bucket; None means one graph for each piece.
+        num_graphs: number of graphs of a bucket; None means the number of piecewise graphs.
     """
     return LegacyInputs(
         num_hidden_layers=workload.num_layers if num_graphs is None else num_graphs - 1,

@@ -1,20 +1,23 @@
-"""The streams that links of HIXL take from graphs, and the host memory that they need."""
+"""How many streams HIXL's links use, which graphs cannot use then, and how much host memory the
+links need.
+"""
 
 from __future__ import annotations
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.budget.domains import streams_per_domain
 
-MAX_LINKS = 8  # maximum number of links that a rank makes, and maximum number that it accepts
-# Pinned host memory of a worker that fetches files, and the same again for files that it lends.
+MAX_LINKS = 8  # maximum number of links that a rank opens, and of links that it accepts
+# Bytes of pinned host memory for files that a worker fetches. It has as much memory again for files
+# that others fetch from it.
 PART_BYTES = 256 << 20
 
 
 def streams_of_links(config: Config) -> int:
-    """Return the number of streams of a rank that its links use, at most.
+    """Return the maximum number of streams that a rank's links use.
 
-    Each end of a link is in a communication domain of two ranks, and the end that reads uses one
-    more stream. The emulator counts in the same way; the number on hardware is not known.
+    Each end of a link belongs to a communication domain of two ranks. The end that reads uses one
+    stream more. The emulator counts in the same way; the number on hardware is not known.
     """
     if not config.fetches_by_hixl:
         return 0
@@ -22,5 +25,5 @@ def streams_of_links(config: Config) -> int:
 
 
 def reserved_streams(config: Config) -> int:
-    """Return the number of streams of each rank that graphs must not use."""
+    """Return how many streams of each rank are reserved, so that graphs must not use them."""
     return config.graph.reserve_streams + streams_of_links(config)

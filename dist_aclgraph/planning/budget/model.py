@@ -1,6 +1,7 @@
-"""The interface of a budget model: prices, and limits on the numbers of buckets.
+"""The interface of a budget model. It computes prices of buckets, and limits on the number of
+buckets.
 
-A price says how many streams or bytes one bucket needs, item by item.
+A price says how many streams or bytes one bucket needs, with one number for each cause.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class BudgetTerm:
-    """A part of the price of a bucket, which is one line in the report.
+    """One part of a bucket's price. It is one line in the report.
 
     Attributes:
-        name: the owner of the streams.
-        total: number of streams that the owner uses in each bucket.
+        name: what uses the streams, e.g. a communication domain.
+        total: number of streams of this part in each bucket.
         why: why the bucket needs these streams, in plain words.
-        of: the graph to which the line belongs, if a bucket has different graphs.
+        of: the graph to which the part belongs, if a bucket has different graphs.
     """
 
     name: str
@@ -41,12 +42,13 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """A rank's available amount of a resource, and the amount that one bucket of each family needs.
+    """How much of a resource a rank has available, and how much of it one bucket of each family
+    needs.
 
     Attributes:
-        what: name of the resource for messages, in the plural.
-        amount: available amount for buckets, after fixed prices are subtracted.
-        prices: amount that one bucket needs, for each family.
+        what: name of the resource in messages, in the plural.
+        amount: how much is available for buckets, after fixed prices were subtracted.
+        prices: for each family, how much one bucket needs.
     """
 
     what: str
@@ -56,21 +58,21 @@ class Limit:
     def admits(self, counts: Sequence[int]) -> bool:
         """Whether the amount is enough for ``counts`` buckets of each family.
 
-        If the amount is enough, it is also enough for fewer buckets.
+        If it is enough for some numbers of buckets, it is also enough for smaller numbers.
         """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
     def most(self, family: int) -> int | None:
-        """Return how many buckets a family could have without other families; None if there is no
-        limit.
+        """Return how many buckets a family could have if it were the only family; None if there is
+        no limit.
         """
         price = self.prices[family]
         return None if price == 0 else max(0, self.amount // price)
 
 
 class BudgetModel(Protocol):
-    """Computes the prices of one workload's graphs in streams and bytes. Knows nothing about
-    negotiation. All methods are pure.
+    """Computes the prices of one workload's graphs in streams and bytes. The model knows nothing
+    about negotiation. All of its methods are pure.
     """
 
     @property
@@ -81,34 +83,40 @@ class BudgetModel(Protocol):
         """The workload whose graphs have these prices."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
-        """Return the itemised number of streams of one bucket of a family on the rank."""
+        """Return how many streams one bucket of a family needs on the rank that has made the offer,
+        by cause.
+        """
 
     def fixed(self, offer: StreamOffer) -> Price:
-        """Return the itemised number of streams that are used before the first bucket."""
+        """Return how many streams are used before the first bucket is captured, by cause."""
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
-        """Return all limits on the numbers of buckets on the rank.
+        """Return all limits on the number of buckets on the rank that has made the offer.
 
         Args:
-            families: families with all candidate sizes.
+            families: the families of graphs, with all sizes that may be captured.
         """
 
     def bytes_per_token(self, family: GraphFamily, offer: StreamOffer) -> float:
-        """Return the device memory of one bucket in bytes, divided by its tokens; 0 if unknown."""
+        """Return the device memory of one bucket in bytes, divided by its number of tokens; 0 if
+        unknown.
+        """
 
 
 def total(price: Price) -> int:
-    """Return the sum of the streams of all lines."""
+    """Return the number of streams of all parts together."""
     return sum(term.total for term in price)
 
 
 def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
-    """Return the limit that follows from the rank's streams."""
+    """Return the limit that the rank's number of available streams sets."""
     return Limit("streams for graphs", offer.usable, tuple(prices))
 
 
 def driver_limit(families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
-    """Return the driver's limit of piecewise sizes; empty if the driver has no limit."""
+    """Return the driver's limit on the number of piecewise buckets; empty if the driver has no
+    limit.
+    """
     if offer.max_sizes is None:
         return ()
     prices = tuple(int(family.run_mode == "PIECEWISE") for family in families)

@@ -15,7 +15,9 @@ ANY_BYTES = 1 << 62
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of one bucket on one rank, measured by a capture and its release."""
+    """What one bucket costs on one rank. The rank measures this by capturing and releasing the
+    bucket.
+    """
 
     graph: BatchDescriptor
     streams: int
@@ -36,9 +38,9 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int = ANY_BYTES  # device memory that graphs may use
     device: str = ""  # name of the chip
     cann: str = ""  # version of CANN
-    card: str = ""  # ranks of one card share the card's streams; "" if the rank shares no streams
-    taken: dict[str, int] = {}  # number of streams used before the offer, by owner
-    max_sizes: int | None = None  # the driver's limit of piecewise buckets; None means no limit
+    card: str = ""  # name of the card whose ranks share its streams; "" if none are shared
+    taken: dict[str, int] = {}  # number of streams that were already used, by what uses them
+    max_sizes: int | None = None  # maximum number of piecewise buckets; None means no limit
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -49,21 +51,24 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
-        """Return the probes of graphs of this family's kind; the largest bucket is first."""
+        """Return the probes of graphs of this family's kind. The probe of the largest bucket comes
+        first.
+        """
         found = [probe for probe in self.probes if family.is_kind_of(probe.graph)]
         return tuple(sorted(found, key=lambda probe: -probe.graph.num_tokens))
 
 
 def max_piecewise_sizes(chip: str) -> int | None:
-    """Return the maximum number of piecewise sizes of a chip's driver; None means no limit."""
+    """Return how many piecewise buckets the driver of a chip allows; None means no limit."""
     return ASCEND_950_PIECEWISE_SIZES if "950" in chip else None
 
 
 def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers after dividing the streams of each card by the number of its ranks.
+    """Return the offers, in which the streams of each card are divided by the number of the card's
+    ranks.
 
-    The division is necessary, because each rank counts all free streams of its card. ``reserve`` is
-    not divided, because each rank has its own reserve.
+    The division is necessary, because each rank has counted all free streams of its card.
+    ``reserve`` is not divided, because each rank has its own reserve.
     """
     ranks = Counter(offer.card for offer in offers)
     return [

@@ -1,4 +1,6 @@
-"""The facts of model and configuration that determine the prices of every rank's graphs."""
+"""The facts from the model and the configuration that determine the prices of graphs. They are the
+same for every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
 
 @dataclass(frozen=True)
 class Domain:
-    """A communication domain of a rank: its number of ranks, and the kinds of its groups."""
+    """A communication domain of a rank: its number of ranks, and the kinds of the groups that use
+    it.
+    """
 
     num_ranks: int
     kinds: tuple[GroupKind, ...]
@@ -27,18 +31,20 @@ class Workload:
 
     Attributes:
         num_layers: number of hidden layers of the main model.
-        mode: graph mode, which determines the graphs of a bucket.
+        mode: graph mode, which determines what graphs a bucket has.
         draft_layers: number of layers of the draft model; 0 means that there is no draft model.
-        exchange: the configured way to exchange tokens between ranks with different experts.
+        exchange: the configured exchange of tokens between ranks with different experts.
         expansion: how HCCL expands collectives on the device.
         multistream_shared: whether shared experts run on a separate stream.
-        bytes_per_token: device memory of a graph per token of its bucket. All graphs together need
-            only the memory of the largest graph, because they share one pool.
-        sums_norms: whether ranks add the squares of their heads before attention.
-        has_indexers: whether layers choose the keys to which they attend.
+        bytes_per_token: device memory of a graph in bytes, divided by its bucket's number of
+            tokens. All graphs together need only the memory of the largest graph, because they
+            share one pool.
+        sums_norms: whether norms before attention span the heads of all ranks, so that ranks must
+            add up the squares of their heads' elements.
+        has_indexers: whether layers have indexers, which choose the keys to which queries attend.
         int8_latents: whether latents are quantised when they are written to the cache.
-        num_kv_sizes: number of KV lengths for which each decode bucket has a graph; 0 if lengths
-            are sent to captured attention.
+        num_kv_sizes: number of KV lengths for which each decode bucket has a graph of its own; 0 if
+            each step sends its lengths to the captured attention operators.
     """
 
     num_layers: int
@@ -87,7 +93,7 @@ class Workload:
     def domains(self) -> tuple[Domain, ...]:
         """The different sets of ranks with which rank 0 runs collectives.
 
-        All ranks have equally many sets.
+        Every other rank has equally many sets.
         """
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
