@@ -43,7 +43,8 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
 # blocks are free for requests.
 MAX_HELD = 1 / 8
-MAX_LOADING = 1 / 2  # Several reading jobs together may hold at most this part of the pool.
+# No job begins to read while this part of the pool is being read, because a disk may never answer.
+MAX_LOADING = 1 / 4
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
@@ -264,7 +265,8 @@ class BlockCopies:
     ) -> Answer[int]:
         """Look up the number of leading blocks that a request need not compute: ``first`` cached
         blocks, and the following blocks that have files. If the model has recurrent state, the last
-        of these blocks must also have a checkpoint with a file.
+        of these blocks must also have a checkpoint with a file. If files are found while too many
+        blocks are being read, the answer is None until enough jobs have ended.
 
         Args:
             fetch: fetches the blocks that have no files to the engine's node; then the files are
@@ -286,7 +288,13 @@ class BlockCopies:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
-        return partial(smallest, answers)
+        return partial(self._found, answers, first)
+
+    def _found(self, answers: Sequence[Answer[int]], first: int) -> int | None:
+        found, limit = smallest(answers), self._pool.num_usable * MAX_LOADING
+        loading = sum(len(copy.block_ids) for copy in self._running.values() if copy.request)
+        may_load = found in (None, first) or self._is_late or not loading or loading < limit
+        return found if may_load else None
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Mark the files of these blocks for deletion, because the blocks might contain NaN. Until
@@ -299,14 +307,9 @@ class BlockCopies:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
         checkpoint after the last block.
 
-        Returns False if copies are late, if no checkpoint is free, if a block's file must be
-        deleted (``condemn``), or if too many blocks are being read. The number of blocks is
-        limited, because other requests also need blocks, and a disk may never answer.
+        Returns False if copies are late, no checkpoint is free, or a file must be deleted.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
-            return False
-        loading = sum(len(copy.block_ids) for copy in self._running.values() if copy.request)
-        if loading and loading + len(hashes) > int(self._pool.num_usable * MAX_LOADING):
             return False
         states: list[tuple[BlockHash, int]] = []
         if self._pool.checkpoints is not None:
@@ -317,8 +320,7 @@ class BlockCopies:
         self._pool.share(shared)
         block_ids = self._pool.allocate(len(hashes))
         held = [*shared, *block_ids]
-        depths = range(len(shared), len(held))
-        self._begin("load", hashes, depths, held, block_ids, request, states)
+        self._begin("load", hashes, range(len(shared), len(held)), held, block_ids, request, states)
         return True
 
     # ---- files alone
