@@ -129,7 +129,7 @@ class Engine:
         self._fetches: BlockFetches | None = None
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._lease = Lease(config.timeouts.link_s)
-        leave_with(self._lease, "this engine")
+        leave_with(self._lease, "this engine", self._directory.remove)
 
     # ---- methods that answer at any time, on the control thread
 
