@@ -46,6 +46,9 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 MAX_HELD = 1 / 8
 # No job begins to read while this part of the pool is being read, because a disk may never answer.
 MAX_LOADING = 1 / 4
+# A request waits no longer for other requests' jobs to read, because a slow disk might take longer
+# than the computation of the prompt.
+WAIT_S = 5.0
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
@@ -247,7 +250,8 @@ class BlockCopies:
         """Look up the number of leading blocks that a request need not compute: ``first`` cached
         blocks, and the following blocks that have files. If the model has recurrent state, the last
         of these blocks must also have a checkpoint with a file. If files are found while too many
-        blocks are being read, the answer is None until enough jobs have ended.
+        blocks are being read, the answer is None until enough jobs have ended; if that takes longer
+        than ``WAIT_S``, the answer is ``first``.
 
         Args:
             fetch: fetches the blocks that have no files to the engine's node; then the files are
@@ -269,12 +273,17 @@ class BlockCopies:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
-        found: int | None = None  # all requests that wait are asked before each step
+        # All requests that wait are asked before each step, so the answers are looked at once.
+        found: int | None = None
+        end_s = 0.0
 
         def answer_once() -> int | None:
-            nonlocal found
-            found = smallest(answers) if found is None else found
-            return found if found in (None, first) or self._may_load else None
+            nonlocal found, end_s
+            if found is None and (found := smallest(answers)) is not None:
+                end_s = self._look_ups.clock() + WAIT_S
+            if found in (None, first) or self._may_load:
+                return found
+            return first if self._look_ups.clock() > end_s else None
 
         return answer_once
 

@@ -12,7 +12,7 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.block_copies import WAIT_S, BlockCopies
 from dist_aclgraph.scheduler.file_upkeep import MAX_TOUCHED
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.routing import block_hashes
@@ -28,7 +28,9 @@ class World:
     def __init__(self, num_blocks: int = 64, ranks: Sequence[int] = (0,), **options: Any) -> None:
         self.pool = BlockPool(num_blocks, BLOCK, **options)
         self.files: set[bytes] = set()
-        self.copies = BlockCopies(self.pool, LookUps(Files(self.files.__contains__)), ranks)
+        self.now_s = 0.0
+        look_ups = LookUps(Files(self.files.__contains__), lambda: self.now_s)
+        self.copies = BlockCopies(self.pool, look_ups, ranks)
         self.request = submit("a", range(BLOCK * NUM_FULL + 1), SamplingParams())
         self.hashes = block_hashes(self.request.tokens.tobytes(), "", BLOCK)
         self.request.hashes = list(self.hashes)
@@ -250,6 +252,18 @@ def test_no_request_waits_for_a_disk_that_never_supplies_blocks() -> None:
     assert answer() is None and world.pool.num_free == 3 * NUM_FULL
     world.copies.note_late()
     assert answer() == NUM_FULL and not world.copies.load(world.request, [], world.hashes)
+
+
+def test_a_slow_disk_delays_a_prompt_for_a_limited_time() -> None:
+    world = World(num_blocks=4 * NUM_FULL + 1)
+    world.files.update(world.hashes)
+    assert world.copies.load(world.request, [], world.hashes)
+    answer = world.copies.find(world.hashes, 1)
+    assert answer() is None
+    world.now_s = WAIT_S
+    assert answer() is None
+    world.now_s += 1.0
+    assert answer() == 1, "the blocks after the cached one are computed"
 
 
 def test_workers_that_drop_their_jobs_end_the_wait() -> None:
