@@ -131,12 +131,16 @@ class LookUps:
     """Looks up files in the caller's thread.
 
     Use this class only for files in memory, because a look-up on a disk could hang.
+
+    Attributes:
+        clock: returns the time in seconds.
     """
 
     num_late = 0  # number of look-ups that took longer than ``LIMIT_S``
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, clock: Callable[[], float] = time.monotonic) -> None:
         self._files = files
+        self.clock = clock
         self._num_bytes: dict[str, int] = {}
         self._counted: Answer[dict[str, int]] = _count_nothing
 
@@ -186,9 +190,8 @@ class DiskLookUps(LookUps):
     def __init__(
         self, files: Files, everywhere: Files, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(files)
+        super().__init__(files, clock)
         self._everywhere = everywhere
-        self._clock = clock
         self._late: _Call | None = None  # a call that runs for longer than ``LIMIT_S``
         self._resumes_s = 0.0
         self._last: _Call | None = None
@@ -198,7 +201,7 @@ class DiskLookUps(LookUps):
     def ask(self, look_up: LookUp[T]) -> Answer[T]:
         if self._is_silent():
             return super().ask(look_up)
-        call = _Call(partial(look_up, self._everywhere), self._clock() + LIMIT_S)
+        call = _Call(partial(look_up, self._everywhere), self.clock() + LIMIT_S)
         last, self._last = self._last, call
         self._calls.put(call)
         if last is None or last.done.is_set():
@@ -213,14 +216,14 @@ class DiskLookUps(LookUps):
         late = self._late  # read once, because another thread may set it to None
         if late is None:
             return False
-        if not late.done.is_set() or self._clock() < self._resumes_s:
+        if not late.done.is_set() or self.clock() < self._resumes_s:
             return True
         self._late = None
         return False
 
     def _result(self, call: _Call, look_up: LookUp[T]) -> T | None:
         if not (call.done.is_set() or call.is_late):
-            if self._clock() < call.deadline_s:
+            if self.clock() < call.deadline_s:
                 return None
             self._give_up(call)
         result: T | None = call.result
@@ -229,7 +232,7 @@ class DiskLookUps(LookUps):
     def _give_up(self, call: _Call) -> None:
         call.is_late = True
         self.num_late += 1
-        self._resumes_s = self._clock() + PAUSE_S
+        self._resumes_s = self.clock() + PAUSE_S
         if self._late is None:
             self._late = call
             event(logger, "kv_disk_silent", logging.WARNING, limit_s=LIMIT_S, pause_s=PAUSE_S)

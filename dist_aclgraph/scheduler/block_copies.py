@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -33,6 +33,7 @@ from dist_aclgraph.kv.look_ups import (
 from dist_aclgraph.scheduler.file_upkeep import FileUpkeep
 from dist_aclgraph.scheduler.node_look_ups import NodeLookUps, smallest
 from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.running_copy import RunningCopy
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
 
@@ -43,7 +44,11 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this part of the pool, so that enough
 # blocks are free for requests.
 MAX_HELD = 1 / 8
-MAX_LOADING = 1 / 2  # Several reading jobs together may hold at most this part of the pool.
+# No job begins to read while this part of the pool is being read, because a disk may never answer.
+MAX_LOADING = 1 / 4
+# A request waits no longer for other requests' jobs to read, because a slow disk might take longer
+# than the computation of the prompt.
+WAIT_S = 5.0
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
 
@@ -57,33 +62,6 @@ class CopyCounts:
     unsaved: int = 0
     loaded: int = 0
     missed: int = 0  # blocks whose files were found, but could not be read
-
-
-@dataclass
-class _Copy:
-    """A copy job that runs.
-
-    Attributes:
-        kind: the kind of the job, see ``JobKind``.
-        held: the blocks that the job holds, in table order.
-        block_ids: the copied blocks, which are the last blocks of ``held``.
-        request: the request that waits for the blocks; None if no blocks are read.
-        waits_for: the workers that have not ended the job.
-        num_whole: the smallest ``num_whole`` that any worker has reported; see ``end``.
-        states: the copied checkpoints; for each checkpoint, its block hash and its number.
-    """
-
-    kind: JobKind
-    held: Sequence[int]
-    block_ids: Sequence[int]
-    hashes: Sequence[BlockHash]
-    request: Request | None
-    waits_for: set[int]
-    states: Sequence[tuple[BlockHash, int]] = ()
-    num_whole: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_whole = len(self.block_ids)
 
 
 class BlockCopies:
@@ -114,7 +92,7 @@ class BlockCopies:
         self._num_jobs = 0
         # Number of jobs, and of look-ups on other nodes, that have ended on all workers.
         self.num_ended = 0
-        self._running: dict[int, _Copy] = {}
+        self._running: dict[int, RunningCopy] = {}
         # The waiting blocks: id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # number of decisions since the last batch began
@@ -127,6 +105,7 @@ class BlockCopies:
         # For each block, how many times it waits to be written, or is being written.
         self._unsaved: Counter[BlockHash] = Counter()
         self._is_late = False  # whether the copy jobs take too long; see ``note_late``
+        self._num_loading = 0  # number of blocks that jobs read
         self.counts = CopyCounts()
 
     @property
@@ -139,6 +118,12 @@ class BlockCopies:
     def num_running(self) -> int:
         """Number of copy jobs and of look-ups on other nodes that run."""
         return len(self._running) + self.elsewhere.num_running
+
+    @property
+    def _may_load(self) -> bool:
+        """Whether a request that has files need not wait: its job may begin, or jobs are late."""
+        limit = self._pool.num_usable * MAX_LOADING
+        return self._is_late or not self._num_loading or self._num_loading < limit
 
     @property
     def _readers(self) -> list[Request]:
@@ -264,7 +249,9 @@ class BlockCopies:
     ) -> Answer[int]:
         """Look up the number of leading blocks that a request need not compute: ``first`` cached
         blocks, and the following blocks that have files. If the model has recurrent state, the last
-        of these blocks must also have a checkpoint with a file.
+        of these blocks must also have a checkpoint with a file. If files are found while too many
+        blocks are being read, the answer is None until enough jobs have ended; if that takes longer
+        than ``WAIT_S``, the answer is ``first``.
 
         Args:
             fetch: fetches the blocks that have no files to the engine's node; then the files are
@@ -286,7 +273,19 @@ class BlockCopies:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
-        return partial(smallest, answers)
+        # All requests that wait are asked before each step, so the answers are looked at once.
+        found: int | None = None
+        end_s = 0.0
+
+        def answer_once() -> int | None:
+            nonlocal found, end_s
+            if found is None and (found := smallest(answers)) is not None:
+                end_s = self._look_ups.clock() + WAIT_S
+            if found in (None, first) or self._may_load:
+                return found
+            return first if self._look_ups.clock() > end_s else None
+
+        return answer_once
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Mark the files of these blocks for deletion, because the blocks might contain NaN. Until
@@ -299,14 +298,9 @@ class BlockCopies:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
         checkpoint after the last block.
 
-        Returns False if copies are late, if no checkpoint is free, if a block's file must be
-        deleted (``condemn``), or if too many blocks are being read. The number of blocks is
-        limited, because other requests also need blocks, and a disk may never answer.
+        Returns False if copies are late, no checkpoint is free, or a file must be deleted.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
-            return False
-        loading = sum(len(copy.block_ids) for copy in self._running.values() if copy.request)
-        if loading and loading + len(hashes) > int(self._pool.num_usable * MAX_LOADING):
             return False
         states: list[tuple[BlockHash, int]] = []
         if self._pool.checkpoints is not None:
@@ -317,8 +311,8 @@ class BlockCopies:
         self._pool.share(shared)
         block_ids = self._pool.allocate(len(hashes))
         held = [*shared, *block_ids]
-        depths = range(len(shared), len(held))
-        self._begin("load", hashes, depths, held, block_ids, request, states)
+        self._num_loading += len(hashes)
+        self._begin("load", hashes, range(len(shared), len(held)), held, block_ids, request, states)
         return True
 
     # ---- files alone
@@ -378,12 +372,12 @@ class BlockCopies:
         """Begin a job.
 
         Args:
-            states: see ``_Copy``.
+            states: see ``RunningCopy``.
             state_hashes: hashes of checkpoints whose files the job touches or deletes.
         """
         number = self._next_number()
         ranks = set(self._ranks)
-        self._running[number] = _Copy(kind, held, block_ids, hashes, request, ranks, states)
+        self._running[number] = RunningCopy(kind, held, block_ids, hashes, request, ranks, states)
         self._new.append(
             CopyJob(
                 number,
@@ -427,6 +421,7 @@ class BlockCopies:
             self.counts.saved += count
             self.counts.unsaved += total - count
         elif copy.request is not None:
+            self._num_loading -= total
             count = self._leave_condemned(copy, count)
             self.counts.loaded += count
             self.counts.missed += total - count
@@ -444,7 +439,7 @@ class BlockCopies:
         self.num_ended += 1
         self._is_late = False
 
-    def _leave_condemned(self, copy: _Copy, count: int) -> int:
+    def _leave_condemned(self, copy: RunningCopy, count: int) -> int:
         """Return how many of the ``count`` leading blocks that a job has read may be used: the
         blocks before the first condemned block. The other blocks will be cleaned.
         """
@@ -453,7 +448,7 @@ class BlockCopies:
         self._pool.condemn(copy.block_ids[usable:count])
         return usable
 
-    def _end_states(self, copy: _Copy, *, is_whole: bool) -> None:
+    def _end_states(self, copy: RunningCopy, *, is_whole: bool) -> None:
         """Release the checkpoints that were written; store or drop the checkpoints that were read.
 
         Args:
@@ -481,6 +476,7 @@ class BlockCopies:
             self._end_states(copy, is_whole=False)
             self._pool.free(copy.held)
         self._running.clear()
+        self._num_loading = 0
         self.elsewhere.forget()
         self._existing = None
         self._is_late = False

@@ -116,7 +116,9 @@ def _copies_of(
     if not is_beside_engine:
         # The files on the engine's node belong to other data-parallel ranks, so they are not looked
         # up. Workers get jobs for all blocks, and skip the blocks that have files.
-        look_ups = LookUps(Files(_has_none, _has_none if look_ups.has_states else None))
+        look_ups = LookUps(
+            Files(_has_none, _has_none if look_ups.has_states else None), look_ups.clock
+        )
     elsewhere = NodeLookUps(
         files.finders(dp_rank), is_beside_engine=is_beside_engine, only_workers=files.only_workers
     )

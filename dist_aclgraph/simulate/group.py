@@ -168,7 +168,7 @@ class SimulatedGroup:
             pcp=deployment.layout.pcp,
             choose_exchange=deployment.exchange.choose,
             exact=config.recovery.exact,
-            look_ups=None if node is None else LookUps(node.files),
+            look_ups=None if node is None else LookUps(node.files, lambda: self.clock_s),
         )
         self.node = node
         self.copies: SimulatedCopies | None = None

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ import pytest
 
 from dist_aclgraph.actors.engine.engine import Engine
 from dist_aclgraph.actors.host.liveness import Lease
+from dist_aclgraph.actors.host.run_directory import directories
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.actors.worker.rank_stages import RunningRank
@@ -158,16 +160,19 @@ def _keep_worker(asks: Any, goes_on: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", [_keep_engine, slow(_keep_worker)])
-def test_an_actor_that_nobody_asks_ends_itself(keep: Any) -> None:
+def test_an_actor_that_nobody_asks_ends_itself(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spawn = multiprocessing.get_context("spawn")
     asks, goes_on = spawn.Event(), spawn.Event()
     asks.set()
     actor = spawn.Process(target=keep, args=(asks, goes_on), daemon=True)
-    actor.start()
-    assert goes_on.wait(120)
-    assert actor.exitcode is None
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, for sockets in it
+        monkeypatch.setenv("TMPDIR", folder)
+        actor.start()
+        assert goes_on.wait(120)
+        assert actor.exitcode is None
 
-    asks.clear()
+        asks.clear()
 
-    actor.join(180)
-    assert actor.exitcode == 1
+        actor.join(180)
+        assert actor.exitcode == 1
+        assert not directories(Path(folder))

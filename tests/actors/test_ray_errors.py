@@ -12,6 +12,7 @@ import ray
 from ray._private import worker as ray_worker
 from ray.exceptions import (
     ActorDiedError,
+    ActorUnavailableError,
     AuthenticationError,
     GetTimeoutError,
     OutOfMemoryError,
@@ -60,6 +61,8 @@ def task_error(cause: Exception) -> RayTaskError:
     [
         (RayActorError(error_msg=DIED), EngineUnavailableError, "20742 died: it was killed"),
         (ActorDiedError(), EngineUnavailableError, "the process died"),
+        (ActorUnavailableError("connection lost", None), EngineUnavailableError,
+         "the process died, or it cannot be reached"),
         (OutOfMemoryError("Task was killed due to the node running low on memory.\nIP: 1"),
          EngineUnavailableError, "RAY_memory_monitor_refresh_ms=0"),
         (RayActorError(error_msg=OUT_OF_MEMORY), EngineUnavailableError,

@@ -10,6 +10,7 @@ import re
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import worker as ray_worker
 from ray.exceptions import (
+    ActorUnavailableError,
     AuthenticationError,
     GetTimeoutError,
     OutOfMemoryError,
@@ -91,6 +92,8 @@ def death_of(error: BaseException) -> str:
             f"{who}: Ray ended it because this node's memory was used up; free some, or start Ray "
             "with RAY_memory_monitor_refresh_ms=0"
         )
+    if isinstance(error, ActorUnavailableError):
+        return f"{who}, or it cannot be reached; look at Ray's logs in {ray_logs()}"
     if "owner has died" in text:
         return f"{who}: the controller that had started it is gone"
     if "__init__" in text or "creation task" in text:

@@ -32,7 +32,6 @@ LOOK_S = 0.2
 COUNT_S = 1.0  # seconds between two counts of running and waiting requests
 # after the first failed attempt to add a group, seconds until the next attempt
 GROWTH_PAUSE_S = 30.0
-SWEEP_S = 10.0
 
 
 class Change(Protocol):
@@ -151,7 +150,7 @@ class Upkeep:
 
     def _sweep(self, now_s: float) -> None:
         if now_s >= self._next_sweep_s:
-            self._next_sweep_s = now_s + SWEEP_S
+            self._next_sweep_s = now_s + run_directory.SWEEP_S
             run_directory.sweep()
             self._serving.prepare_starter()
 

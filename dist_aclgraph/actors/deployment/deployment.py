@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
@@ -40,8 +40,9 @@ from dist_aclgraph.topology import NO_RANK
 
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
-# The controller has not answered, because it is dead or busy; the keeper will find the reason.
-UNKNOWN = (ActorDiedError, GetTimeoutError)
+# The controller has not answered: it is dead or busy, or Ray cannot reach it, for example because
+# the control store is silent. The keeper of the controller, or the check of Ray, finds the reason.
+UNKNOWN = (ActorDiedError, ActorUnavailableError, GetTimeoutError)
 
 
 class RayDeployment(Deployment):

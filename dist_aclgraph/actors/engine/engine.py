@@ -21,7 +21,7 @@ from dist_aclgraph.actors.engine.kv_events import KVEvents, publisher_place
 from dist_aclgraph.actors.engine.late_decisions import LateDecisions
 from dist_aclgraph.actors.engine.resumption import Resumption
 from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
-from dist_aclgraph.actors.host.run_directory import RunDirectory
+from dist_aclgraph.actors.host.run_directory import SWEEP_S, RunDirectory, sweep
 from dist_aclgraph.actors.wire.addresses import Address, Place
 from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.block_server import (
@@ -118,6 +118,7 @@ class Engine:
         self._log.open(config.logging)
         self._config = config
         self._directory = RunDirectory()
+        self._next_sweep_s = time.monotonic() + SWEEP_S
         self._world_ranks: tuple[WorldRank, ...] = ()
         self._channel: StepSender | None = None
         self._clients_at: Place | None = None
@@ -129,7 +130,7 @@ class Engine:
         self._fetches: BlockFetches | None = None
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._lease = Lease(config.timeouts.link_s)
-        leave_with(self._lease, "this engine")
+        leave_with(self._lease, "this engine", self._directory.remove)
 
     # ---- methods that answer at any time, on the control thread
 
@@ -137,6 +138,9 @@ class Engine:
     def ping(self, number: int) -> None:
         """Respond to the controller's heartbeat question, which renews the lease."""
         self._lease.renew(number)
+        if (now_s := time.monotonic()) >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            sweep()  # a stopped engine can end after the engine that replaced it has started
 
     # ---- from the start of the engine to its end
 

@@ -219,8 +219,12 @@ class Lease:
         return now_s
 
 
-def leave_with(lease: Lease, who: str) -> None:
-    """End this process when the lease is over; a thread checks the lease."""
+def leave_with(lease: Lease, who: str, clean: Callable[[], None] = lambda: None) -> None:
+    """End this process when the lease is over; a thread checks the lease.
+
+    Args:
+        clean: removes what this process would leave behind; called before the end.
+    """
 
     def watch() -> None:
         while not lease.look():
@@ -228,6 +232,7 @@ def leave_with(lease: Lease, who: str) -> None:
                 return
             time.sleep(lease.look_s)
         logger.error("the controller has not asked for %s for too long: it ends itself", who)
+        clean()
         os._exit(1)
 
     threading.Thread(target=watch, name="lease", daemon=True).start()

@@ -23,6 +23,7 @@ from pathlib import Path
 PREFIX = "dist-aclgraph-"
 UNFINISHED = f".{PREFIX}"  # while a directory is created or removed, its name has this prefix
 LOCK = "owner.lock"
+SWEEP_S = 10.0  # time between two calls of ``sweep`` in a process that calls it regularly
 
 
 class RunDirectory:

@@ -12,7 +12,7 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.block_copies import BlockCopies
+from dist_aclgraph.scheduler.block_copies import WAIT_S, BlockCopies
 from dist_aclgraph.scheduler.file_upkeep import MAX_TOUCHED
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.routing import block_hashes
@@ -28,7 +28,9 @@ class World:
     def __init__(self, num_blocks: int = 64, ranks: Sequence[int] = (0,), **options: Any) -> None:
         self.pool = BlockPool(num_blocks, BLOCK, **options)
         self.files: set[bytes] = set()
-        self.copies = BlockCopies(self.pool, LookUps(Files(self.files.__contains__)), ranks)
+        self.now_s = 0.0
+        look_ups = LookUps(Files(self.files.__contains__), lambda: self.now_s)
+        self.copies = BlockCopies(self.pool, look_ups, ranks)
         self.request = submit("a", range(BLOCK * NUM_FULL + 1), SamplingParams())
         self.hashes = block_hashes(self.request.tokens.tobytes(), "", BLOCK)
         self.request.hashes = list(self.hashes)
@@ -228,11 +230,54 @@ def test_nothing_is_looked_up_while_there_is_no_room_to_write() -> None:
     assert not looked_up and world.copies.is_busy
 
 
-def test_blocks_that_a_disk_never_supplies_leave_room_for_requests_that_compute() -> None:
+def test_a_request_waits_while_too_many_blocks_are_being_read() -> None:
+    """Its blocks have files, so waiting takes less time than computing."""
     world = World(num_blocks=4 * NUM_FULL + 1)
-    requests = [submit(str(number), range(9), SamplingParams()) for number in range(4)]
-    begun = [world.copies.load(request, [], world.hashes) for request in requests]
-    assert begun == [True, True, False, False]
-    assert world.pool.num_free == 2 * NUM_FULL
-    large = World(num_blocks=NUM_FULL + 2)
-    assert large.copies.load(large.request, [], large.hashes), "a single job may take more"
+    world.files.update(world.hashes)
+    answers = [world.copies.find(world.hashes) for _ in range(3)]
+    assert [answer() for answer in answers] == 3 * [NUM_FULL]
+    assert world.copies.load(world.request, [], world.hashes)
+    (job,) = world.begin()
+    assert [answer() for answer in answers] == 3 * [None]
+    assert world.copies.find([b"unknown"])() == 0, "a prompt without files computes at once"
+    world.copies.end(job.number, 0, NUM_FULL)
+    assert [answer() for answer in answers] == 3 * [NUM_FULL]
+
+
+def test_no_request_waits_for_a_disk_that_never_supplies_blocks() -> None:
+    world = World(num_blocks=4 * NUM_FULL + 1)
+    world.files.update(world.hashes)
+    assert world.copies.load(world.request, [], world.hashes)
+    answer = world.copies.find(world.hashes)
+    assert answer() is None and world.pool.num_free == 3 * NUM_FULL
+    world.copies.note_late()
+    assert answer() == NUM_FULL and not world.copies.load(world.request, [], world.hashes)
+
+
+def test_a_slow_disk_delays_a_prompt_for_a_limited_time() -> None:
+    world = World(num_blocks=4 * NUM_FULL + 1)
+    world.files.update(world.hashes)
+    assert world.copies.load(world.request, [], world.hashes)
+    answer = world.copies.find(world.hashes, 1)
+    assert answer() is None
+    world.now_s = WAIT_S
+    assert answer() is None
+    world.now_s += 1.0
+    assert answer() == 1, "the blocks after the cached one are computed"
+
+
+def test_workers_that_drop_their_jobs_end_the_wait() -> None:
+    world = World(num_blocks=4 * NUM_FULL + 1)
+    world.files.update(world.hashes)
+    assert world.copies.load(world.request, [], world.hashes)
+    answer = world.copies.find(world.hashes)
+    assert answer() is None
+    world.copies.forget()
+    assert answer() == NUM_FULL
+
+
+def test_a_single_job_may_read_the_whole_pool() -> None:
+    world = World(num_blocks=NUM_FULL + 2)
+    world.files.update(world.hashes)
+    assert world.copies.find(world.hashes)() == NUM_FULL
+    assert world.copies.load(world.request, [], world.hashes)

@@ -1,0 +1,37 @@
+"""RunningCopy: a copy job that runs, with the blocks that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dist_aclgraph.kv.checkpoints import BlockHash
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.steps.copies import JobKind
+
+
+@dataclass
+class RunningCopy:
+    """A copy job that runs.
+
+    Attributes:
+        kind: the kind of the job, see ``JobKind``.
+        held: the blocks that the job holds, in table order.
+        block_ids: the copied blocks, which are the last blocks of ``held``.
+        request: the request that waits for the blocks; None if no blocks are read.
+        waits_for: the workers that have not ended the job.
+        num_whole: the smallest ``num_whole`` that any worker has reported; see ``BlockCopies.end``.
+        states: the copied checkpoints; for each checkpoint, its block hash and its number.
+    """
+
+    kind: JobKind
+    held: Sequence[int]
+    block_ids: Sequence[int]
+    hashes: Sequence[BlockHash]
+    request: Request | None
+    waits_for: set[int]
+    states: Sequence[tuple[BlockHash, int]] = ()
+    num_whole: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_whole = len(self.block_ids)
