@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 from dist_aclgraph.shipped import shipped
 
-# So the copy of npu_emulator that dist_aclgraph contains is imported, even if another version is
+# Imports use the copy of npu_emulator that belongs to dist_aclgraph, even if another version is
 # installed.
 sys.path.insert(0, str(shipped("emulator")))
 import npu_emulator

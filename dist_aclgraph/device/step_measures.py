@@ -34,8 +34,8 @@ class Stopwatch:
 
     Attributes:
         stages: host time of each stage of a step, from the plan's arrival to the result.
-        beside: host time since the last report, by kind of work, of work that belongs to no stage:
-            it ran at the same time as a step, or between two steps.
+        beside: for each kind of work that belongs to no stage, its host time since the last report.
+            Such work runs at the same time as a step, or between two steps.
         on_lap: called with the name of each stage that has ended, even if the stopwatch is
             disabled.
     """

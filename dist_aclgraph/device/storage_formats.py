@@ -19,8 +19,8 @@ NZ_ROWS = 16  # number of rows of a block
 def to_fractal_nz(weight: Tensor) -> Tensor:
     """Return a copy of the matrices in FRACTAL_NZ. Each matrix is padded with zeros to full blocks.
 
-    Do not call this during a capture: before CANN 9.1, the copy is made by CANN's graph engine,
-        which captures do not support.
+    Do not call this during a capture, because before CANN 9.1, CANN's graph engine makes the copy,
+    and its work cannot be captured.
 
     Args:
         weight: [..., rows, columns], contiguous.

@@ -61,8 +61,8 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # How the cache is divided from which directly attending rows read keys. If an indexer
-        # chooses keys, the rows read the cache of index keys. This cache is not divided: every rank
+        # The indices of this rank for the cache that rows read when they attend directly. If an
+        # indexer chooses keys, this is the cache of index keys, which is not divided: every rank
         # has all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
@@ -226,8 +226,8 @@ class AttentionSteps:
     def of_drafts(
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
-        """Return the metadata of one iteration of drafting after a mixed step. All sampled places
-        attend.
+        """Return the metadata of one iteration of drafting after a mixed step. The queries belong
+        to all sampled places.
 
         Args:
             positions: [num_samples, k + 1] int32, positions of the places of live requests;
@@ -305,7 +305,8 @@ class AttentionSteps:
         return ShardRows(self._place, block_table, block_table.new_full((1,), n))
 
     def _num_seen(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """Return to how many keys each query attends; None if an indexer chooses the keys.
+        """Return the number of keys to which each query attends; None if an indexer chooses the
+        keys.
 
         Args:
             positions: positions of the queries, in any shape.

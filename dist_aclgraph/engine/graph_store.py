@@ -45,8 +45,8 @@ class GraphStore:
         return not self._graphs and not self._uncommitted
 
     def find(self, graph: BatchDescriptor, kv_len: int) -> Captured:
-        """Return the captured graphs of the bucket ``graph``. If there are graphs for several KV
-        lengths, they are for the smallest length that is at least ``kv_len``.
+        """Return the captured graphs of the bucket ``graph``. If the bucket has graphs for several
+        KV lengths, return those for the smallest length that is at least ``kv_len``.
 
         Raises:
             ReplayMismatchError: there is no such graph, or steps may not replay it yet.

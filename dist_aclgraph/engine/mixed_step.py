@@ -19,8 +19,8 @@ def padded_size(plan: RankPlan, inputs: HostStep) -> StepSize:
     """Return the size to which the step is padded. If ranks share experts, this is the largest size
     of any rank, otherwise this rank's own size.
 
-    The reason is that ranks that share experts must call the same collectives with equal shapes.
-    Ranks that split a prompt always pad to the number of tokens of the rank with the most tokens.
+    Ranks that share experts must call the same collectives with equal shapes. Ranks that split a
+    prompt always pad to the number of tokens of the rank with the most tokens.
     """
     if plan.exchange is not None:
         return plan.largest

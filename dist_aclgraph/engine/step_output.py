@@ -95,8 +95,8 @@ class _Landing:
         tokens: [max_samples * (k + 1)] int32, the sampled tokens.
         accepted: [max_samples] int32, number of accepted drafts of each request.
         best: [max_samples * (k + 1)], the greatest logit of each place, in the dtype of logits.
-        tally: int64, of shape TALLY_SHAPE, counters of tokens at experts. arrays: ``tokens``,
-        ``accepted`` and ``tally`` as NumPy arrays.
+        tally: int64, of shape TALLY_SHAPE, counters of tokens at experts.
+        arrays: ``tokens``, ``accepted`` and ``tally`` as NumPy arrays.
         bits: ``best`` as integers with the same bits.
         logprobs: [max_samples * (k + 1) * LOGPROBS_WIDTH] float32.
         ready: event recorded after the copies.

@@ -63,8 +63,8 @@ class Checkpoints:
         return min((p for p in (following, last) if num_computed < p <= last), default=num_tokens)
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of ``hashes`` end at a stored checkpoint, for the last
-        such checkpoint; 0 if no checkpoint is stored.
+        """Find the last stored checkpoint of a prefix. Return the number of blocks before it; 0 if
+        no checkpoint is stored.
         """
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._stored:

@@ -38,9 +38,9 @@ class Holders:
 
 @dataclass(frozen=True)
 class Route:
-    """From which node each file is read. The keys are indices of the part of the cache that the
-    file contains. The value None stands for the reading node itself. A route contains only the
-    parts that the reading node needs.
+    """From which node each file is read. The keys of both dictionaries are indices of parts of the
+    cache; each file contains one part. The values are indices of nodes; None stands for the reading
+    node itself. A route contains only the parts that the reading node needs.
 
     Attributes:
         blocks: for indices in ``CachePlace.all_places``, the index of the node that sends the file.

@@ -100,8 +100,8 @@ class DeviceRows:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
         slots: [num_written, 1] int32, whole slots. Padding has a slot of the dummy block, because
             an operator that writes rows by their indices refuses slot -1.
-        num_seen: [num_direct] int32, to how many keys each query attends; None if an indexer
-            chooses the keys.
+        num_seen: [num_direct] int32, the number of keys to which each query attends; None if an
+            indexer chooses the keys.
     """
 
     query_ends: Tensor
@@ -204,8 +204,8 @@ class AttentionMetadata:
         """Return the operator's arguments that say which keys are hidden from which queries.
 
         Args:
-            window: to how many latest keys a query attends, including its own key; None means all
-                keys up to its own key.
+            window: number of latest keys to which a query attends, including its own key; None
+                means all keys up to its own key.
         """
         if window is not None:
             return {
@@ -247,8 +247,8 @@ class PagedAttention:
     Attributes:
         num_kv_heads: number of KV heads on this rank. For these heads, the rank's cache contains
             all tokens, or only a shard of the tokens.
-        window: to how many latest keys a query attends, including its own key; None means all keys.
-            With a window, there is no context parallelism.
+        window: number of latest keys to which a query attends, including its own key; None means
+            all keys. With a window, there is no context parallelism.
         sinks: [num_heads], for each head, an additional logit of the softmax that belongs to no key
             and no value; None if the model has no sinks. With sinks, there is no context
             parallelism.

@@ -28,7 +28,7 @@ NOTHING = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The groups of one rank whose ranks share the context of its requests.
+    """The groups in which one rank shares the context of its requests with other ranks.
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
@@ -111,8 +111,8 @@ class ContextParallel:
         """Gather cache rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
-            caches: this shard's tensors, [num_slots,...]; the rows with the same slot are joined to
-                one row.
+            caches: this shard's tensors, [num_slots,...]. The rows of a slot in all tensors are
+                joined to one row.
             own: [m], the slots of this shard whose rows are read.
         """
         rows = [cache.index_select(0, own).flatten(1) for cache in caches]

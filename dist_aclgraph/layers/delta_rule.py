@@ -269,7 +269,7 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
     only below the diagonal, and n is a power of two.
 
     The function inverts blocks on the diagonal: first the blocks of one row, then the blocks of two
-        rows, of four rows, and so on.
+    rows, of four rows, and so on.
     """
     n = below.shape[-1]
     found = below.new_ones(*below.shape[:2], n, 1, 1)  # [heads, chunks, blocks, rows, rows]

@@ -313,7 +313,7 @@ def write_latents(
 
 
 def pad_heads(absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both parts of the queries, [n, heads,...]. The operators of latent attention accept
+    """Return both parts of the queries, [n, heads, ...]. The operators of latent attention accept
     only powers of two as the number of heads. For other numbers, heads of zeros are added at the
     end, whose results are not used.
     """

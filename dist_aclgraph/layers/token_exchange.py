@@ -126,8 +126,8 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """Lets the operators of MC2 send each token to each of its experts. Only tokens are sent, no
-    padded arrays.
+    """Lets the operators of MC2 send each token to each of its experts. Unlike in an all-to-all, no
+    empty places are sent.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``. The
     planner checks the limits of these operators. If the operators accept no mask, padding tokens

@@ -50,9 +50,9 @@ class Checkpoint:
         dtype: type to which all floats are converted when they are read. The files can store
             another type.
         device: device to which tensors are read.
-        quantises: whether the weights of matrix products are converted to int8. has_head: whether
-        the files were written for a model with an output head. In files without a head, such as
-        those of an embedding model, names do not begin with ``model.``.
+        quantises: whether the weights of matrix products are converted to int8.
+        has_head: whether the files were written for a model with an output head. In files without a
+            head, such as those of an embedding model, names do not begin with ``model.``.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Checkpoint:
         """Open a checkpoint.
 
         Args:
-            quantises: whether the weights of matrix products are converted to int8. names: maps the
-            usual names of tensors, which callers use, to the names in the files.
+            quantises: whether the weights of matrix products are converted to int8.
+            names: maps the usual names of tensors, which callers use, to the names in the files.
             int4: the formats of matrices whose values have four bits.
         """
         self.dtype = dtype

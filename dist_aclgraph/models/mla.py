@@ -228,7 +228,7 @@ class LatentKind:
 
 
 class MultiHeadLatent(LatentKind):
-    """What the layers share in which a query attends to all keys that it may see."""
+    """The kind of layers whose queries attend to all keys that they may see."""
 
     # for direct attention, the operator accepts only few queries of a request
     takes_long_queries = False
@@ -283,8 +283,8 @@ class MultiHeadLatent(LatentKind):
 
 
 class Int8Latent(MultiHeadLatent):
-    """What the layers share in which a query attends to all keys that it may see, and whose latents
-    are stored in int8.
+    """The kind of layers whose queries attend to all keys that they may see, and whose latents are
+    stored in int8.
     """
 
     reads_device_rows = True

@@ -32,7 +32,7 @@ class LazyChange:
 
 
 class LazyGraphs:
-    """Owns the LRU list, and what the shapes that are not in the list could have saved.
+    """Owns the LRU list, and the numbers of tokens that graphs of other shapes would have saved.
 
     Args:
         families: the kinds and sizes of graphs that may be captured lazily.
@@ -119,8 +119,8 @@ class LazyGraphs:
         return LazyChange(shape, victim)
 
     def _pays(self, shape: BatchDescriptor) -> bool:
-        # After each eviction of a shape, its savings must be twice as large as before. Otherwise,
-        # shapes could evict each other again and again.
+        # Each eviction of a shape doubles the savings that the shape needs before it is captured
+        # again. Otherwise, shapes could evict each other again and again.
         return self._wasted[shape] >= self._min_tokens << min(self._evicted[shape], MAX_DOUBLINGS)
 
     def enter(self, graph: BatchDescriptor) -> None:

@@ -1,6 +1,4 @@
-"""The ledger of one rank: what the rank has offered, what its graphs should cost, and what they
-cost.
-"""
+"""The ledger of one rank: its offer, and the predicted and the measured cost of its graphs."""
 
 from __future__ import annotations
 
@@ -50,8 +48,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """How many streams and bytes one rank has offered, how many of them its graphs should use, and
-    how many they use.
+    """The streams and bytes that one rank has offered, and the predicted and the measured use of
+    them by its graphs.
     """
 
     rank: int

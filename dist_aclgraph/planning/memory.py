@@ -63,8 +63,9 @@ class RankMemory:
 
     Attributes:
         device_bytes: total bytes of the device, or the bytes that are free before the model is
-        loaded. parts: the memory that is in use before the first graph is captured, without the
-            memory of eager steps.
+            loaded.
+        parts: the memory that is in use before the first graph is captured, without the memory of
+            eager steps.
         graph_bytes: estimated bytes of the graph pool. The estimate is used if the budget model
             predicts no bytes.
         eager_bytes: estimated temporary memory of the largest eager step.

@@ -96,7 +96,8 @@ class Chunk:
     """The next known tokens of a request that has not sampled a token yet.
 
     Attributes:
-        index: index of the request among the running requests. start: position of the first token.
+        index: index of the request among the running requests.
+        start: position of the first token.
         end: position after the last token that may run in this step.
         known: number of known tokens of the request.
         is_kept: whether the recurrent state at ``end`` is copied to a checkpoint.

@@ -3,7 +3,7 @@
 A row's mask depends only on the row's grammar and output. So every rank that samples computes the
 mask itself, and nothing is sent between ranks. Before each step, the state of a row's matcher is
 moved to the end of the row's output: forward over new tokens, and back over discarded tokens
-(tokens of a void step, tokens before a rewind, rejected drafts).
+(tokens of a void step, tokens that a rewind discards, rejected drafts).
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only the tokens that would end the output are forbidden. If the reasoning reaches its
@@ -99,8 +99,9 @@ class Matchers:
         self._num_places = num_places
         self._rows: dict[int, Row] = {}
         self._tails: dict[int, _Tail] = {}
-        # Indices among the sampled requests of the last step: of requests whose matchers have
-        # failed, with the reasons, and of requests whose grammars were not compiled yet.
+        # For the last step: the requests whose matchers have failed, with the reasons, and the
+        # requests whose grammars were not compiled yet. Requests are given by their indices among
+        # the sampled requests.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
         # Rows that a step has sampled without a mask, and in which no request has begun since then.
@@ -244,8 +245,8 @@ class Matchers:
         Args:
             first: position, in the request, of the token that is sampled at the row's first place.
             words: [>= 1 + len(drafts), num_words].
-            until_s: how long to wait for masks that a separate thread computes, as a time of
-                ``time.monotonic``.
+            until_s: the time, as ``time.monotonic`` returns it, at which this method stops waiting
+                for masks that a separate thread computes.
         """
         row = self._rows[row_id]
         target = first - row.begin
@@ -299,7 +300,7 @@ class Masking:
 
     def __init__(self, upload: ToDevice) -> None:
         self._upload = upload
-        # [16] int16, the bits of a half word: in each number, another bit is set.
+        # [16] int16, one number for each bit of a half word; only this bit is set.
         self._bits: Tensor | None = None
 
     def forget(self) -> None:

@@ -25,10 +25,10 @@ class Forbidden(NamedTuple):
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
-        before: the token after which the token is forbidden; -1 if the host has already compared
-            the preceding token.
-        coming: index of the actual preceding token in the list of tokens that a step in flight
-            samples.
+        before: the bad word's token before its last token; -1 if the host has already found this
+            token in the request.
+        coming: where the device finds the request's preceding token: its index in the list of
+            tokens that a step in flight samples.
     """
 
     places: IntArray

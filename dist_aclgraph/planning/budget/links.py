@@ -1,4 +1,4 @@
-"""How many streams HIXL's links use, which graphs cannot use then, and how much host memory the
+"""The streams that HIXL's links use, so that graphs cannot use them, and the host memory that the
 links need.
 """
 
@@ -8,8 +8,8 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.planning.budget.domains import streams_per_domain
 
 MAX_LINKS = 8  # maximum number of links that a rank opens, and of links that it accepts
-# Bytes of pinned host memory for files that a worker fetches. It has as much memory again for files
-# that others fetch from it.
+# Bytes of pinned host memory for files that a worker fetches. For files that other workers fetch
+# from it, the worker has the same amount again.
 PART_BYTES = 256 << 20
 
 
