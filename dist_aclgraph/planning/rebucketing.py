@@ -111,8 +111,8 @@ def propose(
     graph of the old plan also replays a graph of the new plan.
 
     Args:
-        traffic: how often each batch size has occurred since the plan is in use; older steps count
-            less.
+        traffic: how often each batch size has occurred since the group began to use the plan; older
+            steps count less.
         offers: the offers from which ``plan`` was chosen, made before any capture.
         families: the families of graphs, with all sizes that may be captured.
         min_gain: which fraction of the expected cost the new plan must save at least.

@@ -34,7 +34,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: GraphConfig) -> Traffic:
-        """Return the traffic that the configuration tells to expect; empty if it contains none."""
+        """Return the expected traffic from the configuration; empty if it contains none."""
         return cls(decode=dict(config.traffic or {}), mixed=dict(config.mixed_traffic or {}))
 
     @property

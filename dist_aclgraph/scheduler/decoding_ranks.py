@@ -25,8 +25,7 @@ def land_decoding(
         brought: the results of each rank.
 
     Returns:
-        The ranks to which this function has not applied their results, and the outputs of the other
-        ranks.
+        The ranks whose results must still be applied, and the outputs of the other ranks.
     """
     if len(ranks) == 1:  # for one rank, operations on its own columns are faster
         return ranks, []

@@ -85,8 +85,8 @@ class RankScheduler:
         self._changes = RowChanges(index, rows)
         self._ends = RequestEnds()
         self._steady: RankStep | None = None  # the last step, if the next step may repeat it
-        # The builder of quiet steps; None after another step. A quiet step decodes the same
-        # requests as the previous step, and runs nothing else.
+        # The builder of quiet steps; None after a step of another kind. A quiet step decodes the
+        # same requests as the previous step, and runs nothing else.
         self._quiet_builder: StepBuilder | None = None
         # How many tokens each request can still get in quiet steps; see ``_measure_margin``.
         self._margin = 0
@@ -122,7 +122,7 @@ class RankScheduler:
     # ---- deciding a step
 
     def lack(self) -> Lack | None:
-        """Return the requests that have too few blocks for the next step, or None."""
+        """Return the requests that lack blocks for the next step; None if there are none."""
         if self._is_quiet:
             return None
         return missing_blocks(self.rows, self._decode_len, self.pool.block_size)
@@ -490,7 +490,7 @@ class RankScheduler:
         return outputs, finished
 
     def only_decodes(self, new: NewTokens) -> bool:
-        """Return whether every request was in the oldest step and gets one token, no stop token.
+        """Whether every request was in the oldest step and gets one token that is not a stop token.
 
         A request can still end at its maximum length.
         """

@@ -181,7 +181,9 @@ class RequestRouter:
         known.others_tokens = 0
 
     def hear(self, group: str, others_tokens: int) -> None:
-        """Set how many tokens wait at a group that belong to requests of other ingress replicas."""
+        """Set how many of the tokens that wait at a group belong to requests of other ingress
+        replicas.
+        """
         self._groups[group].others_tokens = others_tokens
 
     def load(self, group: str) -> int:
