@@ -214,7 +214,9 @@ def ray_address() -> str | None:
 
 
 def may_use_ray_token() -> bool:
-    """Return whether a Ray that this process starts may require a token (user's RAY_AUTH_MODE)."""
+    """Return whether a Ray that this process starts may require a token. False if the user's
+    RAY_AUTH_MODE forbids tokens.
+    """
     return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 

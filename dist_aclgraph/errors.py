@@ -37,9 +37,10 @@ from typing import Literal
 
 # the reasons for which a device refused a call
 FailureCause = Literal["streams", "memory", "operator", "timeout"]
-# Causes of a stopped device, in the order of the names: an abort; a link; perhaps a peer; failed
-# retries of HCCL; suspect memory; faulty memory of unknown use (uce), of the KV cache only
-# (uce_kv), or of certain tensors (uce_tensor); memory that lost several bits at once; a kernel.
+# Why a device has stopped. In the order of the names: it was told to stop; a link failed; perhaps
+# another rank failed; HCCL retried in vain; memory may be faulty; faulty memory has an unknown use
+# (uce), belongs to the KV cache only (uce_kv), or to certain tensors (uce_tensor); memory lost
+# several bits at once; a kernel failed.
 DeviceFault = Literal[
     "stopped",
     "link",
@@ -120,7 +121,9 @@ class DeviceError(DistAclGraphError):
 
 
 class StreamExhaustedError(DeviceError):
-    """No stream is left for another graph (207008, 207005, "sq cq")."""
+    """No stream is left for another graph. CANN reports this by the codes 207008 and 207005, or by
+    the words "sq cq".
+    """
 
 
 class OutOfDeviceMemoryError(DeviceError):
@@ -203,7 +206,7 @@ class InvalidParameterError(RequestError):
 
 
 class UnusableToolError(InvalidParameterError):
-    """For some tools, no grammar can follow the schemas of their arguments.
+    """For some tools of a request, no grammar can be made from the schemas of their arguments.
 
     Attributes:
         tools: names of these tools. The message describes the first one.

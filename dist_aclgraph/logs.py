@@ -66,7 +66,7 @@ class SeldomEvent:
         self._source, self._name, self._level = source, name, level
         self._clock = clock
         self._count = 0
-        self._next_s = -math.inf  # when the next line may be written
+        self._next_s = -math.inf  # time from which the next line may be written
 
     def note(self, **fields: Any) -> None:
         """Count the event, and write it if the last line is old enough."""
@@ -193,7 +193,7 @@ class _FileHandler(RotatingFileHandler):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines to this process's stderr, which may be replaced."""
+    """Writes lines to ``sys.stderr``, also after a program has replaced this object."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

@@ -55,9 +55,9 @@ class StructuredOutputs:
         whitespace_pattern: a regular expression for white space in JSON; None allows at most eight
             blanks or newlines in a row.
         disable_any_whitespace: whether JSON must have no optional white space.
-        has_free_text: whether the answer may contain any text beside calls. Stop strings end only
-            such text, because an answer that ends with the reason "stop" must have the demanded
-            format.
+        has_free_text: whether the answer may contain, beside calls, text without a format. Only in
+            such an answer can stop strings end the text. An answer that must have a format would be
+            incomplete after a stop string.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -162,8 +162,8 @@ class SamplingParams:
             in the output.
         repetition_penalty: > 0; for tokens that are in the prompt or the output, positive logits
             are divided by this number, and negative logits are multiplied by it.
-        seed: random numbers depend only on seed and position; None, and -1 as in vLLM, draw a
-            random seed.
+        seed: the random numbers depend only on the seed and the token's position. None means a
+            random seed, and so does -1, as in vLLM.
         logprobs: number of most probable tokens to report for each token; None reports nothing.
         prompt_logprobs: number of most probable tokens to report for each prompt token except the
             first one.

@@ -17,7 +17,7 @@ def check_deployment(config: Config) -> Config:
     A plan needs only a model's configuration. To be served, a model also needs files of weights.
 
     Raises:
-        DeviceError: this machine lacks NPUs for the ranks.
+        DeviceError: this machine has fewer NPUs than the ranks need.
         ConfigError: the configuration does not fit the model or the devices.
         ModelError: the checkpoint is broken, or not supported.
         StreamBudgetError: a rank has too few streams for even one bucket.

@@ -1,8 +1,8 @@
 """The process that owns a deployment: it starts, watches and stops the deployment.
 
 With ``dist-aclgraph serve`` the owner is Ray's driver. An ingress serves HTTP, and asks the owner
-about the deployment (``owner_link.py``). The owner tells the ingress to drain before it stops the
-deployment.
+about the deployment (``owner_link.py``). Before the owner stops the deployment, it tells the
+ingress to drain.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def own_deployment(
             started, so a signal during the start ends this process at once.
 
     Raises:
-        RayDiedError: the Ray that was started for the deployment has died. A new deployment may
-            replace this deployment; meanwhile, requests wait at their ingress.
+        RayDiedError: the Ray that was started for the deployment has died. The caller may start a
+            new deployment. Until the new deployment serves, requests wait at their ingress.
         DistAclGraphError: the deployment did not start, or it died.
         SystemExit: a signal arrived before anything was served; the code is 128 plus the signal's
             number.
@@ -109,7 +109,7 @@ def own_deployment(
 
 
 def _say(console: Console, text: str) -> None:
-    """Print a line about the end of the service, even if the terminal may be closed already."""
+    """Print a line about the end of the service. Do nothing if the terminal is already closed."""
     with suppress(OSError):
         console.print(text)
 

@@ -43,12 +43,13 @@ def plan_report(config: Config) -> dict[str, Any]:
     """Return the graphs that the deployment would capture, with reasons, as values for JSON.
 
     Raises:
-        ConfigError: the model's directory is missing or no checkpoint; sizes do not match; or a
-            device has too little memory for weights, buffers and KV blocks.
+        ConfigError: the model's directory does not exist, or has no checkpoint; the model's sizes
+            do not fit the layout; or a device has too little memory for weights, buffers and KV
+            blocks.
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # has a graph mode that the model supports
+    config = deployment.config  # the graph mode is now one that the model supports
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
@@ -434,7 +435,9 @@ def _rank_entry(
 
 
 def _hixl_entry(config: Config) -> dict[str, int] | None:
-    """Return what the transport between nodes needs; None if it is not HIXL."""
+    """Return the streams and the host memory that HIXL needs; None if it is not the transport
+    between nodes.
+    """
     if not config.fetches_by_hixl:
         return None
     return {"streams": streams_of_links(config), "host_bytes": 2 * PART_BYTES}

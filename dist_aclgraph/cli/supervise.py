@@ -49,7 +49,8 @@ ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 @dataclass
 class _Ingress:
-    """One ingress: its process, and the objects that its next process will use, too.
+    """One ingress: its process, and the objects that stay when another process replaces this
+    process.
 
     Attributes:
         pid: process id of the ingress; 0 while no process runs.
@@ -213,7 +214,9 @@ class Supervisor:
         return None
 
     def _replace_ingress(self, ingress: _Ingress, code: int) -> int | None:
-        """Schedule the start of another ingress, or stop the service; see ``_stop``."""
+        """Schedule the start of another process for this ingress, or stop the service; see
+        ``_stop``.
+        """
         ingress.pid = 0
         if not self._is_stopping and (code < 0 or code == CRASHED):
             end = f"was killed by {_name_of(-code)}" if code < 0 else "has failed"
@@ -281,7 +284,8 @@ class Supervisor:
         this restart.
 
         Args:
-            is_counted: if false, the restart is allowed whenever the budget allows any restart.
+            is_counted: whether the restart uses up a part of the budget. If false, the restart is
+                refused only if the budget allows no restart at all.
         """
         is_left = self._restarts.per_hour > 0
         if is_counted:
@@ -350,8 +354,8 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # Otherwise a signal to the group would arrive twice: from its sender and from the
-                # supervisor.
+                # Otherwise a signal that is sent to the whole group would arrive twice: once from
+                # its sender, and once from the supervisor.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()

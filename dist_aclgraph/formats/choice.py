@@ -84,10 +84,11 @@ class AnswerFormat:
     """How one checkpoint writes its answers.
 
     Attributes:
-        name: the name of the format of calls; None if the checkpoint's template has no calls.
-        thought: the markers of reasoning; None without reasoning, or if the format of calls reads
-            the reasoning itself.
-        token_ids: ids of the markers that are tokens.
+        name: the name, in ``FORMATS``, of the format in which the model writes calls; None if the
+            checkpoint's template has no calls.
+        thought: the markers of reasoning; None if the model writes no reasoning, or if the format
+            of calls also reads the reasoning.
+        token_ids: maps each marker that is a single token to the token's id.
     """
 
     name: str | None
@@ -108,7 +109,7 @@ class AnswerFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the format of calls also reads reasoning."""
+        """Whether the model writes to channels, so that the format of calls also reads reasoning."""
         return self.name == "gpt_oss"
 
     def structured(
@@ -148,7 +149,7 @@ class AnswerFormat:
         module = FORMATS[self.name]
         if form is None and not is_required and not any(name in strict for name in tools):
             return None
-        # Check the length first, because the copies of long schemas take long.
+        # Check the length first, because copying long schemas takes long.
         schemas = [schema for name, schema in tools.items() if name in strict]
         check_structure_length(len(json.dumps(schemas, ensure_ascii=False)))
         each = []
@@ -202,8 +203,9 @@ class AnswerFormat:
         Args:
             tools: the tools that may be called; None if no tool may be called.
             is_thinking: whether the prompt has already opened the reasoning.
-            has_form: whether the text after the reasoning has an output format. Then a call within
-                the reasoning, where the format does not apply, is a part of the reasoning.
+            has_form: whether the text after the reasoning must follow an output format. If so, a
+                call within the reasoning is a part of the reasoning, because the output format does
+                not apply there.
         """
         may_call = tools is not None and self.name is not None
         if not may_call and self.is_plain:

@@ -13,7 +13,8 @@ from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments
 
-# The patterns match whole words from the beginning, so that matching takes linear time.
+# The patterns use possessive quantifiers (``++``), which never backtrack, so that matching takes
+# linear time.
 _ATTRIBUTE = re.compile(r"""\b(\w++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 
 

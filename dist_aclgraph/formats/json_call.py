@@ -27,9 +27,9 @@ def copy_call(
 ) -> Scan[Outcome]:
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
-    The call begins when its name is known and its arguments begin. If a key that calls do not have
-    comes earlier, the object is no call. Later members of the object are left out. A missing
-    closing brace of the object is not an error.
+    The call begins when its name was read and its arguments begin. If the object has, before this
+    point, a key that calls do not have, the object is no call. Members after the arguments are left
+    out. A missing closing brace of the object is not an error.
 
     Args:
         known: names of tools; an object with another name is no call. None allows all names.
@@ -118,8 +118,8 @@ def copy_arguments(scanner: Scanner) -> Scan[bool]:
 
 
 def _object_of(text: str) -> str:
-    """Return the arguments as JSON text. ``text`` is the JSON of an object, of a string with this
-    object, or null, which stands for an empty object.
+    """Return the arguments as JSON text. ``text`` is the JSON of an object, the JSON of a string
+    that contains such a JSON text, or null, which stands for an empty object.
     """
     if text.startswith('"'):
         text = with_pairs(json.loads(text, strict=False))
@@ -158,7 +158,7 @@ def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Sca
 
 def copy_lists(scanner: Scanner, begin: str, end: str, copy: CopyCall) -> Scan[None]:
     """Read content in which lists of calls are between two markers. The marker ``end`` is left out
-    only if it follows the calls at once.
+    only if it directly follows the calls.
 
     Args:
         copy: reads one call.
@@ -188,8 +188,8 @@ def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
 
 
 def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) -> Scan[str | None]:
-    """Read calls, the marker ``end`` after them, and the content up to one of ``begins``; return
-    the marker that ends the content.
+    """Read calls, the marker ``end`` after the calls, and then content up to one of ``begins``.
+    Return the marker at which the content ends.
 
     Args:
         before: the marker before the kept text.

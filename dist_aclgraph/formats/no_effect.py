@@ -34,8 +34,9 @@ _URI = re.compile(r"(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 
 
 def leave_out_no_effect(schema: dict[str, Any]) -> None:
-    """Remove keywords that allow every value, formats that JSON Schema does not define, ids that
-    are no URIs, and keywords whose value is null, as some programs write absent keywords.
+    """Remove keywords that allow every value, formats that JSON Schema does not define, and ids
+    that are no URIs. Also remove keywords whose value is null, because some programs write null for
+    an absent keyword.
     """
     for part in parts_of(schema):
         for key in [key for key in part if part[key] is None and key not in MAY_BE_NULL]:
@@ -54,7 +55,7 @@ def leave_out_no_effect(schema: dict[str, Any]) -> None:
 
 
 def _leave_out_counts(part: dict[str, Any]) -> None:
-    """Remove limits of the number of properties that ``required`` and ``properties`` imply."""
+    """Remove limits of the number of properties, if ``required`` and ``properties`` imply them."""
     required, properties = part.get("required", []), part.get("properties", {})
     least, most = part.get("minProperties"), part.get("maxProperties")
     is_sure = isinstance(required, list) and isinstance(properties, dict)

@@ -120,8 +120,9 @@ def _ends_parameter(scanner: Scanner) -> Scan[bool]:
 def _as_json(text: str, types: set[str]) -> str:
     """Return JSON or a Python literal as JSON; any other text becomes a JSON string.
 
-    Templates write the strings of earlier calls without quotes, or all values in quotes. A value of
-    another type than ``types`` becomes a string; for a string, the value in its quotes is used.
+    Templates write the strings of earlier calls without quotes, or write all values in quotes, and
+    models imitate both. So a string whose type is not allowed is read as the value in its quotes.
+    Any other value whose type is not allowed becomes a string.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.

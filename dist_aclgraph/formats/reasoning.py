@@ -19,7 +19,7 @@ class Thought:
     end: str
 
 
-# The template of a family contains the markers of this family.
+# The markers of each family. A checkpoint has the markers that its template contains.
 THOUGHTS = (
     Thought("<think>", "</think>"),
     Thought("<seed:think>", "</seed:think>"),
@@ -66,8 +66,8 @@ def read_thought(
     """Read reasoning, if there is any, and then the answer.
 
     Args:
-        is_open: whether the prompt has already opened the reasoning. Then only the marker that ends
-            the reasoning is necessary.
+        is_open: whether the prompt has already opened the reasoning. If so, the answer needs no
+            begin marker.
         calls: the calls that also end the reasoning. If the usual end marker of the reasoning
             follows later, it is left out.
     """

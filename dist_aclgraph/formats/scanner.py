@@ -44,7 +44,7 @@ class Scanner:
     """The text of one answer that was not read yet, and the events of the text that was read.
 
     Args:
-        token_ids: ids of the markers that are tokens.
+        token_ids: maps each marker that is a single token to the token's id.
         holds_space: whether white space between content and calls is left out.
 
     Attributes:
@@ -175,8 +175,9 @@ class Scanner:
         return "".join(pieces), marker
 
     def read_head(self, markers: Sequence[str]) -> Scan[tuple[str, str | None]]:
-        """Return the text up to one of the markers, and the marker; None if the text is longer than
-        the head of a call. Then only the beginning of the text is read.
+        """Return the text up to one of the markers, and the marker. If the text has more than
+        ``MAX_HEAD_CHARS`` characters, read and return only its beginning, with None in place of the
+        marker.
         """
         whole, begun = _patterns(tuple(markers))
         while True:
@@ -227,8 +228,8 @@ class Scanner:
         return self._text[self._at : self._at + 1]
 
     def is_cut(self, *markers: str) -> bool:
-        """Return whether the answer has ended before or within one of the markers. The beginning of
-        the marker is read.
+        """Return whether the answer has ended before or within one of the markers. If it has ended
+        within a marker, read this incomplete marker.
         """
         rest = self._text[self._at :]
         if not self.is_closed or not any(marker.startswith(rest) for marker in markers):
@@ -414,8 +415,8 @@ class Reader:
     """Turns the tokens of one answer into events.
 
     Args:
-        read: the format; it reads the scanner until the end of the answer.
-        token_ids: ids of the format's markers that are tokens.
+        read: the format: a generator that reads from the scanner until the end of the answer.
+        token_ids: maps each marker of the format that is a single token to the token's id.
         holds_space: whether white space between content and calls is left out.
 
     Attributes:

@@ -120,7 +120,8 @@ class Probe:
             operator's name.
         setting: name of the emulator's setting that contains the answer to this question.
         rule: part of the text with which the emulator refuses a call that a device may accept.
-        operator: the operator to refuse on the emulator if the device refuses the question's call.
+        operator: if a device refuses the question's call, an emulator with the device's rules
+            refuses this operator.
     """
 
     name: str

@@ -21,7 +21,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         found: the answer in plain words.
         number: the answer as a number; None if the answer is not a number.
-        us: how long the question took, in microseconds; None if it did not end.
+        us: how long the question took, in microseconds; None if the question did not end.
         code: CANN's error code.
         text: the error, or other details.
         chip: name of the device; "" if no device was opened.

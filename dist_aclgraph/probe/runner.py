@@ -152,8 +152,8 @@ class Runner:
 
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
-    """Return the context that starts child processes. They begin with the emulator loaded, or, for
-    real devices, without any library.
+    """Return the multiprocessing context that starts child processes. On the emulator, a child
+    process begins with the emulator loaded; on a real device, it begins without any library.
     """
     if kind == "npu":
         return multiprocessing.get_context("spawn")

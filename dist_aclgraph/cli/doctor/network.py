@@ -41,7 +41,9 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why another program might occupy HCCL's ports; "" if no other program can."""
+    """Return why another program might occupy HCCL's ports; "" if other programs cannot occupy
+    them.
+    """
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())
@@ -104,7 +106,7 @@ def _port_ranges(ports: str) -> list[range]:
     """Return the ranges in a text such as ``60000-60010,60020``; no range for ``auto`` and "".
 
     Raises:
-        ValueError: the text is malformed, a range is empty, or a number is no port.
+        ValueError: the text is malformed, a range is empty, or a number is not a valid port.
     """
     if ports in ("", "auto"):
         return []

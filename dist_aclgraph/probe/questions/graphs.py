@@ -213,9 +213,7 @@ class UpdatableGraph:
                 event.record(self.update_stream)
 
     def close(self) -> None:
-        """Undo an update that was made before any replay used it: wait for the events, and reset
-        them.
-        """
+        """Undo an update that no replay has used: wait for the events, and reset them."""
         main = self._bench.torch.npu.current_stream()
         for _, event in self._tasks:
             event.wait(self.update_stream)

@@ -54,7 +54,7 @@ class _Call:
         self.block = block
 
     def run(self) -> tuple[Any, ...]:
-        """Return both parts of the queries, latents and rotated keys, on the device."""
+        """Run the operator on the device, and return its results."""
         torch, bench = self.bench.torch, self.bench
         caches = [torch.zeros(2, self.block, 1, d).bfloat16().npu() for d in (LATENT, ROTATED)]
         queries = torch.ops.npu.npu_mla_prolog_v3(

@@ -45,7 +45,8 @@ class HttpServer:
     Args:
         listener: a socket from ``listen``; connections wait in it until ``start``.
         beat: a function that the event loop calls every second.
-        link: link to the holder of connections; None if no connection outlives this process.
+        link: link to the process that holds connections while another process replaces this
+            process; None if the connections end with this process.
     """
 
     def __init__(

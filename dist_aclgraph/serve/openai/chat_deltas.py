@@ -64,7 +64,7 @@ class WholeCalls:
     """Holds back the events of each call until the call is complete, or the answer ends."""
 
     def __init__(self) -> None:
-        self._held: dict[int, list[Event]] = {}  # by the position of the call
+        self._held: dict[int, list[Event]] = {}  # position of a call in the answer -> its events
 
     def add(self, events: Sequence[Event], *, is_last: bool) -> list[Event]:
         """Add the next events of the answer; return the events that can be passed on."""

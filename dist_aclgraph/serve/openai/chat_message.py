@@ -37,7 +37,7 @@ class ContentPart(TextPart):
         return self.type in ("thinking", "redacted_thinking", "reasoning")
 
     def thoughts(self, param: str) -> list[str]:
-        """Return the texts of reasoning; an empty list if they are encrypted."""
+        """Return the texts of reasoning; an empty list if the part has encrypted reasoning."""
         if bytes(self.thinking) not in (b"", b"null"):
             return read_texts(self.thinking, f"{param}.thinking", ("text",))
         found = self.text if self.reasoning is None else self.reasoning
@@ -47,7 +47,7 @@ class ContentPart(TextPart):
 class ChatMessage(Body):
     """A message. All fields of a client's ``message.model_dump()`` are allowed.
 
-    The chat template decides whether there is a role with another name than the usual ones.
+    The chat template decides which roles exist besides the usual roles.
     """
 
     PARTS: ClassVar = {

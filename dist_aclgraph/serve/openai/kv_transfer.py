@@ -40,7 +40,7 @@ class TransferParams(Body):
 
 
 class Transfer(NamedTuple):
-    """What a router has chosen for a request.
+    """The part of the work on a request that a router has given to this service.
 
     Attributes:
         role: see ``TransferRole``.
@@ -85,11 +85,12 @@ def read_transfer(raw: Raw, *, is_whole: bool) -> Transfer:
 
 
 def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
-    """Check that the service keeps copies of KV, if another service needs the KV that it computes.
-    Return where the prompt's blocks can be fetched; None if the parameters have no valid ticket.
+    """Return the source from which the prompt's blocks can be fetched; None if the parameters have
+    no valid ticket. If another service needs the KV of the prompt, check that this service keeps
+    copies of KV.
 
     Raises:
-        InvalidParameterError: the service keeps no copies.
+        InvalidParameterError: another service needs the KV, but this service keeps no copies.
     """
     if transfer.role == "prefill" and not state.config.kv.keeps_copies:
         raise InvalidParameterError(

@@ -289,7 +289,8 @@ def open_state(
     """Connect to a deployment's engines; ``close`` of the returned state disconnects.
 
     Args:
-        reach: where clients reach the deployment; its ``node_id`` must be this process's node.
+        reach: the addresses at which clients reach the deployment; its ``node_id`` must be this
+            process's node.
         ask: asks the deployment's controller whether and when groups will serve.
         replica: see ``ApiState``.
     """

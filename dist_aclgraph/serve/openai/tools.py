@@ -67,7 +67,9 @@ class _AllowedTools(Body, kw_only=True):
 
 
 class _Choice(Body, kw_only=True):
-    """A choice. The name of a tool may also be beside the type, as in other APIs."""
+    """The value of ``tool_choice``. The name of a tool may also be beside the type, as in other
+    APIs.
+    """
 
     type: Literal["function", "tool", "allowed_tools", "none", "auto", "required", "any"] = (
         "function"
@@ -136,8 +138,8 @@ class ToolUse:
 def read_tools(
     tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
 ) -> tuple[ToolUse | None, list[str]]:
-    """Return the tools of a request, and the fields whose tools are left out
-    (``leave_out_hosted``). Without tools, the former is None.
+    """Return the tools of a request, None if it has no tools, and the fields whose tools are left
+    out (``leave_out_hosted``).
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.

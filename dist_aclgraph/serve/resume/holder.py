@@ -33,8 +33,8 @@ class HolderMessage(msgspec.Struct, frozen=True):
     """A process's report about its connections. Each connection has a number.
 
     Attributes:
-        begun: number of a new connection, or 0. The message of a new connection also carries its
-            two descriptors.
+        begun: number of a new connection; 0 if no connection is new. The message of a new
+            connection also carries its two descriptors.
     """
 
     ended: tuple[int, ...] = ()
@@ -188,7 +188,9 @@ class ConnectionHolder:
         self._held.clear()
 
     def _lose(self) -> None:
-        """Apply an ended process's last messages; end the connections with a void journal."""
+        """Apply the last messages of a process that has ended; end the connections whose journal is
+        void.
+        """
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):
