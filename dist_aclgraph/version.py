@@ -21,7 +21,7 @@ def hash_sources() -> str:
 
 @cache
 def build() -> str:
-    """Return version and hash of this process's code. The files of the code may change later."""
+    """Return the version, and the hash that the sources had at the first call."""
     return build_of(hash_sources())
 
 

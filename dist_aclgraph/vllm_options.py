@@ -245,7 +245,8 @@ HARMLESS: dict[str, Collection[Any]] = {
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (True, False),
 }
-# Options that have no effect if they have the value of one of our keys.
+# Options that are accepted only with the same value as one of our keys, so that they have no
+# effect.
 SAME = {"kv_cache_dtype": "dtype", "tokenizer": "model", "tokenizer_revision": "revision"}
 EMPTY: tuple[Any, ...] = ("", {}, [], ())
 PARTS = {

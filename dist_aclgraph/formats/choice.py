@@ -109,7 +109,7 @@ class AnswerFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the model writes to channels, so that the format of calls also reads reasoning."""
+        """Whether the model writes to channels. The format of calls then also reads reasoning."""
         return self.name == "gpt_oss"
 
     def structured(

@@ -94,15 +94,15 @@ def _replace_names(part: dict[str, Any], root: Mapping[str, Any]) -> None:
 
 
 def _listed(names: Mapping[str, Any]) -> list[str] | None:
-    """Return the names that ``names``, a value of ``propertyNames``, lists; None if it has no list."""
+    """Return the names that a value of ``propertyNames`` lists; None if it lists no names."""
     found = [names["const"]] if "const" in names else names.get("enum")
     is_list = isinstance(found, list) and all(isinstance(name, str) for name in found)
     return found if is_list else None
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    """Return a pattern that matches the names that ``names``, a value of ``propertyNames``, allows;
-    None if no single pattern does.
+    """Return a pattern for the names that a value of ``propertyNames`` allows; None if there is no
+    such pattern.
     """
     keys = names.keys() - _NOTES
     if keys == {"pattern"} and isinstance(names["pattern"], str):

@@ -73,8 +73,8 @@ class ModelConfig:
             return "(none)"
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self._wrong("architectures", names, "a list of names")
-        # Embedding models are often stored without a head. As in vLLM, their decoder is that of
-        # the model with a head.
+        # Embedding models are often stored without an output head. As in vLLM, they have the
+        # decoder of the architecture with a head.
         name = names[0][:200]
         is_headless = name.endswith("Model") and not name.endswith("HeadModel")
         return f"{name.removesuffix('Model')}ForCausalLM" if is_headless else name
@@ -302,7 +302,7 @@ def _usual_architectures(model_type: object) -> list[str]:
 
 
 def _explain_no_config(directory: Path) -> None:
-    """Raise an error if it is known what a directory without config.json is."""
+    """Raise an error if a directory without config.json is of a known kind, such as an adapter."""
     if (directory / "adapter_config.json").exists():
         raise UnsupportedModelError(
             f"{directory} is a LoRA adapter, which is not supported; merge it into its base model"

@@ -62,7 +62,7 @@ class ModelFacts:
     """The shape of a model.
 
     Attributes:
-        context_len: length of the longest request that the model can have.
+        context_len: length of the longest request that the model supports, in tokens.
         usual_len: default of ``max_model_len``; None means ``context_len``.
         num_draft_layers: number of next-token modules, which propose drafts.
         latent_size: number of elements that latent attention caches per token and layer; 0 without
@@ -138,9 +138,9 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
             cannot be sharded over ``parallel.dcp``; ranks share contexts although the model has a
-            sliding window or linear attention; the indexer's blocks are too large; attention
-            cannot read a cache of type ``kv.dtype``; the dtype is float32 with int8 matrices; or
-            ``quantization`` is another method than that of the checkpoint.
+            sliding window or linear attention; the indexer's blocks are too large; attention cannot
+            read a cache of type ``kv.dtype``; the dtype is float32 with int8 matrices; or
+            ``quantization`` is not the method of the checkpoint.
     """
     if not config.makes_int8 and config.quantization not in (None, facts.quant_method):
         raise ConfigError(

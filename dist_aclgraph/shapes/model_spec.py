@@ -116,8 +116,8 @@ class LatentSpec:
 
     @property
     def has_whole_heads(self) -> bool:
-        """Whether keys that are computed from latents are joined with their rotated part. With
-        heads of other sizes, the operator accepts the two parts separately.
+        """Whether keys that are computed from latents are joined with their rotated part. If false,
+        the heads have sizes for which the operator accepts the two parts separately.
         """
         return self.head_dim == self.value_dim
 
@@ -127,7 +127,7 @@ class RowRange:
     """Rows of a stored tensor that loaders read as a separate tensor.
 
     Attributes:
-        part: a text that the tensor's usual name contains.
+        part: a text that is a part of the separate tensor's usual name.
         first, count: index of the first row, and number of rows; total: the stored tensor's number
             of rows.
     """
@@ -168,8 +168,8 @@ class WeightNames:
         return self.prefix + name
 
     def range_of(self, name: str) -> RowRange | None:
-        """Return which rows of a stored tensor are the tensor with this usual name; None if the
-        checkpoint stores it as a separate tensor.
+        """Return the rows of a stored tensor that form the tensor with this usual name; None if the
+        checkpoint stores this tensor separately.
         """
         return next((each for each in self.ranges if each.part in name), None)
 

@@ -105,8 +105,9 @@ def read_rope_spec(
         rope_dim: number of rotated elements of a head.
         rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
         by_type: whether layers with a window may have a separate embedding, which
-            ``read_window_rope`` reads. Such a family is refused if ``rope_parameters`` has values
-            for all layers, because transformers ignores these values.
+            ``read_window_rope`` reads. In such a family, a checkpoint is refused if its
+            ``rope_parameters`` has values that are the same for all layers, because transformers
+            ignores these values.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.

@@ -82,7 +82,7 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
 
     Raises:
         ModelError: a key has an impossible value.
-        UnsupportedModelError: ``layer_types`` has another type of layer.
+        UnsupportedModelError: ``layer_types`` has a type of layer that is not supported.
     """
     rule = RULES.get(config.architecture)
     if rule is None or (rule.by_switch and not config.flag("use_sliding_window", False)):
@@ -95,14 +95,14 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
 
 
 def sets_window(config: ModelConfig) -> bool:
-    """Return whether config.json or the architecture sets a number of keys, even if no layer has a
-    window.
+    """Return whether config.json, or the default of the architecture, sets the size of a window.
+    The answer can be true even if no layer has a window.
     """
     return config.raw.get("sliding_window", RULES[config.architecture].usual) is not None
 
 
 def sliding_layers(config: ModelConfig) -> frozenset[int]:
-    """Return the layers that would have a window, even if no number of keys is set.
+    """Return the layers that have a window if the size of a window is set.
 
     Raises:
         ModelError, UnsupportedModelError: as ``read_sliding_window``.

@@ -18,7 +18,7 @@ from jinja2 import nodes
 CONTENT = "content"
 _OF_PARTS = frozenset({"text", "type"})  # keys of a part
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-# If a template does not know a role of another API (key), this role replaces it (value).
+# A key is a role of another API. If a template does not know this role, the value replaces it.
 OLDER_ROLES = {"developer": "system", "function": "tool"}
 OBSERVATION = "observation"
 PHI_TOOLS = "<|/tool|>"
@@ -84,8 +84,8 @@ class MessageForm:
         """Return the message in this form, without the keys whose value is None. The only exception
         is the content of a message with calls: it stays None if the template tests for None.
 
-        Parts are joined by line breaks if the template reads texts only. A content with other parts
-        than texts is not changed. Arguments of calls become objects.
+        Parts are joined by line breaks if the template reads texts only. A content with a part that
+        is not a text is not changed. Arguments of calls become objects.
         """
         found = {name: value for name, value in message.items() if value is not None}
         if isinstance(calls := found.get("tool_calls"), list | tuple):
@@ -146,8 +146,8 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
 
 
 def _own_tools(template: nodes.Template) -> str | None:
-    """Return how a template reads the tools of a message: as "text" or as a "list"; None if it
-    reads the tools of the request, or none.
+    """Return how a template reads the tools of a message: as "text" or as a "list". Return None if
+    the template reads the tools from the request, or reads no tools.
     """
     assigned = [each for each in template.find_all(nodes.Assign) if _key(each.node) == "tools"]
     own = {each.target.name for each in assigned if isinstance(each.target, nodes.Name)}

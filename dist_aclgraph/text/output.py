@@ -55,7 +55,7 @@ class OutputText:
         prompt_ids: the prompt; the beginning of the text depends on the prompt's last tokens.
         reader: divides the text into reasoning, content and calls. Stop strings then end the output
             only within content.
-        max_calls: the output ends with this number of calls; None if there is no limit.
+        max_calls: the output ends after this number of calls; None if there is no limit.
     """
 
     def __init__(

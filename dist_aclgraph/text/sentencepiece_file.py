@@ -94,7 +94,7 @@ def _read_model(path: Path, model: Any) -> models.Model:
 
 
 def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the pairs that become a piece, in the order in which they are merged."""
+    """Return the pairs of pieces that together form another piece, in the order of their merges."""
     ids = {piece.piece: i for i, piece in enumerate(pieces) if piece.type == Piece.NORMAL}
     found = [
         (-piece.score, ids[left], ids[right], left, right)

@@ -1,4 +1,4 @@
-"""Reads texts that clients send in parts. Makes the messages for chat templates, except for chats."""
+"""Reads texts that clients send in parts. Makes messages for chat templates, except for chats."""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ def read_dots1(config: ModelConfig) -> ModelSpec:
 
 
 def _with_checked_sections(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Return the decoder of a model with images, or raise ModelError if the positions of an image
-    cannot share its frequencies. transformers cannot run such a decoder, so probably the rotated
-    part is wrong.
+    """Return the decoder of a model with images. Raise ModelError if the decoder does not have as
+    many frequencies as ``mrope_section`` divides among the positions of an image. transformers
+    cannot run such a decoder, so probably the rotated part of a head is wrong.
     """
     if config.rope.has(MROPE_SECTION):
         count = sum(config.rope.positive_numbers(MROPE_SECTION))
