@@ -38,7 +38,7 @@ from typing import Literal
 # the reasons for which a device refused a call
 FailureCause = Literal["streams", "memory", "operator", "timeout"]
 # Why a device has stopped. In the order of the names: it was told to stop; a link failed; perhaps
-# another rank failed; HCCL retried in vain; memory may be faulty; faulty memory has an unknown use
+# another rank failed; HCCL's retries failed; memory may be faulty; faulty memory has an unknown use
 # (uce), belongs to the KV cache only (uce_kv), or to certain tensors (uce_tensor); memory lost
 # several bits at once; a kernel failed.
 DeviceFault = Literal[

@@ -52,7 +52,7 @@ def event(source: logging.Logger, name: str, level: int = logging.INFO, **fields
 
 class SeldomEvent:
     """An event that each request of a client could cause. It is written at most once in
-    ``SELDOM_S``, so clients cannot fill the log. Its field ``count`` is the number of times since
+    ``SELDOM_S``, so clients cannot fill the log. Its field ``count`` is the number of events since
     the last line.
     """
 

@@ -49,10 +49,10 @@ class Coordinates(NamedTuple):
 class ParallelLayout:
     """The sizes of all parallel axes, which do not depend on nodes, devices or HCCL.
 
-    ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of world ranks of several
-    complete data-parallel ranks; it divides the number of all world ranks. ``dcp`` ranks share a
-    request's KV cache. ``dcp`` is 1, or the number of PCP ranks times the number of neighbouring TP
-    ranks that share the cache. The index of a rank's shard is the rank's index in its DCP group.
+    ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of world ranks that several
+    data-parallel ranks have together; it divides the number of all world ranks. ``dcp`` ranks share
+    a request's KV cache. ``dcp`` is 1, or the number of PCP ranks times the number of neighbouring
+    TP ranks that share the cache. The index of a rank's shard is the rank's index in its DCP group.
     With ``mc2``, experts have a second communication domain with the same ranks as the EP domain.
     Only operators that communicate inside their kernel may use this second domain.
     """
@@ -117,7 +117,7 @@ class ParallelLayout:
     def groups(self, kind: GroupKind) -> tuple[Ranks, ...]:
         """Return all groups of a kind, ordered by first member. Each rank is in one group.
 
-        The index of a rank within its group is, for example, its ``tp_rank``.
+        The index of a rank within its TP group, for example, is its ``tp_rank``.
         """
         if kind == "tp":
             return _blocks(range(self.world_size), self.tp)

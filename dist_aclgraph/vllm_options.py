@@ -23,7 +23,7 @@ class Option:
     Attributes:
         key: our configuration key, which gets the option's value.
         kind: type of the value: bool for a switch, dict and list for JSON, tuple for texts.
-        words: our value for each of vLLM's values; None leaves the key out.
+        words: our value for each of vLLM's values; None means that the key is not set.
         short: short names on the command line.
         note: the difference between the option and the key.
     """
@@ -267,7 +267,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     be checked only with the whole configuration.
 
     Raises:
-        ConfigError: our configuration has no such option.
+        ConfigError: no key of our configuration corresponds to an option.
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in sorted(given.items()):
@@ -313,7 +313,7 @@ def refusal(name: str) -> str:
 
 
 def _value(name: str, option: Option, value: Any) -> Any:
-    """Return the value of our key; None leaves the key out."""
+    """Return the value of our key; None means that the key is not set."""
     if name == "dtype":  # also accepts a dtype of torch, such as torch.bfloat16
         value = str(value).removeprefix("torch.")
     if name == "cudagraph_mode" and isinstance(value, str):

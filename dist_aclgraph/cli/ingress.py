@@ -93,7 +93,8 @@ def _serve(
         # The objects that exist now live until the process ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
-        # After this call, the owner announces the service, so this call comes before any request.
+        # This call makes the owner announce the service. Requests are admitted only after this
+        # call.
         owner.admission(is_open=True)
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))

@@ -135,7 +135,7 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # because only this interrupts a running call to Ray
+                raise KeyboardInterrupt  # only this ends a call to Ray that is in progress
 
             signals.on_first = stop
             if signals.received:
@@ -149,7 +149,8 @@ def _started(
                 answers.progress = f"the deployment is being started: {progress}"
                 show(progress)
 
-            # A service that has served before waits for a Ray that is being started again.
+            # If the service has served before, its Ray may be starting again, so this process waits
+            # for Ray.
             waits_for_ray = heartbeat.served_before
             running = start(config, on_progress=report, waits_for_ray=waits_for_ray)
     except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises SystemExit
@@ -180,7 +181,7 @@ def _watch(
     answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
 ) -> None:
-    """Return when a signal has arrived.
+    """Wait until a signal arrives.
 
     Raises:
         EngineUnavailableError: the deployment has ended; the message has the reason.

@@ -1,7 +1,7 @@
 """``dist-aclgraph serve`` runs ingresses, which serve HTTP, and the owner of their deployment.
 
 The owner and each ingress (``serve.replicas``) are processes under a supervisor. With
-``recovery.keep_answers: false`` they are one process.
+``recovery.keep_answers: false``, one process is both owner and ingress.
 
 The service begins to listen before it starts the deployment, and listens until the deployment has
 stopped. The service does not use Ray Serve. If the service joins a cluster, it does not change the
@@ -35,8 +35,8 @@ from dist_aclgraph.serve.http.open_files import allow_connections
 from dist_aclgraph.serve.resume.holder import HolderLink
 
 log = logging.getLogger(__name__)
-# An owner that sends no heartbeat for this time is killed. The time is longer than an owner waits
-# for an answer of its controller, because it sends no heartbeat while it waits.
+# An owner that sends no heartbeat for this time is killed. The time is longer than the owner's wait
+# for an answer of its controller, during which the owner sends no heartbeat.
 SILENT_S = 30.0
 END_S = 180.0  # seconds that the deployment may take to stop after draining
 

@@ -243,9 +243,10 @@ def choose_format(
     Args:
         template: the checkpoint's chat template.
         find_token: returns the id of an added token; None if there is no such token.
-        tools: a name of ``FORMATS``; "auto" chooses by the template, "none" reads no calls.
-        reasoning: "auto" chooses by the template, "none" reads no reasoning, "think" means
-            ``<think>``.
+        tools: a name of ``FORMATS``. "auto" means the format that fits the template, and "none"
+            means that no calls are read.
+        reasoning: "auto" means the markers that the template contains, "think" means ``<think>``,
+            and "none" means that no reasoning is read.
     """
     name = None if tools in (AUTO, NONE) else tools
     if template is not None:

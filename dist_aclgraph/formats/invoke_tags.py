@@ -116,7 +116,8 @@ def lark_call(
     """Return an expression for one call.
 
     Args:
-        says_type: whether an attribute of each parameter says whether its value is a string.
+        says_type: true if each parameter has an attribute that is "true" for a string, and "false"
+            for any other value.
     """
 
     def around(is_text: bool) -> tuple[str, str]:

@@ -88,8 +88,8 @@ class Lark:
         return self._terminals[pattern]
 
     def part(self, name: str) -> None:
-        """Begin a part of the grammar: ``name`` is the part's name in errors about the following
-        rules.
+        """Begin a part of the grammar. Errors about rules that are added after this call contain
+        ``name``.
         """
         self._rules.append(f"// {name}")
 

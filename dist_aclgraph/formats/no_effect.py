@@ -1,4 +1,4 @@
-"""Leaves out keywords of a JSON schema that allow every value, because llguidance refuses them."""
+"""Leaves out JSON schema keywords that allow every value, because llguidance refuses them."""
 
 from __future__ import annotations
 

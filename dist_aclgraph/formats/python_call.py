@@ -76,8 +76,9 @@ def _read_name(scanner: Scanner, pattern: re.Pattern[str], end: str) -> Scan[str
 def _read_literal(scanner: Scanner) -> Scan[str]:
     """Return the text of a Python literal, or of a string without quotes; empty if it is too long.
 
-    The literal ends before a closing parenthesis that it has not opened, before a comma that
-    another parameter follows, or at the end of the answer. A quote after a letter is an apostrophe.
+    The literal ends before a closing parenthesis without an opening parenthesis in the literal,
+    before a comma that precedes another parameter, or at the end of the answer. A quote after a
+    letter is an apostrophe.
     """
     text, depth, quote = "", 0, ""
     while len(text) < MAX_HELD_CHARS:

@@ -63,8 +63,8 @@ def _class(pattern: str, begin: int) -> tuple[str, int]:
 
 
 def _item(pattern: str, at: int) -> tuple[str, int]:
-    """Return the element of a class at an index, a character or a set such as ``\d``, and the index
-    after the element.
+    """Return the element of a class at an index (a character, or an escape for several characters),
+    and the index after the element.
     """
     if escape := _ESCAPE.match(pattern, at):
         text = "\\x08" if escape[0] == "\\b" else _escape(escape[0])

@@ -448,7 +448,9 @@ class Reader:
         return scanner.take_events()
 
     def finish(self, text: str = "") -> list[Event]:
-        """End the answer; ``text`` is its last text, which has no token. Return the last events."""
+        """End the answer; ``text`` is the rest of its text, to which no token belongs. Return the
+        last events.
+        """
         self._scanner.feed(text)
         self._scanner.is_closed = True
         for _ in self._scan:

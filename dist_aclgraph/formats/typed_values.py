@@ -186,7 +186,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
         except ValueError:
             pass
         else:
-            # Any other Python literal may be a string without quotes, unless no string is allowed.
+            # A Python literal that is neither JSON nor a constant may be a string without quotes,
+            # unless no string is allowed.
             is_sure = found == stripped or stripped in WORDS
             is_needed = bool(types & {"array", "object"}) and "string" not in types
             if has_type(value, types) and (is_sure or is_needed):

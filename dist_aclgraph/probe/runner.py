@@ -167,7 +167,7 @@ class _Child:
 
     Attributes:
         pipe: receives the messages of the process. The pipe closes when the process ends.
-        has_begun: whether the process has reported that the device was opened, or why it was not.
+        has_begun: whether the process has reported that it opened the device, or why it could not.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. It is usually too high, because it sums all tensors of
-a layer, although some tensors are freed before the layer's end, and because it counts every
-exchange of tokens as an all-gather. The workspaces of operators are not included.
+The estimate was never compared with an NPU. It is usually too high: it sums all tensors of a layer,
+although some tensors are freed before the layer's end. It also counts every exchange of tokens as
+an all-gather. The workspaces of operators are not included.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def prompt_bytes(
     # keys and values of all ranks as separate tensors.
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
-        # With one shard, latents are read from the cache directly. With several shards, there are
-        # copies, whose sizes in parentheses are multiples of all latents: packed before the gather
-        # (2 / dcp), gathered (1), and selected and split for each piece of the prompt on the rank
-        # (2).
+        # With one shard, latents are read from the cache directly. With several shards, latents are
+        # copied. In parentheses are the sizes of the copies, as multiples of all latents: packed
+        # before the gather (2 / dcp), gathered (1), and selected and split for each piece of the
+        # prompt on the rank (2).
         copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
         elements = round(chunk_tokens * copies * kept)
         elements += num_tokens * forms * (kept + spec.indexer.head_dim)

@@ -122,8 +122,8 @@ class Int4Matrix:
     Attributes:
         part: the part of the weights to which the matrix belongs (``matrices_of``).
         name: the matrix's name in a layer, ``experts.*`` for all experts.
-        num_layers: number of layers; a layer in which only some experts have four bits counts as
-            the fraction of these experts.
+        num_layers: number of layers in which the matrix has four bits. A layer in which only some
+            experts have four bits counts as the fraction of these experts.
     """
 
     part: str

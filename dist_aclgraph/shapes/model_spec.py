@@ -189,8 +189,8 @@ class ModelSpec(ModelFacts):
     """The shape of a supported decoder: the facts of its model, and its details.
 
     Attributes:
-        rotary_dim: only this number of first elements of each head is rotated; None means all
-            elements.
+        rotary_dim: number of elements at the beginning of each head that are rotated; None means
+            all elements.
         rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
             neighbours in the checkpoint; if false, they are half of the rotated part apart.
         has_output_gate: whether each element of the result of attention is multiplied by a gate.

@@ -34,7 +34,8 @@ class RenderLimits:
 
     Attributes:
         cpu_s: CPU time in seconds; published templates need milliseconds.
-        wait_s: how long the parent waits for the reply before it kills the process.
+        wait_s: time in seconds for which the parent waits for the reply before it kills the
+            process.
         memory_bytes: address space of the process that renders.
         chars: length of the rendered prompt in characters.
     """

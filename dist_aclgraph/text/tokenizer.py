@@ -320,8 +320,8 @@ class Tokenizer:
 
 
 def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
-    """Return the tokenizer of a checkpoint's file, without tokens of other files; None without
-    such a file.
+    """Return the tokenizer that one of ``FILES`` contains, without the tokens that other files add.
+    Return None if the checkpoint has none of these files.
 
     Raises:
         ModelError: the file is not a tokenizer.

@@ -16,8 +16,8 @@ from dist_aclgraph.kv.tiers import GIB, disk_root, foreign_problem, host_root
 
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-# File systems of these types are on other hosts. Of a type such as fuse.sshfs, only the last part
-# is looked up.
+# File systems of these types are on other hosts. If a type has several parts, such as fuse.sshfs,
+# only the last part is looked up in this list.
 ON_NETWORK = (
     "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "juicefs", "lustre", "nfs", "nfs4",
     "smb3", "smbfs", "sshfs", "virtiofs",

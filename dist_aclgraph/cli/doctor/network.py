@@ -64,8 +64,8 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which variables of this environment the configuration overrides; "" if it overrides
-    none.
+    """Return a warning that names the variables of this environment that the configuration
+    overrides; "" if there are none.
     """
     overridden = [
         f"{name}={variables[name]} ({key})"
@@ -103,7 +103,7 @@ def _match(asked: str, interfaces: list[str]) -> bool:
 
 
 def _port_ranges(ports: str) -> list[range]:
-    """Return the ranges in a text such as ``60000-60010,60020``; no range for ``auto`` and "".
+    """Return the ranges in a text such as ``60000-60010,60020``; an empty list for ``auto`` and "".
 
     Raises:
         ValueError: the text is malformed, a range is empty, or a number is not a valid port.

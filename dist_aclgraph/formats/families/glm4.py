@@ -5,8 +5,8 @@
     {}
 
 A line is a call only if it is the name of a given tool. The token ``<|assistant|>`` begins a
-further call. The sources are the chat template of GLM-Z1, where the name of a call is the
-``metadata`` of a message, and the parser for GLM-4 in ms-swift.
+further call. The sources are the parser for GLM-4 in ms-swift, and the chat template of GLM-Z1, in
+which the name of a call is the ``metadata`` of a message.
 """
 
 from __future__ import annotations

@@ -143,5 +143,5 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
 
 
 def _written(lark: Lark) -> Tags:
-    """Return the tags that the checkpoint writes: its vocabulary has them as tokens."""
+    """Return the tags in the spelling that the checkpoint's vocabulary has as tokens."""
     return RELEASED if lark.is_token(RELEASED.calls[0]) else PREVIEW

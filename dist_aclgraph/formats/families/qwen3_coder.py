@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Qwen3.5: each parameter is a text between tags; the schema has its type.
+"""Qwen3-Coder, Qwen3.5: each parameter is a text between tags; the schema says its type.
 
 <tool_call>
 <function=f>

@@ -301,7 +301,7 @@ def _in_flight(bench: Bench) -> Answer:
 
 
 def _us_of_an_update(bench: Bench, *, operator: str = OPERATOR, at_once: bool = False) -> float:
-    """Return how long the host needs to update one task (begin, operator, end and record)."""
+    """Return the host's time for an update of one task (begin, operator, end, record), in µs."""
     graph = UpdatableGraph(bench, LAYERS, operator=operator, at_once=at_once)
     times = []
     for _ in range(20):

@@ -81,7 +81,7 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. A refusal shows a client without a key only that the
+        """See ``GatedApp``. From a refusal, a client without a key learns nothing but that the
         service is full.
         """
         slots = self._state.slots

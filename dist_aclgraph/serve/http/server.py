@@ -242,7 +242,7 @@ async def _drain(state: ServerState) -> None:
         connection.transport.abort()
     for task in list(state.tasks):
         task.cancel()
-    await asyncio.sleep(0)  # so that the event loop runs the ends of the connections
+    await asyncio.sleep(0)  # lets the event loop run the callbacks that end connections
 
 
 def listen_at(config: ServeConfig) -> socket.socket:

@@ -325,7 +325,7 @@ class _EngineCollector(Collector):
         return metric
 
     def _ingress(self) -> Iterator[Metric]:
-        """Yield the metrics about engines that this replica counts itself."""
+        """Yield the metrics that are counted by this replica, and not by an engine."""
         client, values = self._client, self._values
         routed = client.routed()
         for key, text in ROUTING_METRICS.items():

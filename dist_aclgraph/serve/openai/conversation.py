@@ -43,7 +43,7 @@ class Conversation:
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         is_unlimited: whether the request asks for as many tokens as the context allows, and not for
             the model's recommended maximum.
-        options: how the messages become a prompt; contains the definitions of ``tools``.
+        options: the options with which messages become a prompt, and the definitions of ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
         is_limit_soft: whether the service may reduce ``max_tokens`` to the remaining context, and
             may ignore the limit of reasoning. True for APIs whose clients must send both limits.

@@ -133,7 +133,7 @@ class Generation:
         max_calls: an answer ends after this number of calls; None if there is no limit.
         role: the role that an external router has chosen; see ``OpenRequest.role``.
         peer: see ``OpenRequest.peer``.
-        account: the request's account; None without an access log and traces.
+        account: the request's account; None if there are neither an access log nor traces.
     """
 
     state: ApiState

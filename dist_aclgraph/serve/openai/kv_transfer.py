@@ -3,8 +3,9 @@ service generate the answer.
 
 The first service answers when the prompt's blocks are in files. The second service finds the files
 by the hashes of the prompt's tokens, so it needs no parameter if both services share files. If they
-share a secret instead (``kv.peers_key_file``), the answer has a ticket, with which the second
-service fetches the files. The second service computes the tokens whose files it does not find.
+share a secret instead (``kv.peers_key_file``), the answer of the first service contains a ticket,
+with which the second service fetches the files. The second service computes the tokens whose files
+it does not find.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class ToolUse:
 def read_tools(
     tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
 ) -> tuple[ToolUse | None, list[str]]:
-    """Return the tools of a request, None if it has no tools, and the fields whose tools are left
-    out (``leave_out_hosted``).
+    """Return the tools of a request, and the fields whose tools are left out
+    (``leave_out_hosted``). The tools are None if the request has none.
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.

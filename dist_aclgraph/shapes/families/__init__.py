@@ -1,5 +1,5 @@
 """The families of supported decoders. Each module turns the config.json of one family into a
-``ModelSpec``; the table has one function for each name of ``architectures``.
+``ModelSpec``. The table in this file has one function for each name of ``architectures``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import MROPE_SECTION
 
-ROTATED_PART = 0.5  # rotated part of a head, if config.json has no value
+ROTATED_PART = 0.5  # fraction of a head that is rotated, if config.json has no value
 
 
 def read_glm(config: ModelConfig, rotated_part: float = ROTATED_PART) -> ModelSpec:
@@ -23,7 +23,7 @@ def read_glm(config: ModelConfig, rotated_part: float = ROTATED_PART) -> ModelSp
     head are rotated as pairs.
 
     Args:
-        rotated_part: rotated part of a head, if config.json has no value.
+        rotated_part: fraction of a head that is rotated, if config.json has no value.
     """
     spec = read_decoder(config, rotated_part=rotated_part)
     return replace(
