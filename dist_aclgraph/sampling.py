@@ -55,9 +55,9 @@ class StructuredOutputs:
         whitespace_pattern: a regular expression for white space in JSON; None allows at most eight
             blanks or newlines in a row.
         disable_any_whitespace: whether JSON must have no optional white space.
-        has_free_text: whether the answer may contain, beside calls, text without a format. Only in
-            such an answer can stop strings end the text. An answer that must have a format would be
-            incomplete after a stop string.
+        has_free_text: whether the answer may contain, beside calls, text without a format. Stop
+            strings can end the text only in such an answer. An answer that must have a format would
+            be incomplete after a stop string.
     """
 
     json: str | Mapping[str, Any] | None = None

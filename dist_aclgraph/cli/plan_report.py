@@ -390,7 +390,7 @@ def _chosen_entry(
 
 
 class _Costs:
-    """The cost of a plan for each rank, computed once for all ranks with the same offer."""
+    """The cost of a plan on each rank. Ranks with the same offer share one computation."""
 
     def __init__(self, deployment: AssumedDeployment) -> None:
         self._deployment = deployment

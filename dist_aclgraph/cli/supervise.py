@@ -314,7 +314,7 @@ class Supervisor:
                 processes.kill_all(running)
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                # A connection ends only after both processes have closed it.
+                # A connection ends only after the supervisor and the ingress have closed it.
                 self._take_in()
 
     def _running_ingresses(self) -> set[int]:

@@ -242,7 +242,8 @@ def choose_format(
 
     Args:
         template: the checkpoint's chat template.
-        find_token: returns the id of an added token; None if there is no such token.
+        find_token: a function that returns the id of an added token; None if there is no such
+            token.
         tools: a name of ``FORMATS``. "auto" means the format that fits the template, and "none"
             means that no calls are read.
         reasoning: "auto" means the markers that the template contains, "think" means ``<think>``,

@@ -77,7 +77,7 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
     parameter, end_parameter = tags.parameter
     scanner.begin_call(name)
     yield from scanner.skip_space()
-    if (yield from scanner.peek()) == "{":  # models also write all arguments as JSON
+    if (yield from scanner.peek()) == "{":  # models may write all arguments as JSON
         if not (yield from copy_arguments(scanner)):
             return True
         scanner.end_call()

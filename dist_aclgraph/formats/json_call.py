@@ -127,15 +127,14 @@ def _object_of(text: str) -> str:
 
 
 def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Scan[None]:
-    """Read calls in a list. Models also write the calls without the brackets or the commas of the
-    list.
+    """Read calls in a list. Some models omit the brackets or the commas of the list.
 
-    Text that is no call is content. If there is no call at all, the text since ``Scanner.keep`` was
-    called is content, too.
+    Text that is no call is content. If there is no call at all, the text that the scanner keeps is
+    content, too.
 
     Args:
         before: the marker before the kept text.
-        copy: reads one call.
+        copy: a function that reads one call.
     """
     yield from scanner.match("[")
     while True:
@@ -161,7 +160,7 @@ def copy_lists(scanner: Scanner, begin: str, end: str, copy: CopyCall) -> Scan[N
     only if it directly follows the calls.
 
     Args:
-        copy: reads one call.
+        copy: a function that reads one call.
     """
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:

@@ -176,7 +176,7 @@ class Lark:
         Args:
             each: expressions for one call, one for each tool.
             ways: expressions for one call of any tool, one for each way of writing calls.
-            begins: the texts with which the reader begins a call.
+            begins: the texts at which the reader of the answer begins to read a call.
         """
         if all(way[0] in '"<' for way in ways):  # each way begins with a marker
             each = ways

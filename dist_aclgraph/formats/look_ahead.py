@@ -80,8 +80,7 @@ def _other_than(text: str) -> str | None:
         return None
     found = ""
     for i, atom in enumerate(reversed(atoms)):
-        # If ``text`` ends with "$", the expression also allows ``atoms`` with more characters after
-        # them.
+        # A ``text`` that ends with "$" does not match longer texts, so the expression allows these.
         longer = f"{atom}(?:{found})" if i else f"{atom}{ANY}" * (rest == "$")
         found = "|".join(filter(None, ("$", _complement(atom), longer)))
     return f"^(?:{found})"

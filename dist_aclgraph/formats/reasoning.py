@@ -47,7 +47,7 @@ class CallsInThought:
     Attributes:
         begins: the markers that begin calls. Only a marker that is a token can end the reasoning.
         names: names of the request's tools. A call of any other tool is a part of the reasoning.
-        read: reads the content and calls of an answer.
+        read: a function that reads the content and calls of an answer.
     """
 
     begins: Sequence[str]

@@ -45,7 +45,7 @@ def _class(pattern: str, begin: int) -> tuple[str, int]:
     """
     at = begin + 1 + pattern.startswith("^", begin + 1)
     found, is_set = pattern[begin:at], False
-    first = at  # "]" at this index is a character
+    first = at  # a "]" that begins a class is a character
     while at < len(pattern) and (at == first or pattern[at] != "]"):
         item, at = _item(pattern, at)
         is_set = len(item) > 1 and (item[0] == "[" or item[1] in _SETS)

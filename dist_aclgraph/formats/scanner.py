@@ -460,8 +460,8 @@ class Reader:
 
 
 def with_pairs(text: str) -> str:
-    """Return a text whose surrogates are joined in pairs. A surrogate without the other half, which
-    UTF-8 cannot encode, becomes a replacement character.
+    """Return a text whose surrogates are joined in pairs. An unpaired surrogate, which UTF-8 cannot
+    encode, becomes a replacement character.
     """
     if text.isascii():
         return text

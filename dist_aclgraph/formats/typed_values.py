@@ -199,7 +199,7 @@ def read_value(text: str) -> tuple[Any, str]:
     """Return the value of JSON or of a short Python literal, and the value as JSON. JSON is not
     changed.
 
-    A text may mix the constants of both languages, and its strings may contain line breaks.
+    A text may mix the constants of JSON and Python, and its strings may contain line breaks.
 
     Raises:
         ValueError: the text is neither JSON nor a literal, or JSON cannot represent its value.

@@ -108,8 +108,8 @@ class Probe:
 
     Attributes:
         name: a unique name with a folder, such as operators.swiglu.
-        call: runs the question. If the result is a number, ``says`` must be a ``Between``. A
-            RuntimeError means "refused", an AttributeError means "missing".
+        call: a function that runs the question. If the result is a number, ``says`` must be a
+            ``Between``. A RuntimeError means "refused", an AttributeError means "missing".
         says: the emulator's answer. None if the question is about the machine: then the answer is
             reported, but compared with nothing.
         level: "full" questions are asked only at this level, "quick" questions at every level.

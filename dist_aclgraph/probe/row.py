@@ -107,7 +107,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
-    """Compare an answer with the emulator's answer, and return the row with both."""
+    """Compare an answer with the emulator's answer, and return the row with the two answers."""
     is_same: bool | None
     if expected is None or not outcome.was_asked:
         is_same = None

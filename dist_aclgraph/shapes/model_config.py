@@ -296,7 +296,9 @@ def read_model_config(
 
 
 def _usual_architectures(model_type: object) -> list[str]:
-    """Return the architecture of a supported type of model, or an empty list."""
+    """Return a list with the architecture of this type of model; empty if the type is not
+    supported.
+    """
     known = isinstance(model_type, str) and model_type in ARCHITECTURES
     return [ARCHITECTURES[str(model_type)]] if known else []
 

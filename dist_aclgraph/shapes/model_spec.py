@@ -194,8 +194,8 @@ class ModelSpec(ModelFacts):
         rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
             neighbours in the checkpoint; if false, they are half of the rotated part apart.
         has_output_gate: whether each element of the result of attention is multiplied by a gate.
-        has_output_norms: whether a norm also follows attention and the MLP, before their results
-            are added to the residual stream.
+        has_output_norms: whether the results of attention and of the MLP are normalised, before
+            they are added to the residual stream.
         norm_adds_one: whether norms multiply by ``1 + weight``, except the norms in linear
             attention.
         int4: the matrices that have four bits in some or all layers.

@@ -127,7 +127,7 @@ def weight_parts(
 def _part(
     name: Part, matrices: Elements, others: _Others, copies: int, sizes: _Sizes
 ) -> WeightPart:
-    """Return a part of the weights, with its bytes in all of the ``copies`` layers that have it."""
+    """Return a part of the weights, with its bytes in all layers that have it (``copies``)."""
     total = float(copies * (others.usual * sizes.element + others.floats * FLOAT32_BYTES))
     for matrix, elements in matrices.items():
         wide = float(copies)

@@ -33,7 +33,9 @@ class _Message(Body, kw_only=True):
 
 
 class _Block(Body, kw_only=True):
-    """A block of a message. Other fields, such as ``cache_control``, are ignored."""
+    """A block of a message. Fields that are not listed here, such as ``cache_control``, are
+    ignored.
+    """
 
     type: str
     text: str | None = None

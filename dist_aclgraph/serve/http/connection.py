@@ -39,7 +39,7 @@ class ServerState:
     """State that all connections of a server share.
 
     Attributes:
-        crowded: the response on a connection that exceeds ``serve.max_connections``.
+        crowded: the response on connections beyond the limit ``serve.max_connections``.
         malformed: the response if a client sends bytes that are not HTTP.
         link: link to the process that holds connections while another process replaces this
             process; None if the connections end with this process.

@@ -59,7 +59,8 @@ class Edge:
     Owns the request counts of the API keys.
 
     Args:
-        methods_of: returns the methods that a request's path supports, as in the header Allow.
+        methods_of: a function that returns the methods that a request's path supports, as in the
+            header Allow.
         names_requests: whether responses get the header X-Request-Id, with the client's request id
             or a new id; false if a proxy adds the header.
     """

@@ -35,7 +35,8 @@ class Traces:
     """Owns the tracer, and the thread that sends spans.
 
     Args:
-        exporter: sends the spans; with None, the spans are sent by HTTP to ``endpoint``.
+        exporter: the object that sends the spans; with None, the spans are sent by HTTP to
+            ``endpoint``.
 
     Raises:
         MissingPackageError: OpenTelemetry's packages are not installed.

@@ -205,7 +205,7 @@ async def read_body(
     """Read, decode and check the body; return ``convert(body)``.
 
     Args:
-        convert: called on another thread if the body is large.
+        convert: a function that converts the body; called on another thread if the body is large.
 
     Raises:
         BodyTooLargeError: the body is longer than ``serve.max_body_bytes``.

@@ -291,7 +291,7 @@ def open_state(
     Args:
         reach: the addresses at which clients reach the deployment; its ``node_id`` must be this
             process's node.
-        ask: asks the deployment's controller whether and when groups will serve.
+        ask: a function that asks the deployment's controller whether and when groups will serve.
         replica: see ``ApiState``.
     """
     client = EngineClient(

@@ -67,9 +67,7 @@ class _AllowedTools(Body, kw_only=True):
 
 
 class _Choice(Body, kw_only=True):
-    """The value of ``tool_choice``. The name of a tool may also be beside the type, as in other
-    APIs.
-    """
+    """The value of ``tool_choice``. Clients of other APIs write a tool's name beside the type."""
 
     type: Literal["function", "tool", "allowed_tools", "none", "auto", "required", "any"] = (
         "function"

@@ -34,7 +34,7 @@ class HolderMessage(msgspec.Struct, frozen=True):
 
     Attributes:
         begun: number of a new connection; 0 if no connection is new. The message of a new
-            connection also carries its two descriptors.
+            connection also carries the descriptors of the connection and of its journal.
     """
 
     ended: tuple[int, ...] = ()
