@@ -96,8 +96,9 @@ class ProcessLog:
 
     Attributes:
         role: the purpose of the process.
-        group, rank, get_epoch: group, rank and epoch of the process; None while they are unknown.
-            Each line contains the values that are valid when it is written.
+        group, rank, get_epoch: the process's group and rank, and a function that returns its epoch;
+            None while they are unknown. Each line contains the values that are valid when it is
+            written.
         folder: the folder of the files; None while there are no files.
     """
 

@@ -17,7 +17,7 @@ from dist_aclgraph.errors import ConfigError
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
 # the ways to send tokens to experts on other ranks
 ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]
-# With this exchange, a step loses tokens that do not fit into its buffers.
+# This exchange loses the tokens of a step that do not fit into its buffers.
 MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 

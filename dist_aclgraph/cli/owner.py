@@ -63,10 +63,11 @@ def own_deployment(
     """Start a deployment; after a signal, drain and stop the deployment.
 
     Args:
-        heartbeat: beats while the deployment starts and serves.
+        heartbeat: the heartbeat that this process sends while the deployment starts and serves.
         restarts: the supervisor's budget for restarts of owners, as it was at this owner's start;
-            None without a supervisor. A supervisor ends the processes that this process has
-            started, so a signal during the start ends this process at once.
+            None without a supervisor. With a supervisor, a signal during the start ends this
+            process at once, because the supervisor ends the processes that this process has
+            started.
 
     Raises:
         RayDiedError: the Ray that was started for the deployment has died. The caller may start a

@@ -398,7 +398,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _pause(what: str, backoff: Backoff, error: OSError) -> float:
-    """Begin a pause, print a message, and return the end of the pause on the monotonic clock."""
+    """Begin a pause, print a message, and return the time of the pause's end (monotonic clock)."""
     now_s = time.monotonic()
     backoff.failed(now_s)
     pause_s = backoff.pause_s(now_s)

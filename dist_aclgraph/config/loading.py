@@ -305,8 +305,8 @@ def _find_template(given: str, base: Path) -> str:
 
 
 def _find_model(model: str, base: Path) -> str:
-    """Return the path of the model's directory, in the working directory or in ``base``; if there
-    is no such directory, return the name.
+    """Return the path of the model's directory, in the working directory or in ``base``. If there
+    is no such directory, return ``model``, which may be a name on a hub.
 
     Raises:
         ConfigError: the model is an address.

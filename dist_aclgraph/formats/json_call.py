@@ -133,7 +133,7 @@ def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Sca
     content, too.
 
     Args:
-        before: the marker before the kept text.
+        before: the marker before the text that the scanner keeps.
         copy: a function that reads one call.
     """
     yield from scanner.match("[")
@@ -191,7 +191,7 @@ def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) 
     Return the marker at which the content ends.
 
     Args:
-        before: the marker before the kept text.
+        before: the marker before the text that the scanner keeps.
     """
     num_calls = scanner.num_calls
     yield from copy_calls(scanner, before)

@@ -331,7 +331,7 @@ def parameters_of(
 
 
 def _named(tool: str, schema: Any, root: Any) -> Any:
-    """Follow the references of an object's schema; return the schema that they name.
+    """Follow the references of an object's schema; return the schema to which they lead.
 
     Raises:
         InvalidParameterError: a schema has, beside its reference, other keywords that restrict the

@@ -136,8 +136,9 @@ class Scanner:
         """Read the text up to the first of ``markers`` in it, and this marker.
 
         Args:
-            emit: is called with the text before the marker, in pieces. If the end of a piece may be
-                the beginning of a marker, this end is held back until more text has arrived.
+            emit: a function that is called with the text before the marker, in pieces. If the end
+                of a piece may be the beginning of a marker, this end is held back until more text
+                has arrived.
             in_call: whether the text is a part of a call. If the answer ends with an incomplete
                 marker, a call omits the incomplete marker, and other text includes it.
 

@@ -12,7 +12,7 @@ from typing import Any
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 
 MAX_LITERAL_CHARS = 1 << 13  # Python's parser takes 50 ms for a hostile text of this length
-MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
+MAX_DEPTH = 8  # maximum depth to which a schema is searched for types
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 # Constants in Python's spelling, which some templates write instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}

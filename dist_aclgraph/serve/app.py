@@ -206,8 +206,8 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
     access = read_access(config.serve, checks_host=False)
     if config.serve.traces is not None:
         check_packages()
-    # The folder's name must not depend on the time, because Serve replaces replicas whose arguments
-    # have changed.
+    # The replicas' arguments contain the folder's name, and Serve replaces replicas whose arguments
+    # have changed. So the name must not depend on the time.
     config = with_log_folder(config, f"serve-{file_name(config.name)}")
     drain_s = config.serve.drain_s
     options: dict[str, Any] = {

@@ -178,7 +178,7 @@ def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
     # queries before and after they are divided into two parts
     head = 2 * (latent.plain_dim + latent.rope_dim)
     head += 2 * latent.kv_rank  # absorbed queries, and the attention's output for these queries
-    head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys, values and output of the plain form
+    head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys, values and output, if not absorbed
     down = 2 * (latent.kv_rank + latent.rope_dim) + 2 * (latent.q_rank or 0)
     return down + spec.num_heads // tp * head
 

@@ -8,8 +8,9 @@ from typing import Any
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 _GEMMA_NAMES = {"hidden_activation": "hidden_act"}
 _COHERE_NAMES = {"layer_norm_eps": "rms_norm_eps"}
-# The class of each supported ``model_type``, for a config.json without ``architectures``: as in
-# transformers' AutoModelForCausalLM, or the class with an image encoder, if the type has one.
+# Maps each supported ``model_type`` to a class, for a config.json without ``architectures``. It is
+# the class of transformers' AutoModelForCausalLM; for a type with an image encoder, it is the class
+# with this encoder.
 ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",

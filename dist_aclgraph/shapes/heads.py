@@ -98,8 +98,8 @@ def check_shards(
     num_prompt_ranks: int,
     is_latent: bool,
 ) -> None:
-    """Check that only ranks with the same KV heads share a cache: without ``dcp``, each of these
-    ranks would store a copy of the same KV.
+    """Check that only ranks with the same KV heads share a cache. Without ``dcp``, each of these
+    ranks stores a copy of the same KV.
 
     Args:
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.

@@ -31,10 +31,11 @@ class LinearSpec:
         key_dim, value_dim: width of a key or query head, and of a value head.
         conv_width: number of latest tokens that the convolution combines for each token, the token
             itself included.
-        has_grouped_weights: true: a matrix stores the queries, keys, values and gates key head by
-            key head; false: first all queries, then all keys, and so on.
-        decays_by_channel: true: each channel of a key has its own decay (Kimi Delta Attention);
-            false: each head has one decay.
+        has_grouped_weights: whether the rows of a matrix are grouped by key head: first the
+            queries, keys, values and gates of the first key head, and so on. If false, a matrix has
+            first all queries, then all keys, and so on.
+        decays_by_channel: whether each channel of a key has its own decay (Kimi Delta Attention).
+            If false, each head has one decay.
     """
 
     layers: frozenset[int]

@@ -49,14 +49,14 @@ class ExpertSpec(ExpertFacts):
         group_score: a group's score is the score of its best expert ("max"), or the sum of its two
             best scores ("top2").
         scaling: factor for the experts' weights.
-        has_bias: whether a bias is added to the scores for the choice of experts, but not for
-            weights.
+        has_bias: whether a bias is added to the scores when experts are chosen. The experts'
+            weights do not include this bias.
         bias_is_row: whether the checkpoint stores this bias as a matrix of one row.
         has_product_biases: whether the router's logits and the products of experts have biases.
         shared_width: inner width of all shared experts together; None means ``num_shared`` times
             ``width``.
-        gates_shared: whether ``sigmoid`` of one number per token multiplies the result of shared
-            experts.
+        gates_shared: whether the result of shared experts is multiplied by ``sigmoid`` of one
+            number per token.
         clip: limits of the activation; None means SiLU of the gate without limits.
         is_stacked: whether the checkpoint stores one tensor for all experts of a layer, [experts,
             in, out], in which the columns of gate and up alternate.
@@ -98,8 +98,8 @@ class LatentSpec:
         plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
             rotary embedding, and the part with it.
         value_dim: width of a value head.
-        interleaves: true: the checkpoint rotates pairs of neighbouring elements; false: it rotates
-            pairs of elements that are half a head apart.
+        interleaves: whether the checkpoint rotates pairs of neighbouring elements. If false, it
+            rotates pairs of elements that are half a head apart.
     """
 
     q_rank: int | None

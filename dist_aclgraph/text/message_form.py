@@ -192,8 +192,8 @@ def _writes_roles(template: nodes.Template, names: set[str]) -> bool:
 
 
 def _has_role(node: nodes.Node, names: set[str]) -> bool:
-    """Return whether the value of an expression contains a role. The value of a comparison does
-    not.
+    """Return whether the value of an expression contains a role. The value of a comparison contains
+    no role.
     """
     is_error = isinstance(node, nodes.Call) and _own_name(node.node) == {"raise_exception"}
     if is_error or isinstance(node, nodes.Compare | nodes.Test):

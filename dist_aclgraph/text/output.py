@@ -53,8 +53,8 @@ class OutputText:
 
     Args:
         prompt_ids: the prompt; the beginning of the text depends on the prompt's last tokens.
-        reader: divides the text into reasoning, content and calls. Stop strings then end the output
-            only within content.
+        reader: the object that divides the text into reasoning, content and calls. With a reader,
+            stop strings end the output only within content.
         max_calls: the output ends after this number of calls; None if there is no limit.
     """
 

@@ -130,7 +130,7 @@ def _cores(num_npus: int, numa: Path) -> Finding:
 
 
 def _binding(npus: list[str]) -> Finding:
-    """Return the cores to which ranks are bound on this host."""
+    """Return the finding that lists the cores to which each rank is bound on this host."""
     try:
         shares = shares_here(DeviceConfig())
     except NotBoundError as e:

@@ -82,9 +82,7 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. From a refusal, a client without a key learns nothing but that the
-        service is full.
-        """
+        """See ``GatedApp``. A refusal only tells a client without a key that the service is full."""
         slots = self._state.slots
         if self._access.origins:  # the CORS headers depend on the request's headers
             return None

@@ -3,8 +3,8 @@
 msgspec checks types while it decodes, and stops at the first error, so nothing is built from
 invalid input. A number may also be written as a text, and an integer as a float without a fraction.
 A boolean may also be 0 or 1, or one of the texts true, false, 1 and 0. A field that may have any
-number of items stays ``Raw``, which costs only a scan. The items of such a field are counted before
-they are built (``types``).
+number of items is first decoded as ``Raw``: its JSON text is scanned, but no items are built. The
+items of such a field are counted before they are built (``types``).
 
 Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused. A
 field in ``NOT_OFFERED`` is always refused, because a client would misunderstand an answer without

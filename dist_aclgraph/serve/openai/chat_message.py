@@ -63,7 +63,7 @@ class ChatMessage(Body):
     reasoning: str | None = None
     refusal: str | None = None
     audio: None = None
-    function_call: Annotated[Raw, schemas.CALLED] = ABSENT  # older name of a single call
+    function_call: Annotated[Raw, schemas.CALLED] = ABSENT  # older form of tool_calls
     annotations: Annotated[Raw, schemas.ANNOTATIONS] = ABSENT
     tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
     tool_call_id: str | None = None
@@ -113,7 +113,7 @@ class ChatMessage(Body):
             raise InvalidParameterError(f"{param} is missing", param)
         if not data.startswith(b"["):
             return str(decode(data, str, param)), None
-        check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
+        check_num_strings(data, 4 * MAX_PARTS, param)  # a part has at most four strings
         kind = self.kind_of_part(ContentPart)
         parts = decode(data, list[str | kind], param)  # type: ignore[valid-type]
         if len(parts) > MAX_PARTS:

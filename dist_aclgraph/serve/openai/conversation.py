@@ -57,7 +57,7 @@ class Conversation:
         off_param: the request's field that turns the reasoning off; empty if no field does.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
             context length.
-        truncated: function that truncates the prompt.
+        truncated: a function that truncates the prompt.
     """
 
     messages: Sequence[Mapping[str, Any]]

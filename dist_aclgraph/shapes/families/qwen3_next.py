@@ -39,8 +39,8 @@ def read_qwen3_next(config: ModelConfig) -> ModelSpec:
 
 
 def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
-    """Return the names of the next-token module's weights. Its index follows the last layer's
-    index.
+    """Return the names of the next-token module's weights. The module's index follows the index of
+    the last layer.
     """
     module = f"model.layers.{num_layers}."
     return (
