@@ -46,7 +46,7 @@ class _Rule:
         group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
         by_pattern: whether ``sliding_window_pattern`` is a key of this architecture.
         by_type: whether ``layer_types`` replaces ``layers``.
-        by_switch: whether layers have windows only if ``use_sliding_window`` is true.
+        by_switch: whether ``use_sliding_window`` must be true if layers are to have windows.
     """
 
     usual: int | None = 4096

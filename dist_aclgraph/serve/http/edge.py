@@ -82,7 +82,7 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. A refusal only tells a client without a key that the service is full."""
+        """See ``GatedApp``. It tells a client without a key only that the service is full."""
         slots = self._state.slots
         if self._access.origins:  # the CORS headers depend on the request's headers
             return None
