@@ -65,7 +65,9 @@ def take_over_environment(variables: Mapping[str, str]) -> None:
 
 
 def raylet_pid() -> int | None:
-    """Return the process id of the raylet that started this process, or None without a raylet."""
+    """Return the process id of the raylet that started this process; None if no raylet has started
+    it.
+    """
     value = os.environ.get(RAYLET_VARIABLE)
     return None if value is None else int(value)
 
@@ -221,7 +223,7 @@ def may_use_ray_token() -> bool:
 
 
 def api_key() -> str | None:
-    """Return the HTTP service's API key from the environment; None without a key."""
+    """Return the HTTP service's API key from the environment; None if there is no key."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
@@ -284,7 +286,7 @@ def disable_backend_autoload() -> None:
 
 
 def visible_devices() -> tuple[int, ...] | None:
-    """Return the physical NPU ids that this process may use; None without a restriction."""
+    """Return the physical NPU ids that this process may use; None if all may be used."""
     value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if value is None:
         return None

@@ -188,7 +188,8 @@ class RequestError(DistAclGraphError):
     """A request has a mistake, so it cannot be served.
 
     Attributes:
-        param: name of the invalid request field, as in OpenAI's API; None without a field.
+        param: name of the invalid request field, as in OpenAI's API; None if the error belongs to
+            no field.
     """
 
     code: str | None = "invalid_value"

@@ -38,7 +38,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.
-        ModelError: the model is no checkpoint; or it can be loaded neither from the hub nor from
+        ModelError: the model is not a checkpoint; or it can be loaded neither from the hub nor from
             the cache.
     """
     name = config.model

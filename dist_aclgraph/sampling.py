@@ -125,8 +125,8 @@ class Structure:
         salt: compiled grammars are shared only between requests with the same salt.
         end_ids: tokens that end the output. In reasoning before an answer with a grammar, these
             tokens are forbidden.
-        think_begin, think_end: tokens around the reasoning; -1 without reasoning. The grammar does
-            not apply to the reasoning.
+        think_begin, think_end: tokens around the reasoning; -1 if there is no reasoning. The
+            grammar does not apply to the reasoning.
         is_thinking: whether the output begins within the reasoning. If not, the output's first
             token may be ``think_begin``.
         max_thought: maximum number of tokens of reasoning; -1 sets no limit.

@@ -65,7 +65,7 @@ def own_deployment(
     Args:
         heartbeat: the heartbeat that this process sends while the deployment starts and serves.
         restarts: the supervisor's budget for restarts of owners, as it was at this owner's start;
-            None without a supervisor. With a supervisor, a signal during the start ends this
+            None if there is no supervisor. With a supervisor, a signal during the start ends this
             process at once, because the supervisor ends the processes that this process has
             started.
 
@@ -217,7 +217,7 @@ class _IngressAnswers:
     """The answers to the ingress. The main thread sets the answers; threads of the link read them.
 
     Args:
-        restarts: the supervisor's budget for restarts of owners; None without a supervisor.
+        restarts: the supervisor's budget for restarts of owners; None if there is no supervisor.
 
     Attributes:
         running: the deployment; None before the deployment serves, and while it is being stopped.

@@ -136,7 +136,7 @@ class AnswerFormat:
                 of strict tools are too long.
         """
         lark = Lark(self.token_ids)
-        # Markers that are no tokens are optional: the model writes them as text, or omits them.
+        # Markers that are not tokens are optional: the model writes them as text, or omits them.
         around = self.around if self.around and all(map(lark.is_token, self.around)) else None
         if tools is None or self.name is None:
             if form is not None and self.has_channels:
@@ -149,7 +149,7 @@ class AnswerFormat:
         module = FORMATS[self.name]
         if form is None and not is_required and not any(name in strict for name in tools):
             return None
-        # Check the length first, because copying long schemas takes long.
+        # Check the length first, because copying long schemas takes a long time.
         schemas = [schema for name, schema in tools.items() if name in strict]
         check_structure_length(len(json.dumps(schemas, ensure_ascii=False)))
         each = []

@@ -14,7 +14,7 @@ KEYS = ("type", "id", "index", "tool_call_id", *ARGUMENT_KEYS)
 
 
 class Outcome(Enum):
-    NO_CALL = "no call"  # the text is no call; nothing was emitted
+    NO_CALL = "no call"  # the text is not a call; nothing was emitted
     CUT = "cut"  # the call began, and its arguments are incomplete
     WHOLE = "whole"
 
@@ -28,11 +28,11 @@ def copy_call(
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
     The call begins when its name was read and its arguments begin. If the object has, before this
-    point, a key that calls do not have, the object is no call. Members after the arguments are left
-    out. A missing closing brace of the object is not an error.
+    point, a key that calls do not have, the object is not a call. Members after the arguments are
+    left out. A missing closing brace of the object is not an error.
 
     Args:
-        known: names of tools; an object with another name is no call. None allows all names.
+        known: names of tools; an object with another name is not a call. None allows all names.
         name_key: the JSON key whose value is the call's name.
     """
     if not (yield from scanner.match("{")):
@@ -129,8 +129,8 @@ def _object_of(text: str) -> str:
 def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Scan[None]:
     """Read calls in a list. Some models omit the brackets or the commas of the list.
 
-    Text that is no call is content. If there is no call at all, the text that the scanner keeps is
-    content, too.
+    Text that is not a call is content. If there is no call at all, the text that the scanner
+    keeps is content, too.
 
     Args:
         before: the marker before the text that the scanner keeps.
@@ -177,7 +177,7 @@ def copy_lists(scanner: Scanner, begin: str, end: str, copy: CopyCall) -> Scan[N
 def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
     """Read content in which each call is between two markers.
 
-    If the text between two markers is no call, the text and both markers are content.
+    If the text between two markers is not a call, the text and both markers are content.
     """
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:

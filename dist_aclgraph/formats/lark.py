@@ -137,7 +137,7 @@ class Lark:
         """Return an expression for a text in the given output format.
 
         Raises:
-            InvalidParameterError: the format is itself a grammar, or its pattern is no regular
+            InvalidParameterError: the format is itself a grammar, or its pattern is not a regular
                 expression.
         """
         if form.kind == "json":

@@ -27,7 +27,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
 }
 MAY_BE_NULL = {"const", "default"}
-# Some programs write a title or a name into these keywords. If the value is no URI reference
+# Some programs write a title or a name into these keywords. If the value is not a URI reference
 # (RFC 3986), no ``$ref`` can refer to it.
 IDS = ("$id", "$schema")
 _URI = re.compile(r"(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
@@ -35,8 +35,8 @@ _URI = re.compile(r"(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 
 def leave_out_no_effect(schema: dict[str, Any]) -> None:
     """Remove keywords that allow every value, formats that JSON Schema does not define, and ids
-    that are no URIs. Also remove keywords whose value is null, because some programs write null for
-    an absent keyword.
+    that are not URIs. Also remove keywords whose value is null, because some programs write null
+    for an absent keyword.
     """
     for part in parts_of(schema):
         for key in [key for key in part if part[key] is None and key not in MAY_BE_NULL]:

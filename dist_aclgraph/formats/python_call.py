@@ -23,8 +23,8 @@ _NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 
 def copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
-    """Read a call of a given tool; return whether the call is complete. If the text is no call, the
-    scanner keeps the text.
+    """Read a call of a given tool; return whether the call is complete. If the text is not a call,
+    the scanner keeps the text.
     """
     name = yield from _read_name(scanner, _TOOL_NAME, "(")
     if name not in tools:

@@ -31,7 +31,7 @@ THOUGHTS = (
 
 
 def find_thought(template: str) -> Thought | None:
-    """Return the markers of reasoning that a chat template contains; None without markers.
+    """Return the markers of reasoning that a chat template contains; None if there are no markers.
 
     Some templates contain only the begin marker, because they only open the answer's reasoning.
     """

@@ -2,7 +2,7 @@
 
 llguidance reads regular expressions as Rust's library ``regex`` does. In this dialect, "[" within a
 class begins another class, "&&", "--" and "~~" are operators of classes, a class such as ``\\w``
-cannot be followed by "-", and a brace that is no quantifier is an error.
+cannot be followed by "-", and a brace that is not a quantifier is an error.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class GroupsReplica:
         await asyncio.Event().wait()
 
     async def check_health(self) -> None:
-        """Raise if the deployment is dead, so that Serve replaces this replica."""
+        """Raise an error if the deployment is dead, so that Serve replaces this replica."""
         await asyncio.to_thread(self._deployment.raise_if_dead)
 
     async def __del__(self) -> None:
@@ -142,8 +142,8 @@ class Ingress:
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Raise if all groups are dead. This ingress cannot reach the groups that replace them, so
-        Ray Serve must replace this ingress, too.
+        """Raise an error if all groups are dead. This ingress cannot reach the groups that replace
+        them, so Ray Serve must replace this ingress, too.
         """
         self._state.raise_if_dead()
 

@@ -136,7 +136,8 @@ def read_int4_formats(config: ModelConfig) -> Int4Formats:
     """Return the matrices with four bits, of a checkpoint that ``check_quantisation`` accepts.
 
     Raises:
-        ModelError: ModelSlim's description cannot be read, or a pattern is no regular expression.
+        ModelError: ModelSlim's description cannot be read, or a pattern is not a regular
+            expression.
     """
     path = config.directory / DESCRIPTION
     if path.exists():

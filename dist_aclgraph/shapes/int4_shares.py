@@ -60,7 +60,7 @@ def _check_hidden_size(width: int, part: str, factor: int) -> None:
     """Check that the operators accept matrices whose inputs are the hidden states.
 
     Raises:
-        ConfigError: the number of inputs is no multiple of ``factor``.
+        ConfigError: the number of inputs is not a multiple of ``factor``.
     """
     if width % factor:
         raise ConfigError(

@@ -55,7 +55,7 @@ class ModelConfig:
         path: path of the file, for error messages.
         raw: the object, with each key under its most common name. If a model has several parts, the
             keys of the text part replace the keys of the top level.
-        generation: the object of generation_config.json; empty without this file.
+        generation: the object of generation_config.json; empty if there is no such file.
     """
 
     path: Path

@@ -65,14 +65,15 @@ class ModelFacts:
         context_len: length of the longest request that the model supports, in tokens.
         usual_len: default of ``max_model_len``; None means ``context_len``.
         num_draft_layers: number of next-token modules, which propose drafts.
-        latent_size: number of elements that latent attention caches per token and layer; 0 without
-            latent attention.
+        latent_size: number of elements that latent attention caches per token and layer; 0 if the
+            model has no latent attention.
         latent_head_dim: width of a query head of latent attention, with its rotated part.
         linear: layers of linear attention; None if all layers keep keys.
         indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
         holds_int8: whether the safetensors files contain int8 matrices.
         holds_int4: whether the checkpoint has matrices of four bits.
-        quant_method: name of the format of quantised weights in config.json; "" without a name.
+        quant_method: name of the format of quantised weights in config.json; "" if there is no
+            name.
         vocab_size: number of rows of the embedding; all token ids are smaller.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. If false, the norms of q and k

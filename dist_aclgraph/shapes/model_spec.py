@@ -93,7 +93,7 @@ class LatentSpec:
     token.
 
     Attributes:
-        q_rank: width of the low-rank projection of queries; None without such a projection.
+        q_rank: width of the low-rank projection of queries; None if there is no such projection.
         kv_rank: width of the latent.
         plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
             rotary embedding, and the part with it.

@@ -71,7 +71,8 @@ def read_task(config: Config) -> ModelTask:
 
 
 def _read_steps(directory: Path) -> dict[str, str]:
-    """Return the folders of the steps to an embedding, by class name; empty without modules.json.
+    """Return the folders of the steps to an embedding, by class name; empty if there is no
+    modules.json.
 
     Raises:
         ModelError: modules.json cannot be read, or names a folder outside the checkpoint.

@@ -211,7 +211,7 @@ def read_chat_template(
     *,
     path: Path | None = None,
 ) -> ChatTemplate | None:
-    """Return the chat template of a checkpoint; None without a template.
+    """Return the chat template of a checkpoint; None if there is no template.
 
     Args:
         path: a file whose template replaces the checkpoint's templates; None if no file is

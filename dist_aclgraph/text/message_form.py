@@ -243,7 +243,9 @@ def _with_metadata(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a call whose arguments are an object. A text that is no JSON object is not changed."""
+    """Return a call whose arguments are an object. A text that is not a JSON object is not
+    changed.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

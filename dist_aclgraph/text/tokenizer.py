@@ -246,7 +246,7 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The text of all of the checkpoint's chat templates; None without a template."""
+        """The text of all of the checkpoint's chat templates; None if there is no template."""
         return None if self._template is None else "\n".join(self._template.sources.values())
 
     def token(self, text: str) -> int | None:

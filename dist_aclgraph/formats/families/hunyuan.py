@@ -60,7 +60,7 @@ def _copy_named(scanner: Scanner, before: str) -> Scan[str | None]:
     """Read a call whose name precedes its arguments.
 
     Args:
-        before: the marker before the text that the scanner keeps. If the text is no call, marker
+        before: the marker before the text that the scanner keeps. If the text is not a call, marker
             and text become content.
 
     Returns:

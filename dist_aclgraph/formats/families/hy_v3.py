@@ -91,7 +91,7 @@ def _copy_calls(
     was already read. Return the marker that ends the content.
 
     Args:
-        before: the marker before the text that the scanner keeps. If the text is no call, marker
+        before: the marker before the text that the scanner keeps. If the text is not a call, marker
             and text become content.
     """
     call, end_calls = scanner.coded(tags.call[0]), scanner.coded(tags.calls[1])

@@ -78,7 +78,8 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies and journals in memory; for one event loop only.
+    """Counts the bytes of all request bodies and journals in memory. Only one event loop may use
+    this object.
 
     Journals get no more than half of the limit, so that requests need not wait for journals.
     """

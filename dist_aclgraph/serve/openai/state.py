@@ -139,7 +139,7 @@ class ApiState:
         self.client.raise_if_dead()
 
     def admit(self, model: str | None, tasks: tuple[Task, ...] = WRITING) -> None:
-        """Raise if a request for ``model`` cannot be accepted now.
+        """Raise an error if a request for ``model`` cannot be accepted now.
 
         Args:
             tasks: the request is refused unless the model has one of these tasks.

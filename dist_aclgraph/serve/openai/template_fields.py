@@ -57,7 +57,7 @@ class AskedReasoning:
 
     Attributes:
         is_on: whether the request turns the reasoning on or off; None if it does neither.
-        budget: the limit of tokens in ``thinking`` or ``reasoning``; None without a limit.
+        budget: the limit of tokens in ``thinking`` or ``reasoning``; None if there is no limit.
         effort_param, budget_param: names of the fields that contain the effort and the limit, for
             error messages.
     """

@@ -202,13 +202,13 @@ def leave_out_hosted(
 
 
 def check_needs_no_tools(choice: ToolChoice) -> None:
-    """Raise if a request without tools asks for a call."""
+    """Raise an error if a request without tools asks for a call."""
     if choice.mode == "required" or choice.names:
         raise InvalidParameterError("tool_choice needs tools", "tool_choice")
 
 
 def check_type(kind: str, place: str, offered: str = "function") -> None:
-    """Raise if the service cannot offer a tool of this type.
+    """Raise an error if the service cannot offer a tool of this type.
 
     Args:
         place: the tool's position in the body; used in error messages.
@@ -301,7 +301,9 @@ def _read_choice(choice: Raw) -> ToolChoice:
 
 
 def read_calls(calls: Raw, param: str) -> list[dict[str, Any]] | None:
-    """Return the calls of an assistant's message, for the chat template; None without calls."""
+    """Return the calls of an assistant's message, for the chat template; None if there are no
+    calls.
+    """
     data = bytes(calls)
     if data in _NOTHING:
         return None

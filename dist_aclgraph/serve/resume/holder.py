@@ -58,7 +58,8 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The side of the link in the process that answers requests; for one thread.
+    """The side of the link in the process that answers requests. Only one thread may use this
+    object.
 
     Attributes:
         left: the open connections of the previous process, by number.
