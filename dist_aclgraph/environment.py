@@ -228,7 +228,8 @@ def api_key() -> str | None:
 
 
 def gcs_wait_s() -> float:
-    """Return how many seconds the nodes of a cluster wait for an absent control store (GCS).
+    """Return the time in seconds for which a cluster's nodes wait for an absent control store
+    (GCS).
 
     Call this before ``prepare_ray_environment``, which sets a longer wait for this process.
     """

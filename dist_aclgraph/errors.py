@@ -101,7 +101,7 @@ class DeviceFaultError(WorkerLostError):
     """A worker's device stopped with a known error; the worker's process still runs.
 
     Attributes:
-        fault: why the device stopped.
+        fault: the reason why the device stopped.
     """
 
     def __init__(

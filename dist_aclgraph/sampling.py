@@ -108,7 +108,7 @@ class StructuredOutputs:
 
     @property
     def json_options(self) -> dict[str, Any]:
-        """The value of a JSON schema's key ``x-guidance``: how llguidance reads the schema."""
+        """Options for reading a JSON schema: the value of llguidance's key ``x-guidance``."""
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.whitespace_pattern or JSON_SPACE}

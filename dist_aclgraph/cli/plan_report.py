@@ -217,7 +217,7 @@ def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
 def _requests_that_fit(
     deployment: AssumedDeployment, num_blocks: int, longest: int
 ) -> list[dict[str, int]]:
-    """Return how many requests of each length fit in the KV caches of all data parallel ranks."""
+    """Return the number of requests of each length that fit in the KV caches of all ranks."""
     spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
     lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]
     return [
@@ -254,8 +254,8 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
-    """Return how the memory of the NPU with the least memory is used. The parts and the free bytes
-    add up to all bytes.
+    """Return the use of memory on the NPU with the least memory. The parts and the free bytes add
+    up to all bytes.
     """
     memory, spec = deployment.memory, deployment.planner.cache_spec
     graphs = deployment.graph_bytes(pool)

@@ -81,7 +81,7 @@ PARTS = ("json", "regex", "choice")
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How one checkpoint writes its answers.
+    """The form in which one checkpoint writes its answers.
 
     Attributes:
         name: the name, in ``FORMATS``, of the format in which the model writes calls; None if the

@@ -31,7 +31,7 @@ SCALE_BYTES, PREPARED_SCALE_BYTES = 2, 8
 
 @dataclass(frozen=True)
 class Int4Format:
-    """How a matrix of four-bit values is multiplied.
+    """The way in which a matrix of four-bit values is multiplied.
 
     Attributes:
         quantises_rows: whether input rows are quantised to int8; else the values of weights are
@@ -196,7 +196,7 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
 
 def group_of(description: Mapping[str, Any]) -> int | None:
-    """Return how many inputs share a scale; None if the description names no groups.
+    """Return the number of inputs that share a scale; None if the description names no groups.
 
     Args:
         description: ModelSlim's description, or the description of the weights.

@@ -43,7 +43,7 @@ class ExpertSpec(ExpertFacts):
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
         layers: indices of the layers that have experts; all other layers have a dense MLP. The
             indices of next-token layers follow the decoder's.
-        scoring: how a router's logits become the weights of experts.
+        scoring: the function that makes the weights of experts from a router's logits.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
             ``num_groups`` groups; both are 1 if there are no groups.
         group_score: a group's score is the score of its best expert ("max"), or the sum of its two
@@ -140,7 +140,7 @@ class RowRange:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """How a checkpoint names its tensors, if its names differ from the usual names (the names that
+    """The names of a checkpoint's tensors, if they differ from the usual names (the names that
     Llama and DeepSeek V3 use).
 
     Attributes:

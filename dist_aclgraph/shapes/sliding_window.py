@@ -35,13 +35,13 @@ class SlidingWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """How an architecture describes its windows in config.json.
+    """The rule by which an architecture describes its windows in config.json.
 
     Attributes:
         usual: number of keys if the key ``sliding_window`` is absent; None means no window. If the
             key is null, no layer has a window.
-        layers: which layers have a window. "every second": layers 0, 2, 4, and so on. "later": the
-            layers from ``max_window_layers`` on, by default from layer 28 on. "in groups": all
+        layers: the layers that have a window. "every second": layers 0, 2, 4, and so on. "later":
+            the layers from ``max_window_layers`` on, by default from layer 28 on. "in groups": all
             layers except the last layer of each group of ``sliding_window_pattern`` layers.
         group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
         by_pattern: whether ``sliding_window_pattern`` is a key of this architecture.

@@ -48,8 +48,8 @@ class RenderLimits:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How messages become a prompt; the options are the same as for ``apply_chat_template`` in
-    transformers.
+    """Options with which messages become a prompt. They are the same as for ``apply_chat_template``
+    in transformers.
 
     Attributes:
         add_generation_prompt: whether the prompt ends with the beginning of the assistant's

@@ -47,8 +47,8 @@ class MessageForm:
             test to find messages with calls.
         reads_metadata: whether a call is a separate message, whose metadata is the call's name.
             Results then have the role "observation". GLM-4 has such a template.
-        tools: how the template reads the tools of its first message: as "text" or as a "list".
-            None if it does not read them there. GLM-4-9B and Phi-4-mini have such templates.
+        tools: the form in which the template reads tools from the first message: "text" or "list".
+            None if it does not read tools there. GLM-4-9B and Phi-4-mini have such templates.
         calls_are_text: whether the template reads no calls, and its model writes them between the
             tokens of Phi-4-mini. Then earlier calls are a part of the content.
     """
@@ -146,8 +146,8 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
 
 
 def _own_tools(template: nodes.Template) -> str | None:
-    """Return how a template reads the tools of a message: as "text" or as a "list". Return None if
-    the template reads the tools from the request, or reads no tools.
+    """Return the form in which a template reads the tools of a message: "text" or "list". Return
+    None if the template reads the tools from the request, or reads no tools.
     """
     assigned = [each for each in template.find_all(nodes.Assign) if _key(each.node) == "tools"]
     own = {each.target.name for each in assigned if isinstance(each.target, nodes.Name)}

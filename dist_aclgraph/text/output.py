@@ -102,8 +102,8 @@ class OutputText:
 
         Args:
             logprobs: one report for each token; empty if log-probabilities were not requested.
-            finish_reason: why the engine ended the request with these tokens; "stop" means that the
-                last token is a stop token.
+            finish_reason: the reason why the engine ended the request with these tokens; "stop"
+                means that the last token is a stop token.
         """
         has_end_token = finish_reason == "stop"
         num_spoken = len(token_ids) - has_end_token

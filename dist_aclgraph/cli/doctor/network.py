@@ -41,8 +41,8 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why another program might occupy HCCL's ports; "" if other programs cannot occupy
-    them.
+    """Return the reason why another program might occupy HCCL's ports; "" if no other program can
+    occupy them.
     """
     try:
         first, last = map(int, EPHEMERAL.read_text().split())

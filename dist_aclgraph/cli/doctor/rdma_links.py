@@ -62,7 +62,7 @@ def _link(npu: str, tool: str) -> str:
 
 
 def _ping(address: str, tool: str) -> str:
-    """Return why an address does not answer; "" if it answers."""
+    """Return the reason why an address does not answer; "" if it answers."""
     output = _run(tool, "-i", "0", "-ping", "-g", "address", address)
     found = re.search(r"(\d+)\s+(?:packets\s+)?received", output)
     if found is None:

@@ -35,7 +35,7 @@ class RequestAccount:
             then.
         prefill_s: time from the end of the wait in the engine's queue to the first token; 0 if
             unknown.
-        finish_reason: why the last choice ended.
+        finish_reason: the reason why the last choice ended.
         error: name of the error that ended the request; ``CLIENT_GONE`` if the client ended it.
     """
 
@@ -59,7 +59,7 @@ class RequestAccount:
 
     @property
     def outcome(self) -> str:
-        """How the request ended: ``DONE``, or the name of an error."""
+        """The outcome of the request: ``DONE``, or the name of an error."""
         if self.error or not self.status:
             return self.error or UNANSWERED
         return FAILED if self.status >= FIRST_ERROR else DONE

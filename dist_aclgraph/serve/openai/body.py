@@ -336,7 +336,9 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
 
 
 def _reason(message: str, data: bytes) -> str:
-    """Return why data is not JSON. msgspec's reason is wrong for empty data and lone surrogates."""
+    """Return the reason why data is not JSON. For empty data and unpaired surrogates, msgspec's
+    reason would be wrong.
+    """
     if not data.strip():
         return "it is empty"
     if "malformed: invalid character" not in message and (found := _UNPAIRED.search(data)):

@@ -17,7 +17,7 @@ from dist_aclgraph.formats.events import (
 
 
 def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
-    """Return what the events add to a message, as the ``delta`` of a chunk.
+    """Return the ``delta`` of a chunk: the parts that the events add to a message.
 
     A call's id, type and name are only in the delta in which the call begins. Fields without a
     value are omitted, because clients join the values of all deltas.

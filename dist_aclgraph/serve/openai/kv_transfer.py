@@ -56,8 +56,8 @@ NO_TRANSFER = Transfer()
 
 
 def read_transfer(raw: Raw, *, is_whole: bool) -> Transfer:
-    """Return what the service does for a router: "prefill" computes the prompt, and "decode"
-    generates the answer; "" if the request has no such parameters.
+    """Return the service's role for a router: "prefill" computes the prompt, and "decode" generates
+    the answer. The role is "" if the request has no parameters of a router.
 
     Args:
         is_whole: whether the request asks for a single answer, without streaming.

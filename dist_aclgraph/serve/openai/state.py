@@ -161,7 +161,7 @@ class ApiState:
     def fit(
         self, num_prompt_tokens: int, asked: int | None, default: int | None, param: str
     ) -> int:
-        """Return how many tokens a request may generate.
+        """Return the number of tokens that a request may generate.
 
         Raises:
             RequestTooLongError: the prompt and the requested tokens together exceed the context.

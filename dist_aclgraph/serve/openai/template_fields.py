@@ -53,7 +53,7 @@ class HasTemplateFields(Protocol):
 
 @dataclass(frozen=True)
 class AskedReasoning:
-    """How a chat request changes the reasoning.
+    """The changes of the reasoning that a chat request asks for.
 
     Attributes:
         is_on: whether the request turns the reasoning on or off; None if it does neither.

@@ -97,7 +97,7 @@ class ToolCall(Body, kw_only=True):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which tools an answer may or must call.
+    """The choice of the tools that an answer may or must call.
 
     Attributes:
         names: names of the allowed tools; an empty set allows all tools.
