@@ -37,10 +37,11 @@ from typing import Literal
 
 # the reasons for which a device refused a call
 FailureCause = Literal["streams", "memory", "operator", "timeout"]
-# Why a device has stopped. In the order of the names: it was told to stop; a link failed; perhaps
-# another rank failed; HCCL's retries failed; memory may be faulty; faulty memory has an unknown use
-# (uce), belongs to the KV cache only (uce_kv), or to certain tensors (uce_tensor); memory lost
-# several bits at once; a kernel failed.
+# The reasons why a device has stopped. stopped: it was told to stop. link: a link failed. remote:
+# perhaps another rank failed. retry: HCCL's retries failed. suspect: memory may be faulty. uce:
+# memory is faulty, and its use is unknown. uce_kv: only memory of the KV cache is faulty.
+# uce_tensor: memory of certain tensors is faulty. ecc: memory lost several bits at once. operator:
+# a kernel failed.
 DeviceFault = Literal[
     "stopped",
     "link",

@@ -1,8 +1,8 @@
 """Writes regular expressions of ECMAScript and Python in the dialect of llguidance.
 
 llguidance reads regular expressions as Rust's library ``regex`` does. In this dialect, "[" within a
-class begins another class, "&&", "--" and "~~" are operators of classes, a class such as ``\\w``
-cannot be followed by "-", and a brace that is not a quantifier is an error.
+class begins another class. "&&", "--" and "~~" are operators of classes. A "-" cannot follow a
+class such as ``\\w``. A brace that is not a quantifier is an error.
 """
 
 from __future__ import annotations

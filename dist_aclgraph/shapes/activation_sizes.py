@@ -90,10 +90,10 @@ def prompt_bytes(
     # keys and values of all ranks as separate tensors.
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
-        # With one shard, latents are read from the cache directly. With several shards, latents are
-        # copied. In parentheses are the sizes of the copies, as multiples of all latents: packed
-        # before the gather (2 / dcp), gathered (1), and selected and split for each piece of the
-        # prompt on the rank (2).
+        # With one shard, latents are read from the cache directly. With several shards, there are
+        # copies of the latents. The sizes of the copies are multiples of the size of all latents: 2
+        # / dcp for packing before the gather, 1 for the gather, and 2 for selecting and splitting
+        # them for each piece of the prompt on the rank.
         copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
         elements = round(chunk_tokens * copies * kept)
         elements += num_tokens * forms * (kept + spec.indexer.head_dim)

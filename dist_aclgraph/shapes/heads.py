@@ -69,8 +69,8 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
 
 
 def linear_heads_per_rank(num_key_heads: int, num_value_heads: int, tp: int) -> tuple[int, int]:
-    """Return the numbers of key heads and of value heads of linear attention on each of ``tp``
-    ranks.
+    """Return the number of key heads and the number of value heads that linear attention has on
+    each of ``tp`` ranks.
 
     Raises:
         ConfigError: the key heads cannot be divided evenly, or a rank would have too many value

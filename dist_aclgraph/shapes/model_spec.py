@@ -128,7 +128,7 @@ class RowRange:
 
     Attributes:
         part: a text that is a part of the separate tensor's usual name.
-        first, count: index of the first row, and number of rows; total: the stored tensor's number
+        first, count, total: index of the first row, number of rows, and the stored tensor's number
             of rows.
     """
 
