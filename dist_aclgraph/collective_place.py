@@ -18,13 +18,12 @@ PARTS = ("before attention", "in attention", "after attention")
 BEFORE, INSIDE, AFTER = range(len(PARTS))
 EMBEDDING = -1
 HEAD = 253  # larger than the number of layers of any model
-NUM_STEPS = 256  # A rank records its last 256 steps; a mark contains its step modulo 256.
+NUM_STEPS = 256  # A rank records its last 256 steps. A record has the step's number modulo 256.
 
 _KINDS_BITS, _NUMBER_BITS, _PART_BITS, _LAYER_BITS = 3, 4, 2, 8
 _STAGE_BITS = _KINDS_BITS + _NUMBER_BITS
 _PASS_BITS = _STAGE_BITS + _PART_BITS + _LAYER_BITS
-# The largest number of a collective. If a part has more collectives, the further collectives have
-# this number, too.
+# The largest value of ``number``. All further collectives of a part also get this value.
 MAX_NUMBER = 2**_NUMBER_BITS - 1
 NUM_CODES_OF_PASS = 2**_PASS_BITS
 
@@ -48,7 +47,7 @@ class CollectivePlace:
 
     @property
     def code(self) -> int:
-        # Because of the 2, the layer is above 0, so no place has the code 0.
+        # EMBEDDING is -1, so layer + 2 is at least 1, and no place has the code 0.
         stage = (self.draft_pass << _LAYER_BITS | self.layer + 2) << _PART_BITS | self.part
         number = min(self.number, MAX_NUMBER)
         code: int = (stage << _NUMBER_BITS | number) << _KINDS_BITS | KINDS.index(self.kind)

@@ -65,7 +65,9 @@ def take_over_environment(variables: Mapping[str, str]) -> None:
 
 
 def raylet_pid() -> int | None:
-    """Return the process id of the raylet that started this process, or None without a raylet."""
+    """Return the process id of the raylet that started this process; None if no raylet has started
+    it.
+    """
     value = os.environ.get(RAYLET_VARIABLE)
     return None if value is None else int(value)
 
@@ -214,19 +216,22 @@ def ray_address() -> str | None:
 
 
 def may_use_ray_token() -> bool:
-    """Return whether a Ray that this process starts may require a token (user's RAY_AUTH_MODE)."""
+    """Return whether a Ray that this process starts may require a token. False if the user's
+    RAY_AUTH_MODE forbids tokens.
+    """
     return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 
 def api_key() -> str | None:
-    """Return the HTTP service's API key from the environment; None without a key."""
+    """Return the HTTP service's API key from the environment; None if there is no key."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def gcs_wait_s() -> float:
-    """Return how many seconds the nodes of a cluster wait for an absent control store (GCS).
+    """Return the time in seconds for which a cluster's nodes wait for an absent control store
+    (GCS).
 
-    Call this before ``prepare_ray_environment``, which increases the wait of this process itself.
+    Call this before ``prepare_ray_environment``, which sets a longer wait for this process.
     """
     return float(os.environ.get(GCS_WAIT_VARIABLE) or GCS_WAIT_S)
 
@@ -238,8 +243,8 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
         is_local: whether this package starts Ray, or has started it. The settings of any other
             cluster are not changed.
         waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer, so
-            that another process can restart the store. With such waits, Ray's calls do not report
-            that Ray has died, so this process must find out by itself.
+            that another process can restart the store. Calls that wait do not report that Ray has
+            died, so this process must detect it in another way.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -253,7 +258,7 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
         # Linux. Ray also requires a token, unless the user has set RAY_AUTH_MODE.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         # The limit is long, because a worker may have to wait for cores or for the fork server.
-        # This package limits the wait itself.
+        # This package has a separate limit for this wait.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
         # On a busy machine, Ray's agents need more than the default of 15 s to start. After the
         # default time, the node manager would abort.
@@ -282,7 +287,7 @@ def disable_backend_autoload() -> None:
 
 
 def visible_devices() -> tuple[int, ...] | None:
-    """Return the physical NPU ids that this process may use; None without a restriction."""
+    """Return the physical NPU ids that this process may use; None if all may be used."""
     value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if value is None:
         return None

@@ -37,9 +37,11 @@ from typing import Literal
 
 # the reasons for which a device refused a call
 FailureCause = Literal["streams", "memory", "operator", "timeout"]
-# Causes of a stopped device, in the order of the names: an abort; a link; perhaps a peer; failed
-# retries of HCCL; suspect memory; faulty memory of unknown use (uce), of the KV cache only
-# (uce_kv), or of certain tensors (uce_tensor); memory that lost several bits at once; a kernel.
+# The reasons why a device has stopped. stopped: it was told to stop. link: a link failed. remote:
+# perhaps another rank failed. retry: HCCL's retries failed. suspect: memory may be faulty. uce:
+# memory is faulty, and its use is unknown. uce_kv: only memory of the KV cache is faulty.
+# uce_tensor: memory of certain tensors is faulty. ecc: memory lost several bits at once. operator:
+# a kernel failed.
 DeviceFault = Literal[
     "stopped",
     "link",
@@ -100,7 +102,7 @@ class DeviceFaultError(WorkerLostError):
     """A worker's device stopped with a known error; the worker's process still runs.
 
     Attributes:
-        fault: why the device stopped.
+        fault: the reason why the device stopped.
     """
 
     def __init__(
@@ -120,7 +122,9 @@ class DeviceError(DistAclGraphError):
 
 
 class StreamExhaustedError(DeviceError):
-    """No stream is left for another graph (207008, 207005, "sq cq")."""
+    """No stream is left for another graph. CANN reports this by the codes 207008 and 207005, or by
+    the words "sq cq".
+    """
 
 
 class OutOfDeviceMemoryError(DeviceError):
@@ -185,7 +189,8 @@ class RequestError(DistAclGraphError):
     """A request has a mistake, so it cannot be served.
 
     Attributes:
-        param: name of the invalid request field, as in OpenAI's API; None without a field.
+        param: name of the invalid request field, as in OpenAI's API; None if the error belongs to
+            no field.
     """
 
     code: str | None = "invalid_value"
@@ -203,7 +208,7 @@ class InvalidParameterError(RequestError):
 
 
 class UnusableToolError(InvalidParameterError):
-    """For some tools, no grammar can follow the schemas of their arguments.
+    """For some tools of a request, no grammar can be made from the schemas of their arguments.
 
     Attributes:
         tools: names of these tools. The message describes the first one.

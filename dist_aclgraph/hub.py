@@ -30,15 +30,15 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """Return the configuration with the directory of its model. If the model is on a hub, load the
     model first.
 
-    A local directory with the name ``model`` has priority over the hub. Clients of the API use the
-    name on the hub.
+    A local directory at the path ``model`` has priority over a model of this name on the hub.
+    Clients of the API use the name on the hub.
 
     Args:
         weights: whether the files of weights are also needed.
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.
-        ModelError: the model is no checkpoint; or it can be loaded neither from the hub nor from
+        ModelError: the model is not a checkpoint; or it can be loaded neither from the hub nor from
             the cache.
     """
     name = config.model

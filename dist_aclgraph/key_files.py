@@ -21,7 +21,7 @@ def read_key_file(key: str, path: Path, max_bytes: int) -> str:
 
     Raises:
         ConfigError: the file cannot be read, is not a regular file, has more than ``max_bytes``, or
-            is no text; or other users can read or change it.
+            is not text; or other users can read or change it.
     """
     try:
         # Without O_NONBLOCK, ``os.open`` of a named pipe would wait for a writer.

@@ -31,8 +31,8 @@ def with_log_folder(config: Config, folder: str | None = None) -> Config:
     """Return the configuration with a name for the log folder.
 
     Args:
-        folder: the name of the folder, used if the configuration names none; if None, the name is
-            made from the time and the model.
+        folder: the name to use if the configuration has no name. None means a name that is made
+            from the time and the model.
     """
     logging = config.logging
     if logging.folder is not None:
@@ -102,7 +102,7 @@ def _sweep_files(folder: Path) -> None:
 
 
 def last_change_s(path: Path) -> float:
-    """Return when a file or folder was last changed; 0 if another process has just removed it."""
+    """Return the time of a file's or folder's last change; 0 if another process has removed it."""
     try:
         return path.stat().st_mtime
     except OSError:

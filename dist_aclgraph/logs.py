@@ -52,7 +52,7 @@ def event(source: logging.Logger, name: str, level: int = logging.INFO, **fields
 
 class SeldomEvent:
     """An event that each request of a client could cause. It is written at most once in
-    ``SELDOM_S``, so clients cannot fill the log. Its field ``count`` is the number of times since
+    ``SELDOM_S``, so clients cannot fill the log. Its field ``count`` is the number of events since
     the last line.
     """
 
@@ -66,7 +66,7 @@ class SeldomEvent:
         self._source, self._name, self._level = source, name, level
         self._clock = clock
         self._count = 0
-        self._next_s = -math.inf  # when the next line may be written
+        self._next_s = -math.inf  # time from which the next line may be written
 
     def note(self, **fields: Any) -> None:
         """Count the event, and write it if the last line is old enough."""
@@ -96,8 +96,9 @@ class ProcessLog:
 
     Attributes:
         role: the purpose of the process.
-        group, rank, get_epoch: group, rank and epoch of the process; None while they are unknown.
-            Each line contains the values that are valid when it is written.
+        group, rank, get_epoch: the process's group and rank, and a function that returns its epoch;
+            None while they are unknown. Each line contains the values that are valid when it is
+            written.
         folder: the folder of the files; None while there are no files.
     """
 
@@ -193,7 +194,7 @@ class _FileHandler(RotatingFileHandler):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines to this process's stderr, which may be replaced."""
+    """Writes lines to ``sys.stderr``, also after a program has replaced this object."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

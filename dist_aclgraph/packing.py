@@ -27,9 +27,7 @@ def pack_parts(sizes: Iterable[int]) -> tuple[list[slice], int]:
 
 
 def stack_rows(arrays: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """Return arrays of the same size as the rows of one tensor, at aligned offsets: [arrays,
-    aligned(size)].
-    """
+    """Copy arrays of equal size into one tensor, one array in each row: [arrays, aligned(size)]."""
     stacked = np.zeros((len(arrays), aligned(len(arrays[0]))), np.float32)
     stacked[:, : len(arrays[0])] = arrays
     return stacked

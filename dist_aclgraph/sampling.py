@@ -55,9 +55,9 @@ class StructuredOutputs:
         whitespace_pattern: a regular expression for white space in JSON; None allows at most eight
             blanks or newlines in a row.
         disable_any_whitespace: whether JSON must have no optional white space.
-        has_free_text: whether the answer may contain any text beside calls. Stop strings end only
-            such text, because an answer that ends with the reason "stop" must have the demanded
-            format.
+        has_free_text: whether the answer may contain, beside calls, text without a format. Stop
+            strings can end the text only in such an answer. An answer that must have a format would
+            be incomplete after a stop string.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -108,7 +108,7 @@ class StructuredOutputs:
 
     @property
     def json_options(self) -> dict[str, Any]:
-        """The value of a JSON schema's key ``x-guidance``: how llguidance reads the schema."""
+        """Options for reading a JSON schema: the value of llguidance's key ``x-guidance``."""
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.whitespace_pattern or JSON_SPACE}
@@ -125,8 +125,8 @@ class Structure:
         salt: compiled grammars are shared only between requests with the same salt.
         end_ids: tokens that end the output. In reasoning before an answer with a grammar, these
             tokens are forbidden.
-        think_begin, think_end: tokens around the reasoning; -1 without reasoning. The grammar does
-            not apply to the reasoning.
+        think_begin, think_end: tokens around the reasoning; -1 if there is no reasoning. The
+            grammar does not apply to the reasoning.
         is_thinking: whether the output begins within the reasoning. If not, the output's first
             token may be ``think_begin``.
         max_thought: maximum number of tokens of reasoning; -1 sets no limit.
@@ -162,8 +162,8 @@ class SamplingParams:
             in the output.
         repetition_penalty: > 0; for tokens that are in the prompt or the output, positive logits
             are divided by this number, and negative logits are multiplied by it.
-        seed: random numbers depend only on seed and position; None, and -1 as in vLLM, draw a
-            random seed.
+        seed: the random numbers depend only on the seed and the token's position. None means a
+            random seed, and so does -1, as in vLLM.
         logprobs: number of most probable tokens to report for each token; None reports nothing.
         prompt_logprobs: number of most probable tokens to report for each prompt token except the
             first one.

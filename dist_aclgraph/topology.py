@@ -17,7 +17,7 @@ from dist_aclgraph.errors import ConfigError
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
 # the ways to send tokens to experts on other ranks
 ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]
-# With this exchange, a step loses tokens that do not fit into its buffers.
+# This exchange loses the tokens of a step that do not fit into its buffers.
 MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
@@ -49,12 +49,13 @@ class Coordinates(NamedTuple):
 class ParallelLayout:
     """The sizes of all parallel axes, which do not depend on nodes, devices or HCCL.
 
-    ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of world ranks of several
-    complete data-parallel ranks; it divides the number of all world ranks. ``dcp`` ranks share a
-    request's KV cache. ``dcp`` is 1, or the number of PCP ranks times the number of neighbouring TP
-    ranks that share the cache. The index of a rank's shard is the rank's index in its DCP group.
-    With ``mc2``, experts have a second communication domain with the same ranks as the EP domain.
-    Only operators that communicate inside their kernel may use this second domain.
+    A group of ``ep`` ranks shares one set of experts. ``ep`` is 1, or the number of world ranks
+    that several data-parallel ranks have together; it divides the number of all world ranks. A
+    group of ``dcp`` ranks shares a request's KV cache. ``dcp`` is 1, or the number of PCP ranks
+    times the number of neighbouring TP ranks that share the cache. The index of a rank's shard is
+    the rank's index in its DCP group. With ``mc2``, experts have a second communication domain with
+    the same ranks as the EP domain. Only operators that communicate inside their kernel may use
+    this second domain.
     """
 
     tp: int = 1
@@ -117,7 +118,7 @@ class ParallelLayout:
     def groups(self, kind: GroupKind) -> tuple[Ranks, ...]:
         """Return all groups of a kind, ordered by first member. Each rank is in one group.
 
-        The index of a rank within its group is, for example, its ``tp_rank``.
+        The index of a rank within its TP group, for example, is its ``tp_rank``.
         """
         if kind == "tp":
             return _blocks(range(self.world_size), self.tp)

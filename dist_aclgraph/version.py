@@ -10,7 +10,7 @@ VERSION = "0.1.0"
 
 
 def hash_sources() -> str:
-    """Return a hash of the current source files: clones with different code share a version."""
+    """Return a hash of the current source files, because clones with equal versions can differ."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -21,7 +21,7 @@ def hash_sources() -> str:
 
 @cache
 def build() -> str:
-    """Return version and hash of this process's code. The files of the code may change later."""
+    """Return the version, and the hash that the sources had at the first call."""
     return build_of(hash_sources())
 
 

@@ -23,7 +23,7 @@ class Option:
     Attributes:
         key: our configuration key, which gets the option's value.
         kind: type of the value: bool for a switch, dict and list for JSON, tuple for texts.
-        words: our value for each of vLLM's values; None leaves the key out.
+        words: our value for each of vLLM's values; None means that the key is not set.
         short: short names on the command line.
         note: the difference between the option and the key.
     """
@@ -245,7 +245,8 @@ HARMLESS: dict[str, Collection[Any]] = {
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (True, False),
 }
-# Options that have no effect if they have the value of one of our keys.
+# Options that are accepted only with the same value as one of our keys, so that they have no
+# effect.
 SAME = {"kv_cache_dtype": "dtype", "tokenizer": "model", "tokenizer_revision": "revision"}
 EMPTY: tuple[Any, ...] = ("", {}, [], ())
 PARTS = {
@@ -266,7 +267,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     be checked only with the whole configuration.
 
     Raises:
-        ConfigError: our configuration has no such option.
+        ConfigError: no key of our configuration corresponds to an option.
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in sorted(given.items()):
@@ -312,7 +313,7 @@ def refusal(name: str) -> str:
 
 
 def _value(name: str, option: Option, value: Any) -> Any:
-    """Return the value of our key; None leaves the key out."""
+    """Return the value of our key; None means that the key is not set."""
     if name == "dtype":  # also accepts a dtype of torch, such as torch.bfloat16
         value = str(value).removeprefix("torch.")
     if name == "cudagraph_mode" and isinstance(value, str):

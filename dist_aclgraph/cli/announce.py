@@ -18,7 +18,7 @@ from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 
 TABLE_KEYS = ("graph", "streams", "bytes")
-# An example request for each task of a model: a path, and fields of the body.
+# Maps each task to an example request: the path of its URL, and the fields of its JSON body.
 EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
     "generate": (
         "/v1/chat/completions",
@@ -33,7 +33,7 @@ EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
 
 
 def announce(config: Config, report: dict[str, Any], console: Console) -> None:
-    """Print the device, the plan's buckets, and the command for a first request."""
+    """Print the device, the plan's buckets, and a curl command that sends a first request."""
     count = config.parallel.world_size
     device = report.get("device") or "NPU"
     console.print(f"{config.name} is served on {count} x {device}", highlight=False)
@@ -92,7 +92,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
 def _is_in_float16(config: Config) -> bool:
     try:
         return read_model_config(config.model, config.model_overrides).dtype == "float16"
-    except DistAclGraphError:  # a wrong value must not end a deployment that serves already
+    except DistAclGraphError:  # must not end a deployment that already serves
         return False
 
 
@@ -113,8 +113,8 @@ def _curl_options(config: Config) -> str:
     if api_key() is not None:
         options += f'-H "Authorization: Bearer ${API_KEY_VARIABLE}" '
     elif config.serve.api_keys_file is not None:
-        # Awk prints the key, which is the first word of the line. The key's name and limits can
-        # follow.
+        # Awk prints the first key of the file. In a line, the key comes first; its name and limits
+        # can follow.
         found = f"awk '/^[^# ]/ {{print $1; exit}}' {shlex.quote(config.serve.api_keys_file)}"
         options += f'-H "Authorization: Bearer $({found})" '
     return options

@@ -14,10 +14,10 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 def check_deployment(config: Config) -> Config:
     """Return the configuration with the chosen device; raise an error if a deployment cannot start.
 
-    A plan needs only a model's configuration. To be served, a model also needs files of weights.
+    The checks include the files of weights, which a plan alone would not need.
 
     Raises:
-        DeviceError: this machine lacks NPUs for the ranks.
+        DeviceError: this machine has fewer NPUs than the ranks need.
         ConfigError: the configuration does not fit the model or the devices.
         ModelError: the checkpoint is broken, or not supported.
         StreamBudgetError: a rank has too few streams for even one bucket.

@@ -47,8 +47,8 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
 
 
 def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
-    """Return the recordings of the last deployment that had a group with this number, in rank
-    order.
+    """``found`` contains the recordings of all groups with the same number. Return the recordings
+    of the group of the last deployment, in rank order.
 
     Several deployments may have used the folder, and each of them counts its groups from 0. The
     ranks of a later deployment begin to record after the last record of an earlier deployment.

@@ -37,10 +37,10 @@ def serve_http(
 
     Args:
         life: read end of a pipe without data. The pipe is closed when the service is over.
-        beat: a function that the event loop calls every second or two. Its argument is whether the
-            API is open; before, the process only listens.
-        link: link to the process that keeps connections open, also those of the previous ingress;
-            None if no connection outlives this process.
+        beat: a function that the event loop calls every second or two. Its argument says whether
+            the API is open. Until the API opens, the process only listens, and answers 503.
+        link: link to the process that keeps clients' connections open after the death of an
+            ingress. With None, the connections close when this process dies.
         replica: index of this ingress among the ingresses of the service.
 
     Raises:
@@ -63,8 +63,8 @@ def serve_http(
 
 
 def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
-    """Wait until engines serve, and return where clients reach them; None if the service ends
-    before.
+    """Wait until engines serve, and return the addresses of the engines. Return None if the service
+    ends first.
     """
     while not _is_over(life, POLL_S):
         admission = owner.admission(is_open=False)
@@ -84,15 +84,17 @@ def _serve(
     reach: Reach,
     replica: int,
 ) -> None:
-    # The thread that requests outlooks needs a second client, because a client is for one thread.
+    # Another thread asks the owner about the progress of a recovery. It needs a second client,
+    # because only one thread may use a client.
     asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook, replica)
     failure = None
     try:
-        # All objects up to here live until the process ends, so garbage collections skip them.
+        # The objects that exist now live until the process ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
-        # After this call, the owner announces the service, so this call comes before any request.
+        # This call makes the owner announce the service. Requests are admitted only after this
+        # call.
         owner.admission(is_open=True)
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))

@@ -52,7 +52,8 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
-# if we name more of an option's values differently, the page shows only the option's note
+# If more than four values of an option have other names here, the page shows only the option's
+# note.
 MAX_WORDS = 4
 
 

@@ -1,5 +1,5 @@
-"""Stores the report of the last start for ``doctor``, which shows facts that only a start can find
-out.
+"""Stores the report of the last start. From this report, ``doctor`` shows facts that are known only
+after a start.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class ModelCommand(TyperCommand):
 
 
 def _known_arguments(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments as the command declares them, but leave out options without effect.
+    """Yield the arguments in the form that the command declares, without the options that have no
+    effect.
 
     If an option has several values, repeat the option before each value. Options that set single
     keys of a mapping (``--compilation-config.cudagraph_mode NONE``) are joined to one option, which
@@ -98,8 +99,8 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
 
 
 def _option_of(dashed: str) -> tuple[str, bool]:
-    """Return the name of the option that an argument sets, and whether the argument turns it on.
-    The name is empty if no such option is in the table.
+    """Return the name of the option that an argument sets, and whether the argument turns the
+    option on. The name is empty if the argument sets none of vLLM's options.
     """
     name = dashed.lstrip("-").replace("-", "_")
     is_long = dashed.startswith("--")
@@ -173,7 +174,7 @@ def load_model(
     overrides: Iterable[str] | None,
     options: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Load a configuration by the arguments of a command.
+    """Load the configuration that the arguments of a command describe.
 
     Raises:
         ConfigError: an argument is not allowed.

@@ -1,4 +1,4 @@
-"""The files that ``dist-aclgraph serve`` reads, and the sockets that it opens, before it starts.
+"""Reads the files, and opens the sockets, that ``dist-aclgraph serve`` needs before its start.
 
 The sockets stay open until the service ends, so that every later owner and ingress uses the same
 sockets.
@@ -54,7 +54,7 @@ def open_service(config: Config) -> Iterator[Opened]:
     """Check a configuration, and listen at its ports inside this context.
 
     Raises:
-        ConfigError: the port is in use; the service would be open to a network without a key; or
+        ConfigError: the port is in use; a network could reach the service without an API key; or
             the configuration does not fit the model.
         DeviceError: the NPUs of this machine cannot be used.
         ModelError: the model cannot be served.

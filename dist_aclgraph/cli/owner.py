@@ -1,8 +1,8 @@
 """The process that owns a deployment: it starts, watches and stops the deployment.
 
 With ``dist-aclgraph serve`` the owner is Ray's driver. An ingress serves HTTP, and asks the owner
-about the deployment (``owner_link.py``). The owner tells the ingress to drain before it stops the
-deployment.
+about the deployment (``owner_link.py``). Before the owner stops the deployment, it tells the
+ingress to drain.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ def own_deployment(
     """Start a deployment; after a signal, drain and stop the deployment.
 
     Args:
-        heartbeat: beats while the deployment starts and serves.
+        heartbeat: the heartbeat that this process sends while the deployment starts and serves.
         restarts: the supervisor's budget for restarts of owners, as it was at this owner's start;
-            None without a supervisor. A supervisor ends the processes that this process has
-            started, so a signal during the start ends this process at once.
+            None if there is no supervisor. With a supervisor, a signal during the start ends this
+            process at once, because the supervisor ends the processes that this process has
+            started.
 
     Raises:
-        RayDiedError: the Ray that was started for the deployment has died. A new deployment may
-            replace this deployment; meanwhile, requests wait at their ingress.
+        RayDiedError: the Ray that was started for the deployment has died. The caller may start a
+            new deployment. Until the new deployment serves, requests wait at their ingress.
         DistAclGraphError: the deployment did not start, or it died.
         SystemExit: a signal arrived before anything was served; the code is 128 plus the signal's
             number.
@@ -109,7 +110,7 @@ def own_deployment(
 
 
 def _say(console: Console, text: str) -> None:
-    """Print a line about the end of the service, even if the terminal may be closed already."""
+    """Print a line about the end of the service. Do nothing if the terminal is already closed."""
     with suppress(OSError):
         console.print(text)
 
@@ -135,7 +136,7 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # because only this interrupts a running call to Ray
+                raise KeyboardInterrupt  # only this ends a call to Ray that is in progress
 
             signals.on_first = stop
             if signals.received:
@@ -149,7 +150,8 @@ def _started(
                 answers.progress = f"the deployment is being started: {progress}"
                 show(progress)
 
-            # A service that has served before waits for a Ray that is being started again.
+            # If the service has served before, its Ray may be starting again, so this process waits
+            # for Ray.
             waits_for_ray = heartbeat.served_before
             running = start(config, on_progress=report, waits_for_ray=waits_for_ray)
     except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises SystemExit
@@ -180,7 +182,7 @@ def _watch(
     answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
 ) -> None:
-    """Return when a signal has arrived.
+    """Wait until a signal arrives.
 
     Raises:
         EngineUnavailableError: the deployment has ended; the message has the reason.
@@ -215,7 +217,7 @@ class _IngressAnswers:
     """The answers to the ingress. The main thread sets the answers; threads of the link read them.
 
     Args:
-        restarts: the supervisor's budget for restarts of owners; None without a supervisor.
+        restarts: the supervisor's budget for restarts of owners; None if there is no supervisor.
 
     Attributes:
         running: the deployment; None before the deployment serves, and while it is being stopped.

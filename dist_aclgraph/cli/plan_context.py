@@ -23,7 +23,7 @@ def layout_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, Any] | None:
-    """Return the KV capacity of a data parallel rank, in this layout and with dcp 1 and pcp 1.
+    """Return two KV capacities of a data parallel rank: with this layout, and with dcp 1 and pcp 1.
 
     Returns None if this layout has dcp 1 and pcp 1.
 
@@ -40,7 +40,7 @@ def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, A
         return {**which.config.parallel.model_dump(), **asdict(room)}
 
     layouts = [describe(deployment, pool_bytes)]
-    with suppress(ConfigError):  # NPUs can have too little memory for the other layout
+    with suppress(ConfigError):  # with dcp 1 and pcp 1, NPUs may have too little memory
         layouts.append(describe(deployment.without_shared_context(), 0))
     return {"request_tokens": request_tokens, "layouts": layouts}
 

@@ -43,12 +43,13 @@ def plan_report(config: Config) -> dict[str, Any]:
     """Return the graphs that the deployment would capture, with reasons, as values for JSON.
 
     Raises:
-        ConfigError: the model's directory is missing or no checkpoint; sizes do not match; or a
-            device has too little memory for weights, buffers and KV blocks.
+        ConfigError: the model's directory does not exist, or has no checkpoint; the model's sizes
+            do not fit the layout; or a device has too little memory for weights, buffers and KV
+            blocks.
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # has a graph mode that the model supports
+    config = deployment.config  # the graph mode is now one that the model supports
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
@@ -216,7 +217,7 @@ def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
 def _requests_that_fit(
     deployment: AssumedDeployment, num_blocks: int, longest: int
 ) -> list[dict[str, int]]:
-    """Return how many requests of each length fit in the KV caches of all data parallel ranks."""
+    """Return the number of requests of each length that fit in the KV caches of all ranks."""
     spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
     lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]
     return [
@@ -253,8 +254,8 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
-    """Return how the memory of the NPU with the least memory is used. The parts and the free bytes
-    add up to all bytes.
+    """Return the use of memory on the NPU with the least memory. The parts and the free bytes add
+    up to all bytes.
     """
     memory, spec = deployment.memory, deployment.planner.cache_spec
     graphs = deployment.graph_bytes(pool)
@@ -389,7 +390,7 @@ def _chosen_entry(
 
 
 class _Costs:
-    """The cost of a plan for each rank, computed once for all ranks with the same offer."""
+    """The cost of a plan on each rank. Ranks with the same offer share one computation."""
 
     def __init__(self, deployment: AssumedDeployment) -> None:
         self._deployment = deployment
@@ -434,7 +435,9 @@ def _rank_entry(
 
 
 def _hixl_entry(config: Config) -> dict[str, int] | None:
-    """Return what the transport between nodes needs; None if it is not HIXL."""
+    """Return the streams and the host memory that HIXL needs; None if it is not the transport
+    between nodes.
+    """
     if not config.fetches_by_hixl:
         return None
     return {"streams": streams_of_links(config), "host_bytes": 2 * PART_BYTES}

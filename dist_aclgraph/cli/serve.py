@@ -1,11 +1,11 @@
 """``dist-aclgraph serve`` runs ingresses, which serve HTTP, and the owner of their deployment.
 
 The owner and each ingress (``serve.replicas``) are processes under a supervisor. With
-``recovery.keep_answers: false`` they are one process.
+``recovery.keep_answers: false``, one process is both owner and ingress.
 
-The service listens from the moment before the deployment starts until the deployment is stopped.
-The service does not use Ray Serve. In a cluster that it joins, it does not change Ray Serve's
-applications and proxies.
+The service begins to listen before it starts the deployment, and listens until the deployment has
+stopped. The service does not use Ray Serve. If the service joins a cluster, it does not change the
+applications and proxies of the cluster's Ray Serve.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from dist_aclgraph.serve.http.open_files import allow_connections
 from dist_aclgraph.serve.resume.holder import HolderLink
 
 log = logging.getLogger(__name__)
-# after this silence, an owner is killed; longer than the owner waits for its controller's answer
+# An owner that sends no heartbeat for this time is killed. The time is longer than the owner's wait
+# for an answer of its controller, during which the owner sends no heartbeat.
 SILENT_S = 30.0
 END_S = 180.0  # seconds that the deployment may take to stop after draining
 
@@ -116,10 +117,10 @@ def _allow_connections(max_connections: int) -> None:
 def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]:
     """Yield the object that starts the processes of the service's Ray.
 
-    If the object is a fork server, it loads its libraries before Ray starts, and outlives the owner
-    of the deployment.
+    The object can be a fork server. Then it loads its libraries before Ray starts, and outlives the
+    owner of the deployment.
     """
-    if not is_on_own_ray:  # in a joined cluster, this node can have no device
+    if not is_on_own_ray:  # a node that joins a cluster may have no device
         yield ProcessStarter()
         return
     prepare_ray_environment(is_local=True)

@@ -16,7 +16,7 @@ from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import StepTimes
 
 SHOWN_VERSIONS = 8
-MUCH_EAGER = 0.1  # if a larger fraction of tokens runs eagerly, the report suggests a comparison
+MUCH_EAGER = 0.1  # if a larger fraction of tokens runs eagerly, the report suggests --compare
 
 
 def simulate_with_progress(
@@ -157,8 +157,9 @@ def _routing(rows: list[dict[str, Any]]) -> Table:
 
 
 def _copies(rows: list[dict[str, Any]]) -> Table:
-    """Return a table. A tier's column has the fraction of prompt tokens whose KV was read from the
-    tier. Fetched tokens are read from a tier after the fetch.
+    """Return a table. For each tier of KV copies (host memory, disk), a column has the fraction of
+    prompt tokens whose KV was read from this tier. A token whose KV was fetched from another node
+    counts in the column of its tier, and in the column of fetched tokens.
     """
     tiers = sorted({tier for row in rows for tier in row["loaded_share"]}, reverse=True)
     fetched = ["fetched from other nodes"] if any(row["fetched_share"] for row in rows) else []

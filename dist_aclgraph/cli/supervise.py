@@ -49,7 +49,8 @@ ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 @dataclass
 class _Ingress:
-    """One ingress: its process, and the objects that its next process will use, too.
+    """One ingress: its process, and the objects that stay when another process replaces this
+    process.
 
     Attributes:
         pid: process id of the ingress; 0 while no process runs.
@@ -213,7 +214,9 @@ class Supervisor:
         return None
 
     def _replace_ingress(self, ingress: _Ingress, code: int) -> int | None:
-        """Schedule the start of another ingress, or stop the service; see ``_stop``."""
+        """Schedule the start of another process for this ingress, or stop the service; see
+        ``_stop``.
+        """
         ingress.pid = 0
         if not self._is_stopping and (code < 0 or code == CRASHED):
             end = f"was killed by {_name_of(-code)}" if code < 0 else "has failed"
@@ -281,7 +284,8 @@ class Supervisor:
         this restart.
 
         Args:
-            is_counted: if false, the restart is allowed whenever the budget allows any restart.
+            is_counted: whether the restart uses up a part of the budget. If false, the restart is
+                refused only if the budget allows no restart at all.
         """
         is_left = self._restarts.per_hour > 0
         if is_counted:
@@ -310,7 +314,7 @@ class Supervisor:
                 processes.kill_all(running)
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                # A connection ends only after both processes have closed it.
+                # A connection ends only after the supervisor and the ingress have closed it.
                 self._take_in()
 
     def _running_ingresses(self) -> set[int]:
@@ -350,8 +354,8 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # Otherwise a signal to the group would arrive twice: from its sender and from the
-                # supervisor.
+                # Otherwise a signal that is sent to the whole group would arrive twice: once from
+                # its sender, and once from the supervisor.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -394,7 +398,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _pause(what: str, backoff: Backoff, error: OSError) -> float:
-    """Begin a pause, print a message, and return the end of the pause on the monotonic clock."""
+    """Begin a pause, print a message, and return the time of the pause's end (monotonic clock)."""
     now_s = time.monotonic()
     backoff.failed(now_s)
     pause_s = backoff.pause_s(now_s)

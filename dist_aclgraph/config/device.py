@@ -20,7 +20,7 @@ FusionName = Literal[
 ]
 ANY_A2 = "Ascend910B"  # placeholder until the name of the chip is known
 ASSUMED_CANN = "9.1.0"  # the newest CANN for which a version of torch_npu is published
-# CANN reads its version from a variable that CANN's set_env.sh sets.
+# CANN finds its version by ASCEND_HOME_PATH, which CANN's set_env.sh sets.
 UNKNOWN_CANN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
@@ -306,5 +306,5 @@ class DeviceConfig(Section):
 
     @property
     def expansion(self) -> HcclExpansion:
-        """The configured processor that unrolls collectives; without one, an assumed processor."""
+        """The processor that unrolls collectives: the configured one, or the chip's default."""
         return self.hccl_expansion or ("AICPU" if generation_of(self.chip) == "A3" else "FFTS")

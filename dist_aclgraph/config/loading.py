@@ -89,12 +89,13 @@ def load_with_options(
 
     Args:
         source: as in ``load_config``.
-        options: values by the names of ``vllm_options.OPTIONS``; None means that the option is
-            absent.
+        options: maps names of ``vllm_options.OPTIONS`` to values. The value None means that the
+            command line does not have the option.
         overrides: values by dotted key, which take precedence over options.
 
     Raises:
-        ConfigError: our configuration has no such option, or a value is not allowed.
+        ConfigError: no key of our configuration corresponds to an option, or a value is not
+            allowed.
     """
     keys = as_overrides(options) | dict(overrides or {})
     config = load_config(source, keys)
@@ -119,7 +120,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # These values replace values of config.json, so lists stay lists.
+    if "model_overrides" in raw:  # lists stay lists, as in config.json
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
@@ -212,8 +213,8 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
-    Each alias is counted like a copy of its value: a few lines of aliases can mean more values than
-    fit in memory.
+    Each alias counts as a copy of its value, because a few lines of aliases can stand for more
+    values than fit in memory.
 
     Raises:
         ValueError: the text is not YAML, or contains too many values.
@@ -304,8 +305,8 @@ def _find_template(given: str, base: Path) -> str:
 
 
 def _find_model(model: str, base: Path) -> str:
-    """Return the path of the model's directory, in the working directory or in ``base``; if there
-    is no such directory, return the name.
+    """Return the path of the model's directory, in the working directory or in ``base``. If there
+    is no such directory, return ``model``, which may be a name on a hub.
 
     Raises:
         ConfigError: the model is an address.

@@ -63,7 +63,7 @@ class TimeoutConfig(Section):
 
     @property
     def collective_s(self) -> int:
-        """How long the device waits in a collective for other ranks, in seconds.
+        """Time, in seconds, for which the device waits in a collective for other ranks.
 
         The engine reports a rank as lost after the time limit of a step. In a collective, the other
         ranks must wait longer than this limit. Otherwise these ranks would fail first, and the

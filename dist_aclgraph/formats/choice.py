@@ -81,13 +81,14 @@ PARTS = ("json", "regex", "choice")
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How one checkpoint writes its answers.
+    """The form in which one checkpoint writes its answers.
 
     Attributes:
-        name: the name of the format of calls; None if the checkpoint's template has no calls.
-        thought: the markers of reasoning; None without reasoning, or if the format of calls reads
-            the reasoning itself.
-        token_ids: ids of the markers that are tokens.
+        name: the name, in ``FORMATS``, of the format in which the model writes calls; None if the
+            checkpoint's template has no calls.
+        thought: the markers of reasoning; None if the model writes no reasoning, or if the format
+            of calls also reads the reasoning.
+        token_ids: maps each marker that is a single token to the token's id.
     """
 
     name: str | None
@@ -108,7 +109,7 @@ class AnswerFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the format of calls also reads reasoning."""
+        """Whether the model writes to channels. The format of calls then also reads reasoning."""
         return self.name == "gpt_oss"
 
     def structured(
@@ -135,7 +136,7 @@ class AnswerFormat:
                 of strict tools are too long.
         """
         lark = Lark(self.token_ids)
-        # Markers that are no tokens are optional: the model writes them as text, or omits them.
+        # Markers that are not tokens are optional: the model writes them as text, or omits them.
         around = self.around if self.around and all(map(lark.is_token, self.around)) else None
         if tools is None or self.name is None:
             if form is not None and self.has_channels:
@@ -148,7 +149,7 @@ class AnswerFormat:
         module = FORMATS[self.name]
         if form is None and not is_required and not any(name in strict for name in tools):
             return None
-        # Check the length first, because the copies of long schemas take long.
+        # Check the length first, because copying long schemas takes a long time.
         schemas = [schema for name, schema in tools.items() if name in strict]
         check_structure_length(len(json.dumps(schemas, ensure_ascii=False)))
         each = []
@@ -202,8 +203,9 @@ class AnswerFormat:
         Args:
             tools: the tools that may be called; None if no tool may be called.
             is_thinking: whether the prompt has already opened the reasoning.
-            has_form: whether the text after the reasoning has an output format. Then a call within
-                the reasoning, where the format does not apply, is a part of the reasoning.
+            has_form: whether the text after the reasoning must follow an output format. If so, a
+                call within the reasoning is a part of the reasoning, because the output format does
+                not apply there.
         """
         may_call = tools is not None and self.name is not None
         if not may_call and self.is_plain:
@@ -240,10 +242,12 @@ def choose_format(
 
     Args:
         template: the checkpoint's chat template.
-        find_token: returns the id of an added token; None if there is no such token.
-        tools: a name of ``FORMATS``; "auto" chooses by the template, "none" reads no calls.
-        reasoning: "auto" chooses by the template, "none" reads no reasoning, "think" means
-            ``<think>``.
+        find_token: a function that returns the id of an added token; None if there is no such
+            token.
+        tools: a name of ``FORMATS``. "auto" means the format that fits the template, and "none"
+            means that no calls are read.
+        reasoning: "auto" means the markers that the template contains, "think" means ``<think>``,
+            and "none" means that no reasoning is read.
     """
     name = None if tools in (AUTO, NONE) else tools
     if template is not None:

@@ -1,7 +1,7 @@
-"""Replaces keywords of a JSON schema that llguidance refuses by keywords that it supports.
+"""Replaces JSON schema keywords that llguidance refuses by keywords that llguidance supports.
 
-The replaced schema allows no value that the original schema does not allow. If a keyword cannot be
-replaced, it stays, and llguidance refuses the schema by the keyword's name.
+The original schema allows every value that the new schema allows. A keyword that cannot be replaced
+stays in the schema; llguidance then refuses the schema, and its error names the keyword.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dist_aclgraph.formats.typed_values import OTHER_NAMES, resolve
 
 # Keywords that do not restrict the name of a property.
 _NOTES = {"type", "title", "description", "default", "examples"}
-# llguidance refuses limits beyond 64-bit integers, such as the least 64-bit integer and the largest
-# 32-bit float. This is the largest number below these limits that a float can represent.
+# llguidance refuses a ``minimum`` or ``maximum`` with an absolute value of 2**63 or more. Schemas
+# contain such limits, for example the least 64-bit integer and the largest 32-bit float. MOST is
+# the largest float below 2**63.
 MOST = 2**63 - 1024
 
 
@@ -93,14 +94,16 @@ def _replace_names(part: dict[str, Any], root: Mapping[str, Any]) -> None:
 
 
 def _listed(names: Mapping[str, Any]) -> list[str] | None:
-    """Return the names that a schema of names allows, if it lists them; otherwise None."""
+    """Return the names that a value of ``propertyNames`` lists; None if it lists no names."""
     found = [names["const"]] if "const" in names else names.get("enum")
     is_list = isinstance(found, list) and all(isinstance(name, str) for name in found)
     return found if is_list else None
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    """Return the pattern that restricts a schema of names; None if it has no pattern."""
+    """Return a pattern for the names that a value of ``propertyNames`` allows; None if there is no
+    such pattern.
+    """
     keys = names.keys() - _NOTES
     if keys == {"pattern"} and isinstance(names["pattern"], str):
         found = without_look_ahead(names["pattern"])

@@ -13,7 +13,8 @@ from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments
 
-# The patterns match whole words from the beginning, so that matching takes linear time.
+# The patterns use possessive quantifiers (``++``), which never backtrack, so that matching takes
+# linear time.
 _ATTRIBUTE = re.compile(r"""\b(\w++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 
 
@@ -76,7 +77,7 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
     parameter, end_parameter = tags.parameter
     scanner.begin_call(name)
     yield from scanner.skip_space()
-    if (yield from scanner.peek()) == "{":  # models also write all arguments as JSON
+    if (yield from scanner.peek()) == "{":  # models may write all arguments as JSON
         if not (yield from copy_arguments(scanner)):
             return True
         scanner.end_call()
@@ -115,7 +116,8 @@ def lark_call(
     """Return an expression for one call.
 
     Args:
-        says_type: whether an attribute of each parameter says whether its value is a string.
+        says_type: true if each parameter has an attribute that is "true" for a string, and "false"
+            for any other value.
     """
 
     def around(is_text: bool) -> tuple[str, str]:

@@ -14,7 +14,7 @@ KEYS = ("type", "id", "index", "tool_call_id", *ARGUMENT_KEYS)
 
 
 class Outcome(Enum):
-    NO_CALL = "no call"  # the text is no call; nothing was emitted
+    NO_CALL = "no call"  # the text is not a call; nothing was emitted
     CUT = "cut"  # the call began, and its arguments are incomplete
     WHOLE = "whole"
 
@@ -27,12 +27,12 @@ def copy_call(
 ) -> Scan[Outcome]:
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
-    The call begins when its name is known and its arguments begin. If a key that calls do not have
-    comes earlier, the object is no call. Later members of the object are left out. A missing
-    closing brace of the object is not an error.
+    The call begins when its name was read and its arguments begin. If the object has, before this
+    point, a key that calls do not have, the object is not a call. Members after the arguments are
+    left out. A missing closing brace of the object is not an error.
 
     Args:
-        known: names of tools; an object with another name is no call. None allows all names.
+        known: names of tools; an object with another name is not a call. None allows all names.
         name_key: the JSON key whose value is the call's name.
     """
     if not (yield from scanner.match("{")):
@@ -118,8 +118,8 @@ def copy_arguments(scanner: Scanner) -> Scan[bool]:
 
 
 def _object_of(text: str) -> str:
-    """Return the arguments as JSON text. ``text`` is the JSON of an object, of a string with this
-    object, or null, which stands for an empty object.
+    """Return the arguments as JSON text. ``text`` is the JSON of an object, the JSON of a string
+    that contains such a JSON text, or null, which stands for an empty object.
     """
     if text.startswith('"'):
         text = with_pairs(json.loads(text, strict=False))
@@ -127,15 +127,14 @@ def _object_of(text: str) -> str:
 
 
 def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Scan[None]:
-    """Read calls in a list. Models also write the calls without the brackets or the commas of the
-    list.
+    """Read calls in a list. Some models omit the brackets or the commas of the list.
 
-    Text that is no call is content. If there is no call at all, the text since ``Scanner.keep`` was
-    called is content, too.
+    Text that is not a call is content. If there is no call at all, the text that the scanner
+    keeps is content, too.
 
     Args:
-        before: the marker before the kept text.
-        copy: reads one call.
+        before: the marker before the text that the scanner keeps.
+        copy: a function that reads one call.
     """
     yield from scanner.match("[")
     while True:
@@ -158,10 +157,10 @@ def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Sca
 
 def copy_lists(scanner: Scanner, begin: str, end: str, copy: CopyCall) -> Scan[None]:
     """Read content in which lists of calls are between two markers. The marker ``end`` is left out
-    only if it follows the calls at once.
+    only if it directly follows the calls.
 
     Args:
-        copy: reads one call.
+        copy: a function that reads one call.
     """
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:
@@ -178,7 +177,7 @@ def copy_lists(scanner: Scanner, begin: str, end: str, copy: CopyCall) -> Scan[N
 def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
     """Read content in which each call is between two markers.
 
-    If the text between two markers is no call, the text and both markers are content.
+    If the text between two markers is not a call, the text and both markers are content.
     """
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:
@@ -188,11 +187,11 @@ def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
 
 
 def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) -> Scan[str | None]:
-    """Read calls, the marker ``end`` after them, and the content up to one of ``begins``; return
-    the marker that ends the content.
+    """Read calls, the marker ``end`` after the calls, and then content up to one of ``begins``.
+    Return the marker at which the content ends.
 
     Args:
-        before: the marker before the kept text.
+        before: the marker before the text that the scanner keeps.
     """
     num_calls = scanner.num_calls
     yield from copy_calls(scanner, before)

@@ -1,7 +1,7 @@
 """Builds grammars for calls of tools, in llguidance's extension of the language of Lark.
 
-A grammar makes the model call tools, and makes the arguments match a schema. Markers that are
-tokens are named by their ids, because no text can match them.
+A grammar makes the model call tools, and makes the arguments match a schema. A marker that is a
+token is named by the token's id, because a text in a grammar cannot match such a token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _INNER = r'[^<>"\s\x1c-\x1f]'
 # An expression for the name of a parameter that the schema does not list: any name that tags can
 # contain.
 ANY_NAME = rf'/{_INNER}([^<>"\n]*{_INNER})?/'
-_PLAIN = r"[^'\\\x00-\x1f]"  # a character of a string in single quotes, unless it is escaped
+_PLAIN = r"[^'\\\x00-\x1f]"  # matches an unescaped character in a string with single quotes
 # Matches an escaped character, "/", or the end of a line.
 _ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)
 
@@ -52,7 +52,7 @@ class Lark:
     """Collects the rules of one grammar.
 
     Args:
-        token_ids: ids of the markers that are tokens.
+        token_ids: maps each marker that is a single token to the token's id.
     """
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
@@ -88,8 +88,8 @@ class Lark:
         return self._terminals[pattern]
 
     def part(self, name: str) -> None:
-        """Begin a part of the grammar: ``name`` is the part's name in errors about the following
-        rules.
+        """Begin a part of the grammar. Errors about rules that are added after this call contain
+        ``name``.
         """
         self._rules.append(f"// {name}")
 
@@ -128,7 +128,7 @@ class Lark:
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
-            if pattern is not None:  # the pattern would count an escape as two characters
+            if pattern is not None:  # for the pattern, an escaped character would be two characters
                 inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
             found.append(self._terminal(f'"\'" {inner} "\'"'))
         return found
@@ -137,7 +137,7 @@ class Lark:
         """Return an expression for a text in the given output format.
 
         Raises:
-            InvalidParameterError: the format is itself a grammar, or its pattern is no regular
+            InvalidParameterError: the format is itself a grammar, or its pattern is not a regular
                 expression.
         """
         if form.kind == "json":
@@ -174,11 +174,11 @@ class Lark:
         The text before a call contains none of ``begins``, so each call must match the grammar.
 
         Args:
-            each: for each tool, the expression for one call of this tool.
-            ways: expressions for all calls.
-            begins: the texts with which the reader begins a call.
+            each: expressions for one call, one for each tool.
+            ways: expressions for one call of any tool, one for each way of writing calls.
+            begins: the texts at which the reader of the answer begins to read a call.
         """
-        if all(way[0] in '"<' for way in ways):  # a marker is before all calls
+        if all(way[0] in '"<' for way in ways):  # each way begins with a marker
             each = ways
         text = self.until(ANY, "", begins)
         called = choice_of([self._behind_text(text, call, begins) for call in each])
@@ -196,7 +196,7 @@ class Lark:
 
     def text_unless(self, opens: str, tag: str) -> str:
         """Return an expression for text that does not contain ``tag``, and does not begin with the
-        character ``opens``. White space at the beginning of the text does not count.
+        character ``opens``. White space before the first character is allowed.
         """
         sign = f"/{SPACE}*([^\\s\\x1c-\\x1f\\{opens}](.|\\n)*)?/"
         if texts := self._spelled([tag]):
@@ -262,8 +262,8 @@ class Lark:
 
         Args:
             schema: the schema of the arguments; None allows all arguments.
-            around: returns the texts before and after a parameter's name. Its argument is true if
-                the value is a string.
+            around: a function that returns the texts before and after a parameter's name. Its
+                argument is true if the parameter's value is a string.
             end: the text after each value.
             ends: the texts at which the reader ends a value that is a string.
 
@@ -296,7 +296,8 @@ class Lark:
 def parameters_of(
     tool: str, root: Mapping[str, Any], not_writable: re.Pattern[str] = _NOT_WRITABLE
 ) -> list[tuple[str, Mapping[str, Any], bool]] | None:
-    """Return (name, schema, is required) of each parameter; None if all parameters are allowed.
+    """Return (name, schema, is required) of each parameter; None if parameters of any name are
+    allowed.
 
     Args:
         root: the schema of a tool's arguments, which the format writes one by one.
@@ -330,10 +331,11 @@ def parameters_of(
 
 
 def _named(tool: str, schema: Any, root: Any) -> Any:
-    """Follow the references of an object's schema; return the schema that they name.
+    """Follow the references of an object's schema; return the schema to which they lead.
 
     Raises:
-        InvalidParameterError: other keywords beside a reference restrict the object, too.
+        InvalidParameterError: a schema has, beside its reference, other keywords that restrict the
+            object.
     """
     for _ in range(MAX_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None

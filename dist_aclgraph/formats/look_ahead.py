@@ -26,7 +26,8 @@ _DIGITS = re.compile(
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
-    """Return regular expressions without look-aheads; None if this function finds none.
+    """Return regular expressions that together replace ``pattern`` and have no look-aheads; None if
+    this function cannot replace the look-aheads.
 
     A text in which all of these expressions are found also contains a match of ``pattern``. A text
     with line breaks can contain a match of ``pattern`` even if some of these expressions are not
@@ -48,7 +49,7 @@ def without_look_ahead(pattern: str) -> list[str] | None:
                 return None
             found.append(other)
     patterns = [f"^{rest}" if found else pattern, *found]
-    # then the look-ahead belongs only to the first branch
+    # In ``^(?=...)a|b``, the look-ahead applies only to the first branch.
     is_divided = bool(found) and len(_split(rest)) > 1
     return None if is_divided or any(map(_LOOK.search, patterns)) else patterns
 
@@ -79,7 +80,7 @@ def _other_than(text: str) -> str | None:
         return None
     found = ""
     for i, atom in enumerate(reversed(atoms)):
-        # After "$", a longer text is allowed.
+        # A ``text`` that ends with "$" does not match longer texts, so the expression allows these.
         longer = f"{atom}(?:{found})" if i else f"{atom}{ANY}" * (rest == "$")
         found = "|".join(filter(None, ("$", _complement(atom), longer)))
     return f"^(?:{found})"

@@ -1,4 +1,4 @@
-"""Leaves out keywords of a JSON schema that allow every value, because llguidance refuses them."""
+"""Leaves out JSON schema keywords that allow every value, because llguidance refuses them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
 }
 MAY_BE_NULL = {"const", "default"}
-# Some programs write a title or a name into these keywords. If the value is no URI reference
+# Some programs write a title or a name into these keywords. If the value is not a URI reference
 # (RFC 3986), no ``$ref`` can refer to it.
 IDS = ("$id", "$schema")
 _URI = re.compile(r"(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 
 
 def leave_out_no_effect(schema: dict[str, Any]) -> None:
-    """Remove keywords that allow every value, formats that JSON Schema does not define, ids that
-    are no URIs, and keywords whose value is null, as some programs write absent keywords.
+    """Remove keywords that allow every value, formats that JSON Schema does not define, and ids
+    that are not URIs. Also remove keywords whose value is null, because some programs write null
+    for an absent keyword.
     """
     for part in parts_of(schema):
         for key in [key for key in part if part[key] is None and key not in MAY_BE_NULL]:
@@ -54,7 +55,7 @@ def leave_out_no_effect(schema: dict[str, Any]) -> None:
 
 
 def _leave_out_counts(part: dict[str, Any]) -> None:
-    """Remove limits of the number of properties that ``required`` and ``properties`` imply."""
+    """Remove limits of the number of properties, if ``required`` and ``properties`` imply them."""
     required, properties = part.get("required", []), part.get("properties", {})
     least, most = part.get("minProperties"), part.get("maxProperties")
     is_sure = isinstance(required, list) and isinstance(properties, dict)

@@ -27,7 +27,7 @@ def is_any_of(schema: Any) -> bool:
 
 
 def parts_of(schema: Any) -> Iterator[Any]:
-    """Yield the objects of a schema that are schemas, the schema itself first."""
+    """Yield a schema, and then all schemas within it. The schemas true and false are left out."""
     stack = [schema]
     while stack:
         part = stack.pop()
@@ -43,7 +43,7 @@ def parts_of(schema: Any) -> Iterator[Any]:
 
 
 class _Branch:
-    """The properties by which a branch excludes other branches.
+    """The restrictions by which a branch of ``oneOf`` excludes values of other branches.
 
     Attributes:
         types: names of the types that the branch allows; empty if the branch does not restrict

@@ -23,8 +23,8 @@ _NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 
 def copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
-    """Read a call of a given tool; return whether the call is complete. If the text is no call, the
-    scanner keeps the text.
+    """Read a call of a given tool; return whether the call is complete. If the text is not a call,
+    the scanner keeps the text.
     """
     name = yield from _read_name(scanner, _TOOL_NAME, "(")
     if name not in tools:
@@ -76,8 +76,9 @@ def _read_name(scanner: Scanner, pattern: re.Pattern[str], end: str) -> Scan[str
 def _read_literal(scanner: Scanner) -> Scan[str]:
     """Return the text of a Python literal, or of a string without quotes; empty if it is too long.
 
-    The literal ends before a closing parenthesis that it has not opened, before a comma that
-    another parameter follows, or at the end of the answer. A quote after a letter is an apostrophe.
+    The literal ends before a closing parenthesis without an opening parenthesis in the literal,
+    before a comma that precedes another parameter, or at the end of the answer. A quote after a
+    letter is an apostrophe.
     """
     text, depth, quote = "", 0, ""
     while len(text) < MAX_HELD_CHARS:
@@ -120,8 +121,9 @@ def _ends_parameter(scanner: Scanner) -> Scan[bool]:
 def _as_json(text: str, types: set[str]) -> str:
     """Return JSON or a Python literal as JSON; any other text becomes a JSON string.
 
-    Templates write the strings of earlier calls without quotes, or all values in quotes. A value of
-    another type than ``types`` becomes a string; for a string, the value in its quotes is used.
+    Templates write the strings of earlier calls without quotes, or write all values in quotes, and
+    models imitate both. So a string whose type is not allowed is read as the value in its quotes.
+    Any other value whose type is not allowed becomes a string.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.

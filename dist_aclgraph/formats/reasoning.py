@@ -19,7 +19,7 @@ class Thought:
     end: str
 
 
-# The template of a family contains the markers of this family.
+# The markers of each family. A checkpoint has the markers that its template contains.
 THOUGHTS = (
     Thought("<think>", "</think>"),
     Thought("<seed:think>", "</seed:think>"),
@@ -31,7 +31,7 @@ THOUGHTS = (
 
 
 def find_thought(template: str) -> Thought | None:
-    """Return the markers of reasoning that a chat template contains; None without markers.
+    """Return the markers of reasoning that a chat template contains; None if there are no markers.
 
     Some templates contain only the begin marker, because they only open the answer's reasoning.
     """
@@ -47,7 +47,7 @@ class CallsInThought:
     Attributes:
         begins: the markers that begin calls. Only a marker that is a token can end the reasoning.
         names: names of the request's tools. A call of any other tool is a part of the reasoning.
-        read: reads the content and calls of an answer.
+        read: a function that reads the content and calls of an answer.
     """
 
     begins: Sequence[str]
@@ -66,8 +66,8 @@ def read_thought(
     """Read reasoning, if there is any, and then the answer.
 
     Args:
-        is_open: whether the prompt has already opened the reasoning. Then only the marker that ends
-            the reasoning is necessary.
+        is_open: whether the prompt has already opened the reasoning. If so, the answer needs no
+            begin marker.
         calls: the calls that also end the reasoning. If the usual end marker of the reasoning
             follows later, it is left out.
     """

@@ -1,8 +1,8 @@
 """Writes regular expressions of ECMAScript and Python in the dialect of llguidance.
 
 llguidance reads regular expressions as Rust's library ``regex`` does. In this dialect, "[" within a
-class begins another class, "&&", "--" and "~~" are operators of classes, a class such as ``\\w``
-cannot be followed by "-", and a brace that is no quantifier is an error.
+class begins another class. "&&", "--" and "~~" are operators of classes. A "-" cannot follow a
+class such as ``\\w``. A brace that is not a quantifier is an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _class(pattern: str, begin: int) -> tuple[str, int]:
     """
     at = begin + 1 + pattern.startswith("^", begin + 1)
     found, is_set = pattern[begin:at], False
-    first = at  # "]" at this index is a character
+    first = at  # a "]" that begins a class is a character
     while at < len(pattern) and (at == first or pattern[at] != "]"):
         item, at = _item(pattern, at)
         is_set = len(item) > 1 and (item[0] == "[" or item[1] in _SETS)
@@ -63,7 +63,9 @@ def _class(pattern: str, begin: int) -> tuple[str, int]:
 
 
 def _item(pattern: str, at: int) -> tuple[str, int]:
-    """Return one character or set of a class, and the index after it."""
+    """Return the element of a class at an index (a character, or an escape for several characters),
+    and the index after the element.
+    """
     if escape := _ESCAPE.match(pattern, at):
         text = "\\x08" if escape[0] == "\\b" else _escape(escape[0])
         return text, escape.end()

@@ -44,7 +44,7 @@ class Scanner:
     """The text of one answer that was not read yet, and the events of the text that was read.
 
     Args:
-        token_ids: ids of the markers that are tokens.
+        token_ids: maps each marker that is a single token to the token's id.
         holds_space: whether white space between content and calls is left out.
 
     Attributes:
@@ -136,8 +136,9 @@ class Scanner:
         """Read the text up to the first of ``markers`` in it, and this marker.
 
         Args:
-            emit: is called with the text before the marker, in pieces. If the end of a piece may be
-                the beginning of a marker, this end is held back until more text has arrived.
+            emit: a function that is called with the text before the marker, in pieces. If the end
+                of a piece may be the beginning of a marker, this end is held back until more text
+                has arrived.
             in_call: whether the text is a part of a call. If the answer ends with an incomplete
                 marker, a call omits the incomplete marker, and other text includes it.
 
@@ -175,8 +176,9 @@ class Scanner:
         return "".join(pieces), marker
 
     def read_head(self, markers: Sequence[str]) -> Scan[tuple[str, str | None]]:
-        """Return the text up to one of the markers, and the marker; None if the text is longer than
-        the head of a call. Then only the beginning of the text is read.
+        """Return the text up to one of the markers, and the marker. If the text has more than
+        ``MAX_HEAD_CHARS`` characters, read and return only its beginning, with None in place of the
+        marker.
         """
         whole, begun = _patterns(tuple(markers))
         while True:
@@ -227,8 +229,8 @@ class Scanner:
         return self._text[self._at : self._at + 1]
 
     def is_cut(self, *markers: str) -> bool:
-        """Return whether the answer has ended before or within one of the markers. The beginning of
-        the marker is read.
+        """Return whether the answer has ended before or within one of the markers. If it has ended
+        within a marker, read this incomplete marker.
         """
         rest = self._text[self._at :]
         if not self.is_closed or not any(marker.startswith(rest) for marker in markers):
@@ -414,8 +416,8 @@ class Reader:
     """Turns the tokens of one answer into events.
 
     Args:
-        read: the format; it reads the scanner until the end of the answer.
-        token_ids: ids of the format's markers that are tokens.
+        read: the format: a generator that reads from the scanner until the end of the answer.
+        token_ids: maps each marker of the format that is a single token to the token's id.
         holds_space: whether white space between content and calls is left out.
 
     Attributes:
@@ -447,7 +449,9 @@ class Reader:
         return scanner.take_events()
 
     def finish(self, text: str = "") -> list[Event]:
-        """End the answer; ``text`` is its last text, which has no token. Return the last events."""
+        """End the answer; ``text`` is the rest of its text, to which no token belongs. Return the
+        last events.
+        """
         self._scanner.feed(text)
         self._scanner.is_closed = True
         for _ in self._scan:
@@ -457,8 +461,8 @@ class Reader:
 
 
 def with_pairs(text: str) -> str:
-    """Return a text whose surrogates are joined in pairs. A surrogate without the other half, which
-    UTF-8 cannot encode, becomes a replacement character.
+    """Return a text whose surrogates are joined in pairs. An unpaired surrogate, which UTF-8 cannot
+    encode, becomes a replacement character.
     """
     if text.isascii():
         return text

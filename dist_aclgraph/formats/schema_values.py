@@ -67,7 +67,7 @@ def _undivided(schema: Any, root: Any, *, of_strings: bool = False) -> list[Any]
         part = left.pop()
         keys = _restrictions(part, of_strings=of_strings)
         if keys == {"$ref"} and isinstance(reference := part["$ref"], str):
-            # Another reference to the same schema allows the same values.
+            # A reference that was already followed adds no values.
             left += [] if reference in followed else [target_of(reference, root)]
             followed.add(reference)
         elif (branches := _branches_of(keys, part, root)) is not None:
@@ -127,8 +127,8 @@ def patterns_of(schema: Any, root: Any, excluded: Sequence[str]) -> list[str | N
 
 
 def _branches_of(keys: set[str], schema: Mapping[str, Any], root: Any) -> list[Any] | None:
-    """Return the branches of a schema with these keywords; None if a value can match a branch, but
-    not the schema.
+    """Return the branches of a schema whose dividing keywords are ``keys``. Return None if a value
+    that matches one of the branches may still not match the schema.
     """
     for key in keys & {"anyOf", "oneOf", "allOf"}:
         found = schema[key]

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-TOOL_PART = "the tool "  # the grammar part of a tool is named by this text and the tool's name
+TOOL_PART = "the tool "  # name of a tool's part of a grammar: this text and the tool's name
 # maps a tool's name to the JSON schema of its parameters
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -14,6 +14,7 @@ Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 def without_marks(text: str) -> str:
     """Return a text without combining marks, such as the vowel signs of Hindi and Thai.
 
-    Patterns of names are applied to this text, because for ``re`` combining marks are no letters.
+    Patterns of names are applied to this text, because ``re`` does not count combining marks as
+    letters.
     """
     return "".join(sign for sign in text if not unicodedata.category(sign).startswith("M"))

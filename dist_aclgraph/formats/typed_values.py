@@ -12,7 +12,7 @@ from typing import Any
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 
 MAX_LITERAL_CHARS = 1 << 13  # Python's parser takes 50 ms for a hostile text of this length
-MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
+MAX_DEPTH = 8  # maximum depth to which a schema is searched for types
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
 # Constants in Python's spelling, which some templates write instead of JSON.
 WORDS = {"True": True, "False": False, "None": None}
@@ -49,8 +49,9 @@ class Arguments:
 
         Args:
             trims: whether one newline at the beginning and one at the end of the text are removed.
-            is_text: whether the model says that the value is a string. The schema decides if this
-                is None, or if the schema allows no string.
+            is_text: whether the model has marked the value as a string; None if it has not marked
+                the value. The type in the schema decides if ``is_text`` is None, or if the schema
+                allows no string.
         """
         types = types_of(property_of(name, self._schema), self._schema)
         if is_text is None or (is_text and types and "string" not in types):
@@ -73,7 +74,9 @@ class Arguments:
         return end
 
     def _copy_all(self, name: str, ends: Sequence[str], *, trims: bool) -> Scan[str | None]:
-        """Read all arguments, which are one object; any other value is an ordinary argument."""
+        """Read a value that may be an object with all arguments. If it is not, it is the value of
+        the argument ``name``.
+        """
         raw, end = yield from self._read_raw(ends)
         found = self._object_of(raw)
         if end is not None and found is not None:
@@ -183,7 +186,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
         except ValueError:
             pass
         else:
-            # Any other Python literal may be a string without quotes, unless no string is allowed.
+            # A Python literal that is neither JSON nor a constant may be a string without quotes,
+            # unless no string is allowed.
             is_sure = found == stripped or stripped in WORDS
             is_needed = bool(types & {"array", "object"}) and "string" not in types
             if has_type(value, types) and (is_sure or is_needed):
@@ -195,10 +199,10 @@ def read_value(text: str) -> tuple[Any, str]:
     """Return the value of JSON or of a short Python literal, and the value as JSON. JSON is not
     changed.
 
-    A text may mix the constants of both languages, and its strings may contain line breaks.
+    A text may mix the constants of JSON and Python, and its strings may contain line breaks.
 
     Raises:
-        ValueError: the text is neither, or JSON has no such value.
+        ValueError: the text is neither JSON nor a literal, or JSON cannot represent its value.
     """
     try:
         return json.loads(text, parse_constant=_refuse), text

@@ -17,7 +17,7 @@ def read_wrapped(
     begins with the first marker, because ordinary text can also contain the markers.
 
     Args:
-        read_answer: reads the answer without these markers.
+        read_answer: a function that reads the answer without these markers.
     """
     begin, end = map(scanner.coded, around)
     scanner.keep()

@@ -59,7 +59,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         bench = _open_bench(task, probe)
         if plant is not None:
             plant()
-    except Exception as e:  # any error of a broken installation must become a row, too
+    except Exception as e:  # any error of a broken installation must become a row of the report
         outcome = Outcome(
             "the device cannot be opened",
             code=_code_of(e),

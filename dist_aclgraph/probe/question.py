@@ -108,8 +108,8 @@ class Probe:
 
     Attributes:
         name: a unique name with a folder, such as operators.swiglu.
-        call: runs the question. If the result is a number, ``says`` must be a ``Between``. A
-            RuntimeError means "refused", an AttributeError means "missing".
+        call: a function that runs the question. If the result is a number, ``says`` must be a
+            ``Between``. A RuntimeError means "refused", an AttributeError means "missing".
         says: the emulator's answer. None if the question is about the machine: then the answer is
             reported, but compared with nothing.
         level: "full" questions are asked only at this level, "quick" questions at every level.
@@ -120,7 +120,8 @@ class Probe:
             operator's name.
         setting: name of the emulator's setting that contains the answer to this question.
         rule: part of the text with which the emulator refuses a call that a device may accept.
-        operator: the operator to refuse on the emulator if the device refuses the question's call.
+        operator: if a device refuses the question's call, an emulator with the device's rules
+            refuses this operator.
     """
 
     name: str

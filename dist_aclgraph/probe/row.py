@@ -21,7 +21,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         found: the answer in plain words.
         number: the answer as a number; None if the answer is not a number.
-        us: how long the question took, in microseconds; None if it did not end.
+        us: time that the question took, in microseconds; None if the question did not end.
         code: CANN's error code.
         text: the error, or other details.
         chip: name of the device; "" if no device was opened.
@@ -98,7 +98,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         return [row for row in self.rows if row.is_same is False]
 
     def summary(self) -> str:
-        """Return a summary: the number of rows of each kind."""
+        """Return the numbers of questions, of differences, and of questions that were not asked."""
         unasked = sum(not row.was_asked for row in self.rows)
         return (
             f"{len(self.rows)} questions, {len(self.differences())} answers differ from the "
@@ -107,7 +107,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
-    """Compare an answer with the emulator's answer, and return the row with both."""
+    """Compare an answer with the emulator's answer, and return the row with the two answers."""
     is_same: bool | None
     if expected is None or not outcome.was_asked:
         is_same = None

@@ -152,8 +152,8 @@ class Runner:
 
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
-    """Return the context that starts child processes. They begin with the emulator loaded, or, for
-    real devices, without any library.
+    """Return the multiprocessing context that starts child processes. On the emulator, a child
+    process begins with the emulator loaded; on a real device, it begins without any library.
     """
     if kind == "npu":
         return multiprocessing.get_context("spawn")
@@ -167,7 +167,7 @@ class _Child:
 
     Attributes:
         pipe: receives the messages of the process. The pipe closes when the process ends.
-        has_begun: whether the process has reported that the device was opened, or why it was not.
+        has_begun: whether the process has reported that it opened the device, or why it could not.
     """
 
     def __init__(

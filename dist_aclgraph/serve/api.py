@@ -71,7 +71,7 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
     """Build the application for ``state``.
 
     Args:
-        access: which requests are allowed; None allows all requests.
+        access: the rules that say which requests are allowed; None allows all requests.
         names_requests: whether responses get the header X-Request-Id; false if a proxy adds the
             header.
     """
@@ -101,8 +101,8 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
             Exception: _our_error,
         },
     )
-    # ``Edge`` is no middleware of Starlette, because Starlette's layers would double the time of a
-    # refusal.
+    # ``Edge`` is not a middleware of Starlette, because Starlette's layers would double the time of
+    # a refusal.
     return Edge(api, access, state, partial(_methods_of, routes), names_requests=names_requests)
 
 

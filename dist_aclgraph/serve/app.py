@@ -40,7 +40,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # a path in the working directory or in the package
 # larger than the limit of the scheduler's queue, which is reached first
 MAX_ONGOING_REQUESTS = 4096
-OUTLOOK_S = 20.0  # must be longer than the deployment's own time limit for this call
+OUTLOOK_S = 20.0  # limit of a call of ``outlook``; longer than the deployment's own limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
@@ -91,7 +91,7 @@ class GroupsReplica:
         await asyncio.Event().wait()
 
     async def check_health(self) -> None:
-        """Raise if the deployment is dead, so that Serve replaces this replica."""
+        """Raise an error if the deployment is dead, so that Serve replaces this replica."""
         await asyncio.to_thread(self._deployment.raise_if_dead)
 
     async def __del__(self) -> None:
@@ -142,8 +142,8 @@ class Ingress:
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Raise if all groups are dead: Ray Serve then replaces this ingress, which cannot reach
-        the groups that replace the dead groups.
+        """Raise an error if all groups are dead. This ingress cannot reach the groups that replace
+        them, so Ray Serve must replace this ingress, too.
         """
         self._state.raise_if_dead()
 
@@ -161,12 +161,16 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return within how many seconds an application must end its ingresses and then its groups."""
+    """Return the limit, in seconds, for the end of an application: of its ingresses, then its
+    groups.
+    """
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 
 
 async def _stay(groups: Any) -> None:
-    """Keep one call to the groups open forever. After a replacement, call the new groups."""
+    """Keep one call to the replica of ``groups`` open forever. If Serve replaces the replica, call
+    the new replica.
+    """
     while True:
         call = groups.stay.remote()
         try:
@@ -202,8 +206,8 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
     access = read_access(config.serve, checks_host=False)
     if config.serve.traces is not None:
         check_packages()
-    # The folder's name must not depend on the time, because Serve replaces replicas whose arguments
-    # have changed.
+    # The replicas' arguments contain the folder's name, and Serve replaces replicas whose arguments
+    # have changed. So the name must not depend on the time.
     config = with_log_folder(config, f"serve-{file_name(config.name)}")
     drain_s = config.serve.drain_s
     options: dict[str, Any] = {

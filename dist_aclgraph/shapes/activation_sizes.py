@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. It is usually too high, because it sums all tensors of
-a layer, although some tensors are freed before the layer's end, and because it counts every
-exchange of tokens as an all-gather. The workspaces of operators are not included.
+The estimate was never compared with an NPU. It is usually too high: it sums all tensors of a layer,
+although some tensors are freed before the layer's end. It also counts every exchange of tokens as
+an all-gather. The workspaces of operators are not included.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def prompt_bytes(
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
         # With one shard, latents are read from the cache directly. With several shards, there are
-        # copies, whose sizes in parentheses are multiples of all latents: packed before the gather
-        # (2 / dcp), gathered (1), and selected and split for each piece of the prompt on the rank
-        # (2).
+        # copies of the latents. The sizes of the copies are multiples of the size of all latents: 2
+        # / dcp for packing before the gather, 1 for the gather, and 2 for selecting and splitting
+        # them for each piece of the prompt on the rank.
         copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
         elements = round(chunk_tokens * copies * kept)
         elements += num_tokens * forms * (kept + spec.indexer.head_dim)
@@ -178,7 +178,7 @@ def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
     # queries before and after they are divided into two parts
     head = 2 * (latent.plain_dim + latent.rope_dim)
     head += 2 * latent.kv_rank  # absorbed queries, and the attention's output for these queries
-    head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys, values and output of the plain form
+    head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys, values and output, if not absorbed
     down = 2 * (latent.kv_rank + latent.rope_dim) + 2 * (latent.q_rank or 0)
     return down + spec.num_heads // tp * head
 

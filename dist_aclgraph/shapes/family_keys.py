@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-# families whose published checkpoints have one next-token module, but no such key in config.json
+# families whose published checkpoints have one next-token module, but no key of config.json says so
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 _GEMMA_NAMES = {"hidden_activation": "hidden_act"}
 _COHERE_NAMES = {"layer_norm_eps": "rms_norm_eps"}
-# The class of each supported ``model_type``, for a config.json without ``architectures``: as in
-# transformers' AutoModelForCausalLM, or the class with an image encoder, if the type has one.
+# Maps each supported ``model_type`` to a class, for a config.json without ``architectures``. It is
+# the class of transformers' AutoModelForCausalLM; for a type with an image encoder, it is the class
+# with this encoder.
 ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
@@ -77,7 +78,7 @@ ARCHITECTURES = {
     "solar_open": "SolarOpenForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
-# for each family that names usual keys differently: its names, and the usual names
+# for each family with its own names of keys: the family's name -> the usual name
 KEY_NAMES = {
     "InternLM3ForCausalLM": {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     "Ernie4_5_MoeForCausalLM": {

@@ -18,7 +18,7 @@ MAX_SHARDS = 16  # maximum number of shards whose results npu_attention_update m
 
 
 def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool, pads_heads: bool = True) -> int:
-    """Return how many attention heads each of ``tp`` ranks has.
+    """Return the number of attention heads on each of ``tp`` ranks.
 
     Args:
         pads_heads: whether latent attention adds heads of zeros up to ``padded_latent_heads``.
@@ -69,7 +69,8 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
 
 
 def linear_heads_per_rank(num_key_heads: int, num_value_heads: int, tp: int) -> tuple[int, int]:
-    """Return how many key heads and value heads of linear attention each of ``tp`` ranks has.
+    """Return the number of key heads and the number of value heads that linear attention has on
+    each of ``tp`` ranks.
 
     Raises:
         ConfigError: the key heads cannot be divided evenly, or a rank would have too many value
@@ -98,8 +99,8 @@ def check_shards(
     num_prompt_ranks: int,
     is_latent: bool,
 ) -> None:
-    """Check that only ranks with the same KV heads share a cache: without ``dcp``, each of these
-    ranks would store a copy of the same KV.
+    """Check that only ranks with the same KV heads share a cache. Without ``dcp``, each of these
+    ranks stores a copy of the same KV.
 
     Args:
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.

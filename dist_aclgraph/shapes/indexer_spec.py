@@ -15,7 +15,7 @@ MAX_INDEX_HEADS, INDEX_DIM = 64, 128  # limits of npu_lightning_indexer
 # Further limits of npu_lightning_indexer.
 MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024
 MAX_INDEX_BLOCK = 1024  # maximum number of index keys in a block, in npu_lightning_indexer
-INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # their ``interleaves`` is true by default
+INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # architectures whose ``interleaves`` is true by default
 KINDS = {"F": "full", "S": "shared"}  # letters of index_topk_pattern
 
 
@@ -103,7 +103,9 @@ def _layers(config: ModelConfig) -> frozenset[int]:
 
 
 def _kinds(config: ModelConfig, num_layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer, which config.json has as a list, as letters or as a period."""
+    """Return for each layer whether it has an indexer ("full") or uses the keys of an earlier layer
+    ("shared"). config.json says this by a list, by letters, or by a period.
+    """
     if kinds := config.texts("indexer_types"):
         return kinds
     pattern = config.raw.get("index_topk_pattern")

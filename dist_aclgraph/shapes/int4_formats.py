@@ -31,7 +31,7 @@ SCALE_BYTES, PREPARED_SCALE_BYTES = 2, 8
 
 @dataclass(frozen=True)
 class Int4Format:
-    """How a matrix of four-bit values is multiplied.
+    """The way in which a matrix of four-bit values is multiplied.
 
     Attributes:
         quantises_rows: whether input rows are quantised to int8; else the values of weights are
@@ -122,8 +122,8 @@ class Int4Matrix:
     Attributes:
         part: the part of the weights to which the matrix belongs (``matrices_of``).
         name: the matrix's name in a layer, ``experts.*`` for all experts.
-        num_layers: number of layers; a layer in which only some experts have four bits counts as
-            the fraction of these experts.
+        num_layers: number of layers in which the matrix has four bits. A layer in which only some
+            experts have four bits counts as the fraction of these experts.
     """
 
     part: str
@@ -136,7 +136,8 @@ def read_int4_formats(config: ModelConfig) -> Int4Formats:
     """Return the matrices with four bits, of a checkpoint that ``check_quantisation`` accepts.
 
     Raises:
-        ModelError: ModelSlim's description cannot be read, or a pattern is no regular expression.
+        ModelError: ModelSlim's description cannot be read, or a pattern is not a regular
+            expression.
     """
     path = config.directory / DESCRIPTION
     if path.exists():
@@ -195,7 +196,7 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
 
 def group_of(description: Mapping[str, Any]) -> int | None:
-    """Return how many inputs share a scale; None if the description names no groups.
+    """Return the number of inputs that share a scale; None if the description names no groups.
 
     Args:
         description: ModelSlim's description, or the description of the weights.

@@ -60,7 +60,7 @@ def _check_hidden_size(width: int, part: str, factor: int) -> None:
     """Check that the operators accept matrices whose inputs are the hidden states.
 
     Raises:
-        ConfigError: the number of inputs is no multiple of ``factor``.
+        ConfigError: the number of inputs is not a multiple of ``factor``.
     """
     if width % factor:
         raise ConfigError(
@@ -71,11 +71,12 @@ def _check_hidden_size(width: int, part: str, factor: int) -> None:
 
 
 class _Inner(NamedTuple):
-    """A width inside a layer, such as the MLP's inner width. A matrix has as many inputs or
-    outputs.
+    """A width inside a layer, such as the MLP's inner width. It is the number of inputs of some
+    matrices, and the number of outputs of others.
 
     Attributes:
-        ending: the width belongs to the part's matrices whose names have this ending; "" for all.
+        ending: ending of the names of the part's matrices that have this width; "" if all of them
+            have it.
         num_ranks: number of ranks among which the width is divided.
     """
 

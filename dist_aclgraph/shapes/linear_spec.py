@@ -26,15 +26,16 @@ class LinearSpec:
 
     Attributes:
         layers: layers with linear attention; the other layers attend to all keys.
-        num_key_heads, num_value_heads: numbers of heads; equally many value heads use each key
-            head.
+        num_key_heads, num_value_heads: numbers of heads. Each key head is used by equally many
+            value heads.
         key_dim, value_dim: width of a key or query head, and of a value head.
         conv_width: number of latest tokens that the convolution combines for each token, the token
             itself included.
-        has_grouped_weights: true: a matrix stores the queries, keys, values and gates key head by
-            key head; false: first all queries, then all keys, and so on.
-        decays_by_channel: true: each channel of a key has its own decay (Kimi Delta Attention);
-            false: each head has one decay.
+        has_grouped_weights: whether the rows of a matrix are grouped by key head: first the
+            queries, keys, values and gates of the first key head, and so on. If false, a matrix has
+            first all queries, then all keys, and so on.
+        decays_by_channel: whether each channel of a key has its own decay (Kimi Delta Attention).
+            If false, each head has one decay.
     """
 
     layers: frozenset[int]
@@ -84,7 +85,7 @@ class LinearSpec:
         _, value_heads = linear_heads_per_rank(self.num_key_heads, self.num_value_heads, tp)
         inputs = (self.conv_width - 1) * (self.num_channels // tp)
         matrices = value_heads * self.value_dim * self.key_dim
-        # CANN's operators have one decay for each head.
+        # CANN's operators support only one decay for each head.
         matrix_bytes = MATRIX_BYTES["float32" if self.decays_by_channel else dtype]
         return inputs * element_bytes + matrices * matrix_bytes
 

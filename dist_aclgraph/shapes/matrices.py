@@ -99,7 +99,8 @@ def _linear(hidden: int, linear: LinearSpec, tp: int) -> Elements:
     width = values * linear.value_dim
     if linear.decays_by_channel:
         keys = (channels - width) // 2
-        # The first factor of the products of decays (f) and gates (g) is not split over ranks.
+        # Decays (f) and gates (g) are each computed by two matrices. The first of the two
+        # (``f_a_proj``, ``g_a_proj``) is not split over ranks.
         return {
             "self_attn.q_proj": hidden * keys,
             "self_attn.k_proj": hidden * keys,

@@ -55,7 +55,7 @@ class ModelConfig:
         path: path of the file, for error messages.
         raw: the object, with each key under its most common name. If a model has several parts, the
             keys of the text part replace the keys of the top level.
-        generation: the object of generation_config.json; empty without this file.
+        generation: the object of generation_config.json; empty if there is no such file.
     """
 
     path: Path
@@ -73,8 +73,8 @@ class ModelConfig:
             return "(none)"
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self._wrong("architectures", names, "a list of names")
-        # Embedding models are often stored without a head. As in vLLM, their decoder is that of
-        # the model with a head.
+        # Embedding models are often stored without an output head. As in vLLM, they have the
+        # decoder of the architecture with a head.
         name = names[0][:200]
         is_headless = name.endswith("Model") and not name.endswith("HeadModel")
         return f"{name.removesuffix('Model')}ForCausalLM" if is_headless else name
@@ -296,13 +296,15 @@ def read_model_config(
 
 
 def _usual_architectures(model_type: object) -> list[str]:
-    """Return the architecture of a supported type of model, or an empty list."""
+    """Return a list with the architecture of this type of model; empty if the type is not
+    supported.
+    """
     known = isinstance(model_type, str) and model_type in ARCHITECTURES
     return [ARCHITECTURES[str(model_type)]] if known else []
 
 
 def _explain_no_config(directory: Path) -> None:
-    """Raise an error if it is known what a directory without config.json is."""
+    """Raise an error if a directory without config.json is of a known kind, such as an adapter."""
     if (directory / "adapter_config.json").exists():
         raise UnsupportedModelError(
             f"{directory} is a LoRA adapter, which is not supported; merge it into its base model"

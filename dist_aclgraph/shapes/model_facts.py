@@ -62,17 +62,18 @@ class ModelFacts:
     """The shape of a model.
 
     Attributes:
-        context_len: length of the longest request that the model can have.
+        context_len: length of the longest request that the model supports, in tokens.
         usual_len: default of ``max_model_len``; None means ``context_len``.
         num_draft_layers: number of next-token modules, which propose drafts.
-        latent_size: number of elements that latent attention caches per token and layer; 0 without
-            latent attention.
+        latent_size: number of elements that latent attention caches per token and layer; 0 if the
+            model has no latent attention.
         latent_head_dim: width of a query head of latent attention, with its rotated part.
         linear: layers of linear attention; None if all layers keep keys.
         indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
         holds_int8: whether the safetensors files contain int8 matrices.
         holds_int4: whether the checkpoint has matrices of four bits.
-        quant_method: name of the format of quantised weights in config.json; "" without a name.
+        quant_method: name of the format of quantised weights in config.json; "" if there is no
+            name.
         vocab_size: number of rows of the embedding; all token ids are smaller.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. If false, the norms of q and k
@@ -138,9 +139,9 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
             cannot be sharded over ``parallel.dcp``; ranks share contexts although the model has a
-            sliding window or linear attention; the indexer's blocks are too large; attention
-            cannot read a cache of type ``kv.dtype``; the dtype is float32 with int8 matrices; or
-            ``quantization`` is another method than that of the checkpoint.
+            sliding window or linear attention; the indexer's blocks are too large; attention cannot
+            read a cache of type ``kv.dtype``; the dtype is float32 with int8 matrices; or
+            ``quantization`` is not the method of the checkpoint.
     """
     if not config.makes_int8 and config.quantization not in (None, facts.quant_method):
         raise ConfigError(

@@ -43,20 +43,20 @@ class ExpertSpec(ExpertFacts):
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
         layers: indices of the layers that have experts; all other layers have a dense MLP. The
             indices of next-token layers follow the decoder's.
-        scoring: how a router's logits become the weights of experts.
+        scoring: the function that makes the weights of experts from a router's logits.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
             ``num_groups`` groups; both are 1 if there are no groups.
         group_score: a group's score is the score of its best expert ("max"), or the sum of its two
             best scores ("top2").
         scaling: factor for the experts' weights.
-        has_bias: whether a bias is added to the scores for the choice of experts, but not for
-            weights.
+        has_bias: whether a bias is added to the scores when experts are chosen. The experts'
+            weights do not include this bias.
         bias_is_row: whether the checkpoint stores this bias as a matrix of one row.
         has_product_biases: whether the router's logits and the products of experts have biases.
         shared_width: inner width of all shared experts together; None means ``num_shared`` times
             ``width``.
-        gates_shared: whether ``sigmoid`` of one number per token multiplies the result of shared
-            experts.
+        gates_shared: whether the result of shared experts is multiplied by ``sigmoid`` of one
+            number per token.
         clip: limits of the activation; None means SiLU of the gate without limits.
         is_stacked: whether the checkpoint stores one tensor for all experts of a layer, [experts,
             in, out], in which the columns of gate and up alternate.
@@ -93,13 +93,13 @@ class LatentSpec:
     token.
 
     Attributes:
-        q_rank: width of the low-rank projection of queries; None without such a projection.
+        q_rank: width of the low-rank projection of queries; None if there is no such projection.
         kv_rank: width of the latent.
         plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
             rotary embedding, and the part with it.
         value_dim: width of a value head.
-        interleaves: true: the checkpoint rotates pairs of neighbouring elements; false: it rotates
-            pairs of elements that are half a head apart.
+        interleaves: whether the checkpoint rotates pairs of neighbouring elements. If false, it
+            rotates pairs of elements that are half a head apart.
     """
 
     q_rank: int | None
@@ -116,8 +116,8 @@ class LatentSpec:
 
     @property
     def has_whole_heads(self) -> bool:
-        """Whether keys that are computed from latents are joined with their rotated part. With
-        heads of other sizes, the operator accepts the two parts separately.
+        """Whether keys that are computed from latents are joined with their rotated part. If false,
+        the heads have sizes for which the operator accepts the two parts separately.
         """
         return self.head_dim == self.value_dim
 
@@ -127,8 +127,8 @@ class RowRange:
     """Rows of a stored tensor that loaders read as a separate tensor.
 
     Attributes:
-        part: a text that the tensor's usual name contains.
-        first, count: index of the first row, and number of rows; total: the stored tensor's number
+        part: a text that is a part of the separate tensor's usual name.
+        first, count, total: index of the first row, number of rows, and the stored tensor's number
             of rows.
     """
 
@@ -140,7 +140,7 @@ class RowRange:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """How a checkpoint names its tensors, if its names differ from the usual names (the names that
+    """The names of a checkpoint's tensors, if they differ from the usual names (the names that
     Llama and DeepSeek V3 use).
 
     Attributes:
@@ -168,8 +168,8 @@ class WeightNames:
         return self.prefix + name
 
     def range_of(self, name: str) -> RowRange | None:
-        """Return which rows of a stored tensor are the tensor with this usual name; None if the
-        checkpoint stores it as a separate tensor.
+        """Return the rows of a stored tensor that form the tensor with this usual name; None if the
+        checkpoint stores this tensor separately.
         """
         return next((each for each in self.ranges if each.part in name), None)
 
@@ -189,13 +189,13 @@ class ModelSpec(ModelFacts):
     """The shape of a supported decoder: the facts of its model, and its details.
 
     Attributes:
-        rotary_dim: only this number of first elements of each head is rotated; None means all
-            elements.
+        rotary_dim: number of elements at the beginning of each head that are rotated; None means
+            all elements.
         rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
             neighbours in the checkpoint; if false, they are half of the rotated part apart.
         has_output_gate: whether each element of the result of attention is multiplied by a gate.
-        has_output_norms: whether a norm also follows attention and the MLP, before their results
-            are added to the residual stream.
+        has_output_norms: whether the results of attention and of the MLP are normalised, before
+            they are added to the residual stream.
         norm_adds_one: whether norms multiply by ``1 + weight``, except the norms in linear
             attention.
         int4: the matrices that have four bits in some or all layers.

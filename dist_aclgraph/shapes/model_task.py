@@ -1,7 +1,7 @@
 """The purpose of a model (texts, embeddings or relevance), read from its checkpoint's files.
 
-Models for embeddings have the files of sentence-transformers: modules.json lists the steps from a
-text to its embedding, and the folder of the pooling step describes from which tokens the embedding
+Models for embeddings have the files of sentence-transformers. modules.json lists the steps from a
+text to its embedding. The folder of the pooling step describes the tokens from which the embedding
 is made.
 """
 
@@ -71,7 +71,8 @@ def read_task(config: Config) -> ModelTask:
 
 
 def _read_steps(directory: Path) -> dict[str, str]:
-    """Return the folders of the steps to an embedding, by class name; empty without modules.json.
+    """Return the folders of the steps to an embedding, by class name; empty if there is no
+    modules.json.
 
     Raises:
         ModelError: modules.json cannot be read, or names a folder outside the checkpoint.

@@ -40,7 +40,8 @@ SUPPORTED = (
 
 
 def check_quantisation(config: ModelConfig) -> None:
-    """Check the format of a quantised checkpoint. The dtypes show which weights are quantised.
+    """Check the format of a quantised checkpoint. This does not find out which weights are
+    quantised; loaders see that from the dtypes of the tensors.
 
     Raises:
         ModelError: config.json has an impossible value, or the description cannot be read.
@@ -60,7 +61,7 @@ def check_quantisation(config: ModelConfig) -> None:
 
 
 def _refusal(config: ModelConfig) -> str:
-    """Return the first key that is not supported, with its value, or an empty string."""
+    """Return the first unsupported key with its value; "" if all keys are supported."""
     method = config.raw.get("quant_method")
     if method == "fp8":
         return _difference(config.raw, FP8)
@@ -85,7 +86,7 @@ def _refusal(config: ModelConfig) -> str:
 
 
 def _group_refusal(weights: Mapping[str, Any], inputs: Mapping[str, Any], form: str) -> str:
-    """Return the first key of a group of compressed-tensors that is not supported, or ""."""
+    """Return the first unsupported key of a group of compressed-tensors; "" if there is none."""
     if form not in (PACKED, BYTES):
         return f"format {form!r:.80}"
     is_int4 = weights.get("num_bits") == 4

@@ -105,8 +105,9 @@ def read_rope_spec(
         rope_dim: number of rotated elements of a head.
         rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
         by_type: whether layers with a window may have a separate embedding, which
-            ``read_window_rope`` reads. Such a family is refused if ``rope_parameters`` has values
-            for all layers, because transformers ignores these values.
+            ``read_window_rope`` reads. In such a family, a checkpoint is refused if its
+            ``rope_parameters`` has values that are the same for all layers, because transformers
+            ignores these values.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -126,7 +127,7 @@ def read_rope_spec(
     spec = _read(config, config.rope, rope_dim, theta)
     if by_type and config.separate_ropes is None:
         older = config.part("rope_scaling") or config.empty_part()
-        if spec != _read(config, older, rope_dim, theta):  # as transformers reads the same file
+        if spec != _read(config, older, rope_dim, theta):  # transformers reads only ``older``
             raise config.unsupported(
                 "rope_parameters has no object for each type of layer, so transformers ignores its "
                 f"{', '.join(sorted(config.rope.raw))[:80]}; move them into an object "
@@ -182,7 +183,7 @@ def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> in
     """Return the number of rotated elements of a head, for families that rotate a part of it.
 
     Args:
-        usual_part: part of the elements that is rotated if config.json has no value for it.
+        usual_part: fraction of the elements that is rotated, if config.json has no value.
 
     Raises:
         ModelError: the number of rotated elements is not an even number from 2 to ``head_dim``.

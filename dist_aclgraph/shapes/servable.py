@@ -55,8 +55,8 @@ def read_servable_spec(config: Config) -> ModelSpec:
 
 
 def _has_joined_experts(config: Config, spec: ModelSpec) -> bool:
-    """Return whether the checkpoint stores one tensor for the experts of a layer. Without files of
-    weights, the experts are expected as the authors publish them.
+    """Return whether the checkpoint stores one tensor for the experts of a layer. If there are no
+    files of weights, return whether the authors publish the experts in this form.
     """
     if spec.experts is None:
         return False

@@ -35,18 +35,18 @@ class SlidingWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """How an architecture describes its windows in config.json.
+    """The rule by which an architecture describes its windows in config.json.
 
     Attributes:
         usual: number of keys if the key ``sliding_window`` is absent; None means no window. If the
             key is null, no layer has a window.
-        layers: which layers have a window. "every second": layers 0, 2, 4, and so on. "later": the
-            layers from ``max_window_layers`` on, by default from layer 28 on. "in groups": all
+        layers: the layers that have a window. "every second": layers 0, 2, 4, and so on. "later":
+            the layers from ``max_window_layers`` on, by default from layer 28 on. "in groups": all
             layers except the last layer of each group of ``sliding_window_pattern`` layers.
         group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
         by_pattern: whether ``sliding_window_pattern`` is a key of this architecture.
         by_type: whether ``layer_types`` replaces ``layers``.
-        by_switch: whether layers have windows only if ``use_sliding_window`` is true.
+        by_switch: whether ``use_sliding_window`` must be true if layers are to have windows.
     """
 
     usual: int | None = 4096
@@ -82,7 +82,7 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
 
     Raises:
         ModelError: a key has an impossible value.
-        UnsupportedModelError: ``layer_types`` has another type of layer.
+        UnsupportedModelError: ``layer_types`` has a type of layer that is not supported.
     """
     rule = RULES.get(config.architecture)
     if rule is None or (rule.by_switch and not config.flag("use_sliding_window", False)):
@@ -95,14 +95,14 @@ def read_sliding_window(config: ModelConfig) -> SlidingWindow | None:
 
 
 def sets_window(config: ModelConfig) -> bool:
-    """Return whether config.json or the architecture sets a number of keys, even if no layer has a
-    window.
+    """Return whether config.json, or the default of the architecture, sets the size of a window.
+    The answer can be true even if no layer has a window.
     """
     return config.raw.get("sliding_window", RULES[config.architecture].usual) is not None
 
 
 def sliding_layers(config: ModelConfig) -> frozenset[int]:
-    """Return the layers that would have a window, even if no number of keys is set.
+    """Return the layers that have a window if the size of a window is set.
 
     Raises:
         ModelError, UnsupportedModelError: as ``read_sliding_window``.

@@ -34,7 +34,8 @@ def check_weight_files(directory: str | Path) -> None:
     """Check by the headers that a checkpoint's weights can be loaded.
 
     Raises:
-        ModelError: a file is missing, cut off or no safetensors file; the message names the file.
+        ModelError: a file is missing, cut off, or not a safetensors file; the message names the
+            file.
     """
     directory = Path(directory)
     names_by_file: dict[str, list[str]] = {}

@@ -81,8 +81,8 @@ def weight_parts(
         matrix_bytes: bytes of an element of the layers' matrices, if they are quantised to int8.
             The scales, one for each output, are not counted. Matrices that have four bits in the
             checkpoint keep four bits.
-        drafts: whether the next-token module is counted, which shares embedding and head with the
-            decoder.
+        drafts: whether the next-token module is counted. The module shares embedding and head with
+            the decoder.
         redundant_experts: number of additional copies of experts on all ``ep`` ranks together.
     """
     sizes = _Sizes(element_bytes, matrix_bytes or element_bytes, spec.int4)
@@ -127,7 +127,7 @@ def weight_parts(
 def _part(
     name: Part, matrices: Elements, others: _Others, copies: int, sizes: _Sizes
 ) -> WeightPart:
-    """Return a part of the weights that ``copies`` layers have, with its bytes."""
+    """Return a part of the weights, with its bytes in all layers that have it (``copies``)."""
     total = float(copies * (others.usual * sizes.element + others.floats * FLOAT32_BYTES))
     for matrix, elements in matrices.items():
         wide = float(copies)

@@ -34,7 +34,8 @@ class RenderLimits:
 
     Attributes:
         cpu_s: CPU time in seconds; published templates need milliseconds.
-        wait_s: how long the parent waits for the reply before it kills the process.
+        wait_s: time in seconds for which the parent waits for the reply before it kills the
+            process.
         memory_bytes: address space of the process that renders.
         chars: length of the rendered prompt in characters.
     """
@@ -47,8 +48,8 @@ class RenderLimits:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How messages become a prompt; the options are the same as for ``apply_chat_template`` in
-    transformers.
+    """Options with which messages become a prompt. They are the same as for ``apply_chat_template``
+    in transformers.
 
     Attributes:
         add_generation_prompt: whether the prompt ends with the beginning of the assistant's
@@ -210,7 +211,7 @@ def read_chat_template(
     *,
     path: Path | None = None,
 ) -> ChatTemplate | None:
-    """Return the chat template of a checkpoint; None without a template.
+    """Return the chat template of a checkpoint; None if there is no template.
 
     Args:
         path: a file whose template replaces the checkpoint's templates; None if no file is

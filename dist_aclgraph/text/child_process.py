@@ -25,7 +25,7 @@ class ChildProcess:
         module: the module whose file the process runs as a program.
         imports: modules outside the standard library that the program imports.
         first: the first message; it is sent together with the first request, and gets no reply.
-        wait_s: how long ``ask`` waits.
+        wait_s: time in seconds for which ``ask`` waits for a reply.
     """
 
     def __init__(

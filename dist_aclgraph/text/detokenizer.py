@@ -45,8 +45,8 @@ class Detokenizer:
         # The bytes at the end of the prompt may be the beginning of a character of the output. If
         # they are not, their replacement character belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
-        # This number of first characters of the window's text was already returned, or belongs to
-        # the prompt.
+        # Number of characters at the beginning of the window's text that were already returned, or
+        # that belong to the prompt.
         self._num_shown = len(before) - self._is_open
         self._held: list[int] = []  # tokens whose texts are not certain yet
         self._new = ""  # returned text that is not yet divided among tokens
@@ -83,8 +83,8 @@ class Detokenizer:
         return new
 
     def take_token_texts(self) -> list[str]:
-        """Return the texts of the next tokens, in order. The last of these texts became certain
-        since the last call. Each token's text is returned once.
+        """Return the texts of the tokens whose texts became certain since the last call, in the
+        order of the tokens.
         """
         texts, self._token_texts = self._token_texts, []
         return texts

@@ -21,8 +21,8 @@ def embeddings_of(
 
     Args:
         states: the hidden states; each is float32 [hidden].
-        dimensions: number of first elements of a state that its embedding has; None means all
-            elements.
+        dimensions: the embedding consists of this number of elements from the beginning of a state;
+            None means all elements.
         normalizes: whether embeddings are divided by their lengths, after ``dimensions`` was
             applied.
     """

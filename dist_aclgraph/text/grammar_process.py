@@ -83,11 +83,12 @@ def compile_source(
     """Return a dictionary with the source's ``grammar``, or with the first ``error`` in
     the source.
 
-    With the error of a tool, ``tools`` are the names of all tools whose schemas cannot be used.
+    If the error is in the schema of a tool, ``tools`` contains the names of all tools whose schemas
+    cannot be used.
 
-    ``slow`` is not empty if the computation of masks can take long. All grammars that clients write
-    may have such masks, because the time depends on the text of the answer. ``bytes`` is the memory
-    that the compiled grammar takes.
+    ``slow`` is not empty if the computation of masks can take a long time. All grammars that
+    clients write may have such masks, because the time depends on the text of the answer. ``bytes``
+    is the memory that the compiled grammar takes.
     """
     before = _private_bytes()
     try:

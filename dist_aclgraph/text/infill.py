@@ -29,8 +29,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     """Return the prompt after which the model writes the text between ``prefix`` and ``suffix``.
 
     Raises:
-        InvalidParameterError: the tokenizer lacks the markers of every form; or a text contains a
-            marker, so that the model would divide the texts at another place.
+        InvalidParameterError: there is no form whose markers the tokenizer has; or a text contains
+            a marker, which the model would read as the end of this text.
     """
     for form in FORMS:
         markers = markers_of(form)

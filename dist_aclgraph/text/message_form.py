@@ -1,9 +1,9 @@
 """MessageForm: the form in which a chat template reads the content and the role of a message.
 
-A content is one text, or a list of parts ``{"type": "text", "text": ...}``. Most templates read
-texts, some read parts, and some read both. The form is found in the template's syntax tree: a
-template that loops over a content and reads the text of each item, or the text of one item, reads
-parts.
+A content is one text, or a list of parts ``{"type": "text", "text":...}``. Most templates read
+texts, some read parts, and some read both. The form is found in the template's syntax tree. A
+template reads parts if it loops over a content and reads the text of each item, or if it reads the
+text of one item.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jinja2 import nodes
 CONTENT = "content"
 _OF_PARTS = frozenset({"text", "type"})  # keys of a part
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-# If a template does not know a role of another API (key), this role replaces it (value).
+# A key is a role of another API. If a template does not know this role, the value replaces it.
 OLDER_ROLES = {"developer": "system", "function": "tool"}
 OBSERVATION = "observation"
 PHI_TOOLS = "<|/tool|>"
@@ -47,8 +47,8 @@ class MessageForm:
             test to find messages with calls.
         reads_metadata: whether a call is a separate message, whose metadata is the call's name.
             Results then have the role "observation". GLM-4 has such a template.
-        tools: how the template reads the tools of its first message: as "text" or as a "list".
-            None if it does not read them there. GLM-4-9B and Phi-4-mini have such templates.
+        tools: the form in which the template reads tools from the first message: "text" or "list".
+            None if it does not read tools there. GLM-4-9B and Phi-4-mini have such templates.
         calls_are_text: whether the template reads no calls, and its model writes them between the
             tokens of Phi-4-mini. Then earlier calls are a part of the content.
     """
@@ -84,8 +84,8 @@ class MessageForm:
         """Return the message in this form, without the keys whose value is None. The only exception
         is the content of a message with calls: it stays None if the template tests for None.
 
-        Parts are joined by line breaks if the template reads texts only. A content with other parts
-        than texts is not changed. Arguments of calls become objects.
+        Parts are joined by line breaks if the template reads texts only. A content with a part that
+        is not a text is not changed. Arguments of calls become objects.
         """
         found = {name: value for name, value in message.items() if value is not None}
         if isinstance(calls := found.get("tool_calls"), list | tuple):
@@ -146,8 +146,8 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
 
 
 def _own_tools(template: nodes.Template) -> str | None:
-    """Return how a template reads the tools of a message: as "text" or as a "list"; None if it
-    reads the tools of the request, or none.
+    """Return the form in which a template reads the tools of a message: "text" or "list". Return
+    None if the template reads the tools from the request, or reads no tools.
     """
     assigned = [each for each in template.find_all(nodes.Assign) if _key(each.node) == "tools"]
     own = {each.target.name for each in assigned if isinstance(each.target, nodes.Name)}
@@ -192,8 +192,8 @@ def _writes_roles(template: nodes.Template, names: set[str]) -> bool:
 
 
 def _has_role(node: nodes.Node, names: set[str]) -> bool:
-    """Return whether the value of an expression contains a role. The value of a comparison does
-    not.
+    """Return whether the value of an expression contains a role. The value of a comparison contains
+    no role.
     """
     is_error = isinstance(node, nodes.Call) and _own_name(node.node) == {"raise_exception"}
     if is_error or isinstance(node, nodes.Compare | nodes.Test):
@@ -243,7 +243,9 @@ def _with_metadata(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a call whose arguments are an object. A text that is no JSON object is not changed."""
+    """Return a call whose arguments are an object. A text that is not a JSON object is not
+    changed.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

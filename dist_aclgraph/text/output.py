@@ -53,9 +53,9 @@ class OutputText:
 
     Args:
         prompt_ids: the prompt; the beginning of the text depends on the prompt's last tokens.
-        reader: divides the text into reasoning, content and calls. Stop strings then end the output
-            only within content.
-        max_calls: the output ends with this number of calls; None if there is no limit.
+        reader: the object that divides the text into reasoning, content and calls. With a reader,
+            stop strings end the output only within content.
+        max_calls: the output ends after this number of calls; None if there is no limit.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class OutputText:
 
         Args:
             logprobs: one report for each token; empty if log-probabilities were not requested.
-            finish_reason: why the engine ended the request with these tokens; "stop" means that the
-                last token is a stop token.
+            finish_reason: the reason why the engine ended the request with these tokens; "stop"
+                means that the last token is a stop token.
         """
         has_end_token = finish_reason == "stop"
         num_spoken = len(token_ids) - has_end_token
@@ -158,8 +158,8 @@ class OutputText:
         return texts
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Store events up to the end of the output. A stop string never matches text from both
-        sides of a call.
+        """Store events up to the end of the output. A stop string never matches a text that a call
+        interrupts.
         """
         for event in events:
             if self._is_ended:

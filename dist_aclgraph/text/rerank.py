@@ -67,7 +67,8 @@ class RerankPrompts:
 
         Raises:
             RequestTooLongError: the text has more than ``max_tokens`` tokens.
-            InvalidParameterError: the prompt has more than ``most`` tokens without the document.
+            InvalidParameterError: even without the document, the prompt has more than ``most``
+                tokens.
         """
 
         def encode(document: str) -> list[int]:

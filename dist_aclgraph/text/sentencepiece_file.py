@@ -41,8 +41,7 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
 
     Raises:
         ModelError: the file cannot be read.
-        UnsupportedModelError: the kind of the model is neither BPE nor unigram, or it has unused
-            pieces.
+        UnsupportedModelError: the model is neither a BPE nor a unigram model, or has unused pieces.
     """
     described = {key: value for key, value in described.items() if value is not None}
     model = proto.ModelProto()
@@ -59,7 +58,7 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(_read_model(path, model))
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)
-    if described.get("legacy", True):  # then the text after an added token also gets the prefix
+    if described.get("legacy", True):  # text after an added token also gets the prefix
         steps += [normalizers.Prepend(SPACE)] * has_prefix
         steps.append(normalizers.Replace(" ", SPACE))
     else:
@@ -94,7 +93,7 @@ def _read_model(path: Path, model: Any) -> models.Model:
 
 
 def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the pairs that become a piece, in the order in which they are merged."""
+    """Return the pairs of pieces that together form another piece, in the order of their merges."""
     ids = {piece.piece: i for i, piece in enumerate(pieces) if piece.type == Piece.NORMAL}
     found = [
         (-piece.score, ids[left], ids[right], left, right)

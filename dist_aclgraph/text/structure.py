@@ -183,7 +183,7 @@ def with_structure(
     limit of reasoning (``thinking_tokens``).
 
     Args:
-        thinking: the tokens around the reasoning; None without reasoning.
+        thinking: the tokens around the reasoning; None if there is no reasoning.
         param: the request's field with the output format or the limit; used in error messages.
 
     Raises:

@@ -45,7 +45,7 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"has_short_ids": True, "has_content": True},
 )
 LENGTH_OF_SHORT_ID = 9  # Mistral's templates require ids of calls with this length
-# if the space is missing, the template strips messages
+# If the space is missing in a rendered prompt, the template strips messages.
 END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "
 
 

@@ -16,8 +16,8 @@ from dist_aclgraph.text.token_bytes import byte_of_char
 
 NUM_RESERVED = 256  # number of ids for added tokens, after the ids of the vocabulary
 # The pattern of Kimi's tokenizer (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py, ``pat_str``):
-# each match is divided into tokens by itself. The regular expressions of the package ``tokenizers``
-# (Oniguruma) give the same matches.
+# each match of the pattern is divided into tokens separately. The regular expressions of the
+# package ``tokenizers`` (Oniguruma) give the same matches.
 _UPPER, _LOWER = (
     rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
 )

@@ -58,8 +58,8 @@ class Tokenizer:
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: all token ids are in [0, vocab_size).
         context_len: default length of the longest request, in tokens.
-        has_text: whether there is one of ``FILES``; without one, prompts are token ids and outputs
-            have no text.
+        has_text: whether the checkpoint has one of ``FILES``. If not, prompts are token ids, and
+            outputs have no text.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class Tokenizer:
     def _check_parts(self, text: str, max_tokens: int) -> None:
         """Encode a long text part by part; refuse the text once the parts have too many tokens.
 
-        If a cut lies within a token, the token becomes at most as many tokens as it has characters.
-        So this number is subtracted for each part.
+        A cut within a token turns this token into at most as many tokens as it has characters. So
+        the length of the longest token is subtracted from each part's number of tokens.
         """
         count = 0
         for start in range(0, len(text), PART_CHARS):
@@ -230,7 +230,8 @@ class Tokenizer:
     def bytes_of(self, token_id: int, text: str) -> bytes:
         """Return the bytes of a token that adds ``text``; the bytes may be a part of a character.
 
-        The bytes do not include the first space of a text or special tokens.
+        The result does not include the space that some tokenizers add before a text. A special
+        token has no bytes.
         """
         data = self.token_bytes[token_id]
         try:
@@ -245,7 +246,7 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The text of all of the checkpoint's chat templates; None without a template."""
+        """The text of all of the checkpoint's chat templates; None if there is no template."""
         return None if self._template is None else "\n".join(self._template.sources.values())
 
     def token(self, text: str) -> int | None:
@@ -319,8 +320,8 @@ class Tokenizer:
 
 
 def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
-    """Return the tokenizer of a checkpoint's file, without tokens of other files; None without
-    such a file.
+    """Return the tokenizer that one of ``FILES`` contains, without the tokens that other files add.
+    Return None if the checkpoint has none of these files.
 
     Raises:
         ModelError: the file is not a tokenizer.

@@ -12,7 +12,7 @@ DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
 def read_cann_version(toolkit: Path) -> str | None:
-    """Return the version of a CANN toolkit, e.g. 9.1.0; None without a toolkit."""
+    """Return the version of a CANN toolkit, e.g. 9.1.0; None if there is no toolkit."""
     places = [
         toolkit / "share/info/runtime/version.info",  # path since CANN 8.5
         toolkit / "version.cfg",

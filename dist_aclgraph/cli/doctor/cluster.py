@@ -19,8 +19,8 @@ from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
-TIMEOUT_S = 120.0  # Starting a process and loading CANN take long on a busy node.
-PORTS_OF_A_GROUP = 4  # number of ports that a group needs, without its port for KV blocks
+TIMEOUT_S = 120.0  # long, because a busy node needs time to start a process and to load CANN
+PORTS_OF_A_GROUP = 4  # number of ports that a group needs, its port for KV blocks not included
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
@@ -28,8 +28,8 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: a configuration whose ports (``cluster.ports``) are tried, and whose transport of
-            KV copies is checked. If None, any free port is tried.
+        config: a configuration. The nodes try to listen at its ports (``cluster.ports``), and check
+            that its transport of KV copies can be used. If None, the nodes listen at any free port.
         ray_address: see ``join_ray``.
 
     Raises:
@@ -141,7 +141,7 @@ def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int
     """Return findings about nodes for which Ray counts a wrong number of NPUs.
 
     Args:
-        declared: number of NPUs of each node in Ray's count.
+        declared: maps each node to the number of NPUs that Ray counts on it.
     """
     return [
         Finding(
@@ -156,7 +156,7 @@ def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int
 
 
 def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return the finding about the nodes' versions, which should be equal."""
+    """Return findings that say whether all nodes have the same versions of the software."""
     values_of = _nodes_by_value({node: found.versions for node, found in facts.items()})
     return [
         Finding(name, len(nodes) == 1, _words(nodes), f"install the same {name} on all nodes")
@@ -165,7 +165,9 @@ def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return the finding about the sizes of the nodes with NPUs, which should be equal."""
+    """Return findings that say whether the nodes with NPUs have equally many NPUs, cores and bytes
+    of memory.
+    """
     values_of = _nodes_by_value({node: each.sizes for node, each in facts.items() if each.npus})
     remedy = "ranks of a group wait for each other, and for those on the smallest node"
     return [
@@ -211,7 +213,8 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
     """Return findings that say whether each node reaches all other nodes by TCP.
 
     Args:
-        failures: node -> (address, port) of another node -> why the node cannot connect there.
+        failures: node -> (address, port) of another node -> why the first node cannot connect to
+            this port.
     """
     remedy = (
         "open cluster.ports between the nodes in their firewalls, and start Ray on each node with "
@@ -254,7 +257,7 @@ def ping_findings(
 def _nodes_by_value(
     values_of: Mapping[str, Mapping[str, str]],
 ) -> dict[str, dict[str, list[str]]]:
-    """Return for each name the values that nodes have, and the nodes with each value."""
+    """Group nodes by their values: name of a property -> value -> nodes that have this value."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node, values in values_of.items():
         for name, value in values.items():

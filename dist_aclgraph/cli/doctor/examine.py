@@ -41,8 +41,8 @@ def examine(config: Config | None = None) -> list[Finding]:
     """Return all findings. Imports neither torch nor Ray, and starts no process.
 
     Args:
-        config: a configuration whose folders for copies of KV are checked, and whose transport of
-            these copies, and its file with a secret.
+        config: the checks include its folders for copies of KV blocks, its transport of these
+            copies, and the file with the secret for this transport.
     """
     folders = [] if config is None else [*kv_findings(config), *peers_findings(config)]
     uses_hixl = config is not None and config.fetches_by_hixl
@@ -50,7 +50,7 @@ def examine(config: Config | None = None) -> list[Finding]:
 
 
 def machine_findings(*, uses_hixl: bool = False) -> list[Finding]:
-    """Return the findings about this machine, as a single node or as a node of a cluster.
+    """Return the findings that apply to this machine both alone and as a node of a cluster.
 
     Args:
         uses_hixl: whether copies of KV blocks are fetched over HIXL.
@@ -200,7 +200,8 @@ def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
 
 
 def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
-    """Return the finding about the build of an emulated NPU, which this machine might need.
+    """Return the finding that says whether this machine can build the emulated NPU, if it needs
+    one.
 
     Args:
         npus: names of this machine's NPUs.

@@ -13,7 +13,7 @@ class Finding:
 
     Attributes:
         remedy: what the user can do about a fault or a warning.
-        is_warning: whether the machine can be used, but only with fewer features or less speed.
+        is_warning: true if the machine can be used, but has fewer features or is slower.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Finding:
 
     @property
     def mark(self) -> str:
-        """The first word of the finding's line."""
+        """The word with which the finding's line begins: ok, warn or FIX."""
         return "warn" if self.is_warning else "ok  " if self.is_ok else "FIX "
 
 

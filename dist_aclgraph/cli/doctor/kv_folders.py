@@ -16,8 +16,8 @@ from dist_aclgraph.kv.tiers import GIB, disk_root, foreign_problem, host_root
 
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-# File systems of these types are on other hosts. Of a type such as fuse.sshfs, only the last part
-# is looked up.
+# File systems of these types are on other hosts. If a type has several parts, such as fuse.sshfs,
+# only the last part is looked up in this list.
 ON_NETWORK = (
     "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "juicefs", "lustre", "nfs", "nfs4",
     "smb3", "smbfs", "sshfs", "virtiofs",
@@ -26,7 +26,7 @@ ANSWER_S = 5.0  # a file system that does not answer within this time is reporte
 
 
 def kv_findings(config: Config, mounts: Path = MOUNTS) -> list[Finding]:
-    """Return one finding for each tier that the configuration sets."""
+    """Return one finding for each tier (host memory, disk) that the configuration uses."""
     kv = config.kv
     found = []
     if kv.host_gib:
@@ -65,10 +65,11 @@ def _disk(config: Config, mounts: Path) -> Finding:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of a path's file system, e.g. tmpfs or nfs4; "unknown" if it is not listed.
+    """Return the type of a path's file system, e.g. tmpfs or nfs4; "unknown" if ``mounts`` does not
+    list it.
 
-    The type is read from the list of mounts. Before that, links in the path are followed; this
-    hangs if a link's file system hangs.
+    The function first follows the symbolic links in the path. If a link leads to a file system that
+    does not answer, the function hangs.
     """
     best, kind = -1, "unknown"
     wanted = os.path.realpath(path)
@@ -125,7 +126,9 @@ def _existing(path: Path) -> Path:
 
 
 def _within_limit(name: str, check: Callable[[], Finding]) -> Finding:
-    """Return the finding of a check, or the finding that the file system does not answer."""
+    """Return the finding of a check; after ``ANSWER_S``, a finding that the file system does not
+    answer.
+    """
     found: list[Finding] = []
 
     def run() -> None:

@@ -41,7 +41,9 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why another program might occupy HCCL's ports; "" if no other program can."""
+    """Return the reason why another program might occupy HCCL's ports; "" if no other program can
+    occupy them.
+    """
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())
@@ -62,8 +64,8 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which variables of this environment the configuration overrides; "" if it overrides
-    none.
+    """Return a warning that names the variables of this environment that the configuration
+    overrides; "" if there are none.
     """
     overridden = [
         f"{name}={variables[name]} ({key})"
@@ -101,10 +103,10 @@ def _match(asked: str, interfaces: list[str]) -> bool:
 
 
 def _port_ranges(ports: str) -> list[range]:
-    """Return the ranges in a text such as ``60000-60010,60020``; no range for ``auto`` and "".
+    """Return the ranges in a text such as ``60000-60010,60020``; an empty list for ``auto`` and "".
 
     Raises:
-        ValueError: the text is malformed, a range is empty, or a number is no port.
+        ValueError: the text is malformed, a range is empty, or a number is not a valid port.
     """
     if ports in ("", "auto"):
         return []

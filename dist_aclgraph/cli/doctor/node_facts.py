@@ -27,7 +27,8 @@ class NodeFacts:
             and the driver.
         npus: names of the node's NPUs.
         rdma_addresses: maps the names of NPUs to their RDMA addresses.
-        sizes: the numbers that should be equal on all nodes with NPUs, by name.
+        sizes: the node's number of NPUs, number of cores, and memory. Nodes with NPUs should have
+            equal sizes.
         findings: all findings of ``doctor`` on the node.
     """
 

@@ -112,8 +112,8 @@ def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
 
 
 def _cores(num_npus: int, numa: Path) -> Finding:
-    """Compare this process's number of cores with the number that all ranks need; list them by NUMA
-    node.
+    """Return the finding that says whether this process has enough cores for all ranks. It lists
+    the number of cores on each NUMA node.
     """
     usable = os.sched_getaffinity(0)
     parts = []
@@ -130,7 +130,7 @@ def _cores(num_npus: int, numa: Path) -> Finding:
 
 
 def _binding(npus: list[str]) -> Finding:
-    """Return the cores to which ranks are bound on this host."""
+    """Return the finding that lists the cores to which each rank is bound on this host."""
     try:
         shares = shares_here(DeviceConfig())
     except NotBoundError as e:

@@ -1,8 +1,8 @@
 """Asks the driver's hccn_tool about the RDMA links of this host's NPUs.
 
-Groups over several nodes use these links. Users of Ascend clusters publish the tool's outputs:
-``link status: UP`` for ``-link -g``, and a line with the number of received packets for
-``-ping -g``. This module was not tried with a real hccn_tool.
+A group whose ranks are on several nodes uses these links. This module was not tried with a real
+hccn_tool. It reads the outputs that users of Ascend clusters have published: ``link status: UP``
+for ``-link -g``, and a line with the number of received packets for ``-ping -g``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ping_failures(addresses: Sequence[str]) -> dict[str, str]:
     """Ping RDMA addresses of other nodes from this node's first NPU.
 
     Returns:
-        The reason for each address that does not answer. Empty if this node has no hccn_tool.
+        address that does not answer -> why it does not answer. Empty if this node has no hccn_tool.
     """
     tool = find_tool()
     if tool is None:
@@ -62,7 +62,7 @@ def _link(npu: str, tool: str) -> str:
 
 
 def _ping(address: str, tool: str) -> str:
-    """Return why an address does not answer; "" if it answers."""
+    """Return the reason why an address does not answer; "" if it answers."""
     output = _run(tool, "-i", "0", "-ping", "-g", "address", address)
     found = re.search(r"(\d+)\s+(?:packets\s+)?received", output)
     if found is None:

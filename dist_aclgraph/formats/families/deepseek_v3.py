@@ -51,7 +51,7 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
             name, marker = yield from scanner.read_head(["\n", *outside, end_call])
             if marker == "\n":
                 yield from scanner.match("```json\n", "```json", FENCE)
-        if marker in outside:  # the text is no call, and another marker begins
+        if marker in outside:  # another marker comes first, so the text is not a call
             scanner.content(call + scanner.give_back(marker))
             continue
         if marker not in (separator, "\n") or not name.strip():

@@ -5,8 +5,8 @@
     {}
 
 A line is a call only if it is the name of a given tool. The token ``<|assistant|>`` begins a
-further call. The sources are the chat template of GLM-Z1, where the name of a call is the
-``metadata`` of a message, and the parser for GLM-4 in ms-swift.
+further call. The sources are the parser for GLM-4 in ms-swift, and the chat template of GLM-Z1, in
+which the name of a call is the ``metadata`` of a message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fits(template: str) -> bool:
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     following = scanner.coded(NEXT)
-    marker: str | None = ""  # the marker before the line; empty at the beginning of other lines
+    marker: str | None = ""  # the marker before the line; empty if no marker precedes the line
     while marker is not None:
         scanner.keep()
         if (yield from _begins_call(scanner, tools)):
@@ -44,7 +44,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         else:
             text = scanner.give_back()
             scanner.content(marker + text)
-            if text.endswith("\n"):  # the call can be in the line after it
+            if text.endswith("\n"):  # the next line may be a call
                 marker = ""
                 continue
         marker = yield from scanner.copy_until(["\n", following], scanner.content)
@@ -54,8 +54,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
 
 
 def _begins_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
-    """Read the line of a name and the space before its arguments, and begin the call. If the text
-    is no call, the scanner keeps the text.
+    """Read the line with a tool's name and the white space before the arguments, and begin the
+    call. Return whether a call has begun. If not, the text that was read is still kept by the
+    scanner.
     """
     name = yield from scanner.match(*tools)
     if name is None:

@@ -5,7 +5,7 @@
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
 ``analysis`` is reasoning. A message to a function is a call. The model also knows tools that are
-no functions, such as ``python``; a message to such a tool is reasoning, unless the request has a
+not functions, such as ``python``; a message to such a tool is reasoning, unless the request has a
 tool of this name. All other messages are content.
 """
 

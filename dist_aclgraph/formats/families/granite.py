@@ -1,7 +1,7 @@
 """Granite 3: ``<|tool_call|>[{"name": "f", "arguments": {...}}, ...]``.
 
 Some checkpoints write the marker as ``<tool_call>``. Granite 3.3 writes ``<response>`` and
-``</response>`` around the text after its reasoning. Granite 4 writes the calls of Hermes.
+``</response>`` around the text after its reasoning. Granite 4 writes calls in the format of Hermes.
 """
 
 from __future__ import annotations

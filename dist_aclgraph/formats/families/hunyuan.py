@@ -60,10 +60,11 @@ def _copy_named(scanner: Scanner, before: str) -> Scan[str | None]:
     """Read a call whose name precedes its arguments.
 
     Args:
-        before: the marker before the kept text.
+        before: the marker before the text that the scanner keeps. If the text is not a call, marker
+            and text become content.
 
     Returns:
-        the marker of the next call, if the marker was read, too; otherwise None.
+        the marker of the next call, if the function has already read it; otherwise None.
     """
     calls, end_calls, call, end_call = map(scanner.coded, MARKERS[:4])
     name, marker = yield from scanner.read_head(["\n", calls, call, end_call, end_calls])

@@ -26,7 +26,9 @@ from dist_aclgraph.formats.tools import Tools
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags of one spelling: around all calls, around one call, after its name, and in it."""
+    """The tags in one spelling: around all calls, around one call, between a call's name and its
+    arguments, and around the arguments.
+    """
 
     calls: tuple[str, str]
     call: tuple[str, str]
@@ -85,11 +87,12 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
 def _copy_calls(
     scanner: Scanner, tools: Tools, tags: Tags, before: str, begins: list[str]
 ) -> Scan[str | None]:
-    """Read calls, whose first tag was read, and content up to one of ``begins``; return the marker
-    that ends the content.
+    """Read calls, and the content after them up to one of ``begins``. The tag before the first call
+    was already read. Return the marker that ends the content.
 
     Args:
-        before: the marker before the kept text.
+        before: the marker before the text that the scanner keeps. If the text is not a call, marker
+            and text become content.
     """
     call, end_calls = scanner.coded(tags.call[0]), scanner.coded(tags.calls[1])
     key, end_call = scanner.coded(tags.pairs.key[0]), scanner.coded(tags.pairs.end)
@@ -140,5 +143,5 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
 
 
 def _written(lark: Lark) -> Tags:
-    """Return the tags that the checkpoint writes: its vocabulary has them as tokens."""
+    """Return the tags in the spelling that the checkpoint's vocabulary has as tokens."""
     return RELEASED if lark.is_token(RELEASED.calls[0]) else PREVIEW

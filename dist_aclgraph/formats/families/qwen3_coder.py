@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Qwen3.5: each parameter is a text between tags; the schema has its type.
+"""Qwen3-Coder, Qwen3.5: each parameter is a text between tags; the schema says its type.
 
 <tool_call>
 <function=f>
@@ -45,8 +45,8 @@ def copy_tagged_calls(
     """Read content in which each call is between two markers.
 
     Args:
-        trims: whether the line breaks after a value's first tag and before its last tag are no part
-            of the value.
+        trims: whether the line breaks after a value's first tag and before its last tag are not a
+            part of the value.
     """
     begin, end = markers
     begins = [begin, FUNCTION]
@@ -63,7 +63,7 @@ def copy_tagged_calls(
         if is_call:
             name, closing = yield from scanner.read_head([">", "\n", *markers, FUNCTION])
         name = name.strip()
-        if closing in (begin, FUNCTION):  # the text is no call, and another marker begins
+        if closing in (begin, FUNCTION):  # another marker comes first, so the text is not a call
             scanner.content(marker + scanner.give_back(closing))
             marker = closing
             continue

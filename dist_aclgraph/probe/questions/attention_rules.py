@@ -37,7 +37,7 @@ def _call(
 
     Args:
         padded: number of keys of the second request; None means ``length``.
-        rows_behind: number of query rows behind the last request.
+        rows_behind: number of query rows after the rows of the last request.
         masked: whether the call has a mask with one row for each query row.
     """
     torch = bench.torch

@@ -117,7 +117,7 @@ def mc2(
     """Send tokens to identity experts on all ranks, and add up the returned tokens.
 
     Args:
-        group: the communicator of both operators; None means a new one.
+        group: the communicator of MC2's two operators; None means a new communicator.
     """
     torch = bench.torch
     own = _dist(bench).new_group(list(range(bench.ranks))) if group is None else group

@@ -213,9 +213,7 @@ class UpdatableGraph:
                 event.record(self.update_stream)
 
     def close(self) -> None:
-        """Undo an update that was made before any replay used it: wait for the events, and reset
-        them.
-        """
+        """Undo an update that no replay has used: wait for the events, and reset them."""
         main = self._bench.torch.npu.current_stream()
         for _, event in self._tasks:
             event.wait(self.update_stream)
@@ -303,7 +301,7 @@ def _in_flight(bench: Bench) -> Answer:
 
 
 def _us_of_an_update(bench: Bench, *, operator: str = OPERATOR, at_once: bool = False) -> float:
-    """Return how long the host needs to update one task (begin, operator, end and record)."""
+    """Return the host's time for an update of one task (begin, operator, end, record), in µs."""
     graph = UpdatableGraph(bench, LAYERS, operator=operator, at_once=at_once)
     times = []
     for _ in range(20):

@@ -15,7 +15,7 @@ from dist_aclgraph.probe.question import (
     Probe,
 )
 
-BFLOAT16 = 3e-2  # tolerance; the device may round values to another int8 neighbour than the host
+BFLOAT16 = 3e-2  # tolerance; device and host may round a value to different int8 neighbours
 LATENT, ROTATED, PLAIN, HEADS, EPSILON = 512, 64, 128, 4, 1e-6
 SLOTS = (5, -1, 18)  # slots of three tokens; nothing is written to slot -1
 
@@ -54,7 +54,7 @@ class _Call:
         self.block = block
 
     def run(self) -> tuple[Any, ...]:
-        """Return both parts of the queries, latents and rotated keys, on the device."""
+        """Run the operator on the device, and return its results."""
         torch, bench = self.bench.torch, self.bench
         caches = [torch.zeros(2, self.block, 1, d).bfloat16().npu() for d in (LATENT, ROTATED)]
         queries = torch.ops.npu.npu_mla_prolog_v3(

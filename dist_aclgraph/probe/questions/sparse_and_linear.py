@@ -99,8 +99,8 @@ def _sparse_int8(bench: Bench, key_block: int = 1) -> Answer:
     """Compare attention to latents in int8. The operator reads the scales from the rows of keys.
 
     Args:
-        key_block: number of keys of an index. If it is 1, an indexer chooses keys; if it is more,
-            all keys are chosen.
+        key_block: number of keys that one index stands for. With 1, an indexer chooses keys; with a
+            larger number, all keys are chosen.
     """
     torch, heads, scale = bench.torch, 16, 0.05
     query = _random(bench, 2, heads, LATENT + ROTATED)
@@ -217,7 +217,7 @@ def _delta_on_host(
 
 
 def _on_device(inputs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return query, key and value, and the other inputs by name."""
+    """Copy inputs to the device. Return query, key and value as a list, the others by name."""
     device = {name: value.npu() for name, value in inputs.items()}
     return [device.pop(name) for name in ("query", "key", "value")], device
 

@@ -96,7 +96,9 @@ class Blocks:
 
 
 def _input_of(text: str) -> Json:
-    """Return a call's arguments; a text that is no JSON object becomes the field ``arguments``."""
+    """Return a call's arguments. A text that is not a JSON object becomes the field
+    ``arguments``.
+    """
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -120,7 +120,7 @@ class _MessageReply(Shape):
             self._stop = None if self._blocks.has_calls else piece.stop_reason
 
     def _reason(self, generation: Generation) -> str:
-        """Return why the answer has ended."""
+        """Return the reason why the answer has ended."""
         if self._finish_reason == "length":
             is_ours = generation.params[0].max_tokens != self._max_tokens
             return "model_context_window_exceeded" if is_ours else "max_tokens"

@@ -33,7 +33,9 @@ class _Message(Body, kw_only=True):
 
 
 class _Block(Body, kw_only=True):
-    """A block of a message. Other fields, such as ``cache_control``, are ignored."""
+    """A block of a message. Fields that are not listed here, such as ``cache_control``, are
+    ignored.
+    """
 
     type: str
     text: str | None = None
@@ -150,7 +152,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
         texts = [text for i, part in enumerate(parts) for text in _texts_of(part, f"{place}.{i}")]
     elif data not in _NOTHING:
         texts = [decode(data, str, place)]
-    if block.is_error:  # the text says so, because chat templates have no field for errors
+    if block.is_error:  # the text reports the error: chat templates have no such field
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

@@ -6,8 +6,8 @@ must be JSON. A POST must not come from a page of another site, unless ``serve.a
 contains the site's origin. The CORS headers tell browsers which origin is allowed.
 
 The owner of a domain can let the domain's name point to this machine (DNS rebinding). So on
-loopback without API keys, ``Host`` must not be a name that another person may own. Allowed are
-names of this machine, addresses, and names without a dot (e.g. the name of an nginx upstream).
+loopback without API keys, ``Host`` must not be a name that another person may own. It may be a name
+of this machine, an address, or a name without a dot (e.g. the name of an nginx upstream).
 """
 
 from __future__ import annotations

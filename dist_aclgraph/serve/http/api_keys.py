@@ -64,7 +64,7 @@ class ApiKeys:
     pickled copy in another process reads the file itself.
 
     Args:
-        path: the file ``serve.api_keys_file``; None without a file.
+        path: the file ``serve.api_keys_file``; None if there is no file.
 
     Raises:
         ConfigError: the file cannot be used.

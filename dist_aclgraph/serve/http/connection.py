@@ -39,9 +39,10 @@ class ServerState:
     """State that all connections of a server share.
 
     Attributes:
-        crowded: the response on a connection that exceeds ``serve.max_connections``.
+        crowded: the response on connections beyond the limit ``serve.max_connections``.
         malformed: the response if a client sends bytes that are not HTTP.
-        link: link to the holder of connections; None if no connection outlives this process.
+        link: link to the process that holds connections while another process replaces this
+            process; None if the connections end with this process.
         headers: headers of every response. The server updates the date.
         tasks: the tasks that open connections and answer requests.
     """
@@ -61,8 +62,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     Args:
         record: the record of the connection.
-        is_resumed: whether a previous process has left the connection. Then the bytes of its
-            record are parsed after ``resume`` is called.
+        is_resumed: whether a previous process accepted the connection. If so, ``resume`` parses the
+            bytes that the record contains.
 
     Attributes:
         is_writable: set while no bytes wait to be sent.
@@ -201,7 +202,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return not (self._exchanges or has_more or self._is_in_headers or self._is_refused)
 
     def _settle(self) -> None:
-        """Update the record after a request has been answered."""
+        """Update the connection's record after a request has been answered."""
         if not self.record.is_spent or self.transport.is_closing():
             return  # the response ends only when the connection is closed
         if not self._is_quiet:

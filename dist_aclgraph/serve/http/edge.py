@@ -59,7 +59,8 @@ class Edge:
     Owns the request counts of the API keys.
 
     Args:
-        methods_of: returns the methods that a request's path supports, as in the header Allow.
+        methods_of: a function that returns the methods that a request's path supports, as in the
+            header Allow.
         names_requests: whether responses get the header X-Request-Id, with the client's request id
             or a new id; false if a proxy adds the header.
     """
@@ -81,9 +82,7 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. A refusal shows a client without a key only that the
-        service is full.
-        """
+        """See ``GatedApp``. It tells a client without a key only that the service is full."""
         slots = self._state.slots
         if self._access.origins:  # the CORS headers depend on the request's headers
             return None

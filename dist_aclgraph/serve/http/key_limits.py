@@ -30,7 +30,7 @@ class _Usage:
 
 
 class KeyLimits:
-    """Counts the requests of the keys that have limits; for one event loop.
+    """Counts the requests of the keys that have limits. Only one event loop may use this object.
 
     Requests are counted by key, so that a key keeps its counts when the keys file is read again.
     """

@@ -10,7 +10,7 @@ OTHER_FILES = 512  # number of descriptors that are not for clients
 
 
 class ConnectionLimits(NamedTuple):
-    """How many connections the limit of open files allows.
+    """The numbers of connections that the limit of open files allows.
 
     Attributes:
         max_open: number of connections that may be open at the same time.

@@ -45,7 +45,8 @@ class HttpServer:
     Args:
         listener: a socket from ``listen``; connections wait in it until ``start``.
         beat: a function that the event loop calls every second.
-        link: link to the holder of connections; None if no connection outlives this process.
+        link: link to the process that holds connections while another process replaces this
+            process; None if the connections end with this process.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ async def _drain(state: ServerState) -> None:
         connection.transport.abort()
     for task in list(state.tasks):
         task.cancel()
-    await asyncio.sleep(0)  # so that the event loop runs the ends of the connections
+    await asyncio.sleep(0)  # lets the event loop run the callbacks that end connections
 
 
 def listen_at(config: ServeConfig) -> socket.socket:

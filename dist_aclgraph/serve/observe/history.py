@@ -143,7 +143,9 @@ def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
 
 
 def quantile(share: float, buckets: Buckets) -> float | None:
-    """Return a quantile as Prometheus's ``histogram_quantile`` does; None without observations."""
+    """Return a quantile as Prometheus's ``histogram_quantile`` does; None if there are no
+    observations.
+    """
     total = buckets[-1][1] if buckets else 0.0
     if total <= 0:
         return None

@@ -226,7 +226,9 @@ class Metrics:
             self.track(name, text, read)
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge. At every scrape, any thread calls ``read`` to get the gauge's value."""
+        """Add a gauge. At every scrape, ``read`` is called, on any thread, to get the gauge's
+        value.
+        """
         gauge = Gauge(f"{PREFIX}{name}", text, LABELS, registry=self._registry)
         gauge.labels(*self._values).set_function(read)
 
@@ -323,7 +325,7 @@ class _EngineCollector(Collector):
         return metric
 
     def _ingress(self) -> Iterator[Metric]:
-        """Yield the metrics of groups that this replica, not the engine, counts."""
+        """Yield the metrics that are counted by this replica, and not by an engine."""
         client, values = self._client, self._values
         routed = client.routed()
         for key, text in ROUTING_METRICS.items():

@@ -26,14 +26,16 @@ class RequestAccount:
     """Tokens, times and outcome of one HTTP request; used on one event loop only.
 
     Attributes:
-        began_s: when the request arrived, by the monotonic clock.
+        began_s: time at which the request arrived, by the monotonic clock.
         status: HTTP status of the answer; 0 before the answer begins.
         num_prompt_tokens, num_tokens: number of tokens of all prompts, and of all choices.
-        submitted_s: when the request was sent to an engine, by the monotonic clock; None before.
-        first_token_s: when the first token arrived, by the monotonic clock; None before.
+        submitted_s: time at which the request was sent to an engine, by the monotonic clock; None
+            until then.
+        first_token_s: time at which the first token arrived, by the monotonic clock; None until
+            then.
         prefill_s: time from the end of the wait in the engine's queue to the first token; 0 if
             unknown.
-        finish_reason: why the last choice ended.
+        finish_reason: the reason why the last choice ended.
         error: name of the error that ended the request; ``CLIENT_GONE`` if the client ended it.
     """
 
@@ -57,7 +59,7 @@ class RequestAccount:
 
     @property
     def outcome(self) -> str:
-        """How the request ended: ``DONE``, or the name of an error."""
+        """The outcome of the request: ``DONE``, or the name of an error."""
         if self.error or not self.status:
             return self.error or UNANSWERED
         return FAILED if self.status >= FIRST_ERROR else DONE

@@ -1,4 +1,5 @@
-"""OpenTelemetry traces (``serve.traces``): a span for each POST request, and one for each phase.
+"""OpenTelemetry traces (``serve.traces``): one span for each POST request and for each of its
+phases.
 
 Spans are made after their request has ended, from the times in the request's account, so tracing
 does not slow running requests. A thread of OpenTelemetry sends the spans. If the collector is slow
@@ -17,8 +18,8 @@ from dist_aclgraph.serve.observe.request_account import DONE, FIRST_SERVER_ERROR
 from dist_aclgraph.version import VERSION
 
 MAX_SPANS = 2048  # maximum number of spans that wait to be sent
-SEND_S = 10.0  # limit of one attempt to send spans
-FLUSH_S = 5.0  # limit of the last attempt, when the ingress ends
+SEND_S = 10.0  # time limit of one attempt to send spans
+FLUSH_S = 5.0  # time limit of the last attempt, when the ingress ends
 
 
 def check_packages() -> None:
@@ -34,7 +35,8 @@ class Traces:
     """Owns the tracer, and the thread that sends spans.
 
     Args:
-        exporter: sends the spans; with None, the spans are sent by HTTP to ``endpoint``.
+        exporter: the object that sends the spans; with None, the spans are sent by HTTP to
+            ``endpoint``.
 
     Raises:
         MissingPackageError: OpenTelemetry's packages are not installed.
@@ -120,7 +122,7 @@ def _phases(account: RequestAccount, end_s: float) -> Iterator[tuple[str, float,
     submitted_s, first_s = account.submitted_s, account.first_token_s
     if submitted_s is None:
         return
-    if first_s is None or not account.prefill_s:  # the engine has not reported when the wait ended
+    if first_s is None or not account.prefill_s:  # the time at which the wait ended is unknown
         yield "queue and prefill", submitted_s, end_s if first_s is None else first_s
     else:
         admitted_s = max(submitted_s, first_s - account.prefill_s)

@@ -1,10 +1,10 @@
 """Reads request bodies within limits, and decodes them into typed structs. Errors are 4xx.
 
 msgspec checks types while it decodes, and stops at the first error, so nothing is built from
-invalid input. A number may also be written as a text or as a float without a fraction, and a
-boolean as 0, 1, or one of the texts true, false, 1 and 0. A field that may have any number of items
-stays ``Raw``, which costs only a scan. The items of such a field are counted before they are built
-(``types``).
+invalid input. A number may also be written as a text, and an integer as a float without a fraction.
+A boolean may also be 0 or 1, or one of the texts true, false, 1 and 0. A field that may have any
+number of items is first decoded as ``Raw``: its JSON text is scanned, but no items are built. The
+items of such a field are counted before they are built (``types``).
 
 Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused. A
 field in ``NOT_OFFERED`` is always refused, because a client would misunderstand an answer without
@@ -78,7 +78,8 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies and journals in memory; for one event loop only.
+    """Counts the bytes of all request bodies and journals in memory. Only one event loop may use
+    this object.
 
     Journals get no more than half of the limit, so that requests need not wait for journals.
     """
@@ -205,7 +206,7 @@ async def read_body(
     """Read, decode and check the body; return ``convert(body)``.
 
     Args:
-        convert: called on another thread if the body is large.
+        convert: a function that converts the body; called on another thread if the body is large.
 
     Raises:
         BodyTooLargeError: the body is longer than ``serve.max_body_bytes``.
@@ -335,7 +336,9 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
 
 
 def _reason(message: str, data: bytes) -> str:
-    """Return why data is not JSON. msgspec's reason is wrong for empty data and lone surrogates."""
+    """Return the reason why data is not JSON. For empty data and unpaired surrogates, msgspec's
+    reason would be wrong.
+    """
     if not data.strip():
         return "it is empty"
     if "malformed: invalid character" not in message and (found := _UNPAIRED.search(data)):

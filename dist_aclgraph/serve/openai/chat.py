@@ -46,8 +46,8 @@ class _ChatReply(Reply):
     """Converts pieces of the answer to chat completion objects.
 
     Attributes:
-        whole_calls: for each choice, the calls that are held back; None if a stream has pieces of
-            calls.
+        whole_calls: for each choice, the calls that are held back until they are complete; None if
+            the client accepts calls in pieces.
     """
 
     def __init__(

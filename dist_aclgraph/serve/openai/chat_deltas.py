@@ -17,7 +17,7 @@ from dist_aclgraph.formats.events import (
 
 
 def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
-    """Return what the events add to a message, as the ``delta`` of a chunk.
+    """Return the ``delta`` of a chunk: the parts that the events add to a message.
 
     A call's id, type and name are only in the delta in which the call begins. Fields without a
     value are omitted, because clients join the values of all deltas.
@@ -64,7 +64,7 @@ class WholeCalls:
     """Holds back the events of each call until the call is complete, or the answer ends."""
 
     def __init__(self) -> None:
-        self._held: dict[int, list[Event]] = {}  # by the position of the call
+        self._held: dict[int, list[Event]] = {}  # position of a call in the answer -> its events
 
     def add(self, events: Sequence[Event], *, is_last: bool) -> list[Event]:
         """Add the next events of the answer; return the events that can be passed on."""

@@ -37,7 +37,7 @@ class ContentPart(TextPart):
         return self.type in ("thinking", "redacted_thinking", "reasoning")
 
     def thoughts(self, param: str) -> list[str]:
-        """Return the texts of reasoning; an empty list if they are encrypted."""
+        """Return the texts of reasoning; an empty list if the part has encrypted reasoning."""
         if bytes(self.thinking) not in (b"", b"null"):
             return read_texts(self.thinking, f"{param}.thinking", ("text",))
         found = self.text if self.reasoning is None else self.reasoning
@@ -47,7 +47,7 @@ class ContentPart(TextPart):
 class ChatMessage(Body):
     """A message. All fields of a client's ``message.model_dump()`` are allowed.
 
-    The chat template decides whether there is a role with another name than the usual ones.
+    The chat template decides which roles exist besides the usual roles.
     """
 
     PARTS: ClassVar = {
@@ -63,7 +63,7 @@ class ChatMessage(Body):
     reasoning: str | None = None
     refusal: str | None = None
     audio: None = None
-    function_call: Annotated[Raw, schemas.CALLED] = ABSENT  # older name of a single call
+    function_call: Annotated[Raw, schemas.CALLED] = ABSENT  # older form of tool_calls
     annotations: Annotated[Raw, schemas.ANNOTATIONS] = ABSENT
     tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
     tool_call_id: str | None = None
@@ -113,7 +113,7 @@ class ChatMessage(Body):
             raise InvalidParameterError(f"{param} is missing", param)
         if not data.startswith(b"["):
             return str(decode(data, str, param)), None
-        check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
+        check_num_strings(data, 4 * MAX_PARTS, param)  # a part has at most four strings
         kind = self.kind_of_part(ContentPart)
         parts = decode(data, list[str | kind], param)  # type: ignore[valid-type]
         if len(parts) > MAX_PARTS:

@@ -19,7 +19,7 @@ class CompletionSlots:
         of_a_group: number of completions that may run or wait in one group.
         configured: number of groups in the configuration. There are always slots for this number of
             groups, because requests also wait for lost groups.
-        num_groups: returns the current number of groups; called for each request.
+        num_groups: a function that returns the current number of groups; called for each request.
     """
 
     def __init__(self, of_a_group: int, configured: int, num_groups: Callable[[], int]) -> None:

@@ -43,20 +43,21 @@ class Conversation:
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         is_unlimited: whether the request asks for as many tokens as the context allows, and not for
             the model's recommended maximum.
-        options: how the messages become a prompt; contains the definitions of ``tools``.
+        options: the options with which messages become a prompt, and the definitions of ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
-        is_limit_soft: whether ``max_tokens`` may be larger than the remaining context, and the
-            limit of reasoning may have no effect. Clients of such an API must send both limits.
+        is_limit_soft: whether the service may reduce ``max_tokens`` to the remaining context, and
+            may ignore the limit of reasoning. True for APIs whose clients must send both limits.
         form_param: the request's field for the output format; used in error messages.
         limit_param: the request's field for messages; used in error messages about the length of
             the prompt.
         budget_param: the request's field for the limit of reasoning.
-        is_budget_soft: whether a model whose reasoning has no limit ignores the limit.
+        is_budget_soft: whether the limit of reasoning is ignored if the model's format does not
+            support such a limit. If false, the request is refused.
         ignored: fields of the request that have no effect.
         off_param: the request's field that turns the reasoning off; empty if no field does.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
             context length.
-        truncated: function that truncates the prompt.
+        truncated: a function that truncates the prompt.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -190,7 +191,7 @@ async def _with_form(
 
     Required calls follow the schemas of the tools. If the schema of a tool that is not strict
     cannot be used, the tool's arguments may be any object. If the grammar is too large, or cannot
-    be made for another reason, this is true of all tools that are not strict.
+    be made for another reason, the arguments of all tools that are not strict may be any object.
 
     Raises:
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.

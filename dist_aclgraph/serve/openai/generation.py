@@ -129,11 +129,12 @@ class Generation:
     log-probabilities. ``close`` aborts all requests that still run.
 
     Attributes:
-        make_reader: returns a new reader for a choice's answer; None if answers are only text.
-        max_calls: an answer ends with this number of calls; None if there is no limit.
-        role: what a router outside the deployment has chosen; see ``OpenRequest.role``.
+        make_reader: a function that returns a new reader for a choice's answer; None if answers are
+            only text.
+        max_calls: an answer ends after this number of calls; None if there is no limit.
+        role: the role that an external router has chosen; see ``OpenRequest.role``.
         peer: see ``OpenRequest.peer``.
-        account: the request's account; None without an access log and traces.
+        account: the request's account; None if there are neither an access log nor traces.
     """
 
     state: ApiState

@@ -3,8 +3,9 @@ service generate the answer.
 
 The first service answers when the prompt's blocks are in files. The second service finds the files
 by the hashes of the prompt's tokens, so it needs no parameter if both services share files. If they
-share a secret instead (``kv.peers_key_file``), the answer has a ticket, with which the second
-service fetches the files. The second service computes the tokens whose files it does not find.
+share a secret instead (``kv.peers_key_file``), the answer of the first service contains a ticket,
+with which the second service fetches the files. The second service computes the tokens whose files
+it does not find.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TransferParams(Body):
 
 
 class Transfer(NamedTuple):
-    """What a router has chosen for a request.
+    """The part of the work on a request that a router has given to this service.
 
     Attributes:
         role: see ``TransferRole``.
@@ -55,8 +56,8 @@ NO_TRANSFER = Transfer()
 
 
 def read_transfer(raw: Raw, *, is_whole: bool) -> Transfer:
-    """Return what the service does for a router: "prefill" computes the prompt, and "decode"
-    generates the answer; "" if the request has no such parameters.
+    """Return the service's role for a router: "prefill" computes the prompt, and "decode" generates
+    the answer. The role is "" if the request has no parameters of a router.
 
     Args:
         is_whole: whether the request asks for a single answer, without streaming.
@@ -85,11 +86,12 @@ def read_transfer(raw: Raw, *, is_whole: bool) -> Transfer:
 
 
 def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
-    """Check that the service keeps copies of KV, if another service needs the KV that it computes.
-    Return where the prompt's blocks can be fetched; None if the parameters have no valid ticket.
+    """Return the source from which the prompt's blocks can be fetched; None if the parameters have
+    no valid ticket. If another service needs the KV of the prompt, check that this service keeps
+    copies of KV.
 
     Raises:
-        InvalidParameterError: the service keeps no copies.
+        InvalidParameterError: another service needs the KV, but this service keeps no copies.
     """
     if transfer.role == "prefill" and not state.config.kv.keeps_copies:
         raise InvalidParameterError(
@@ -100,7 +102,7 @@ def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
     params = transfer.params
     if state.peers is None or is_empty(params.remote_ticket, b'""'):
         return None
-    # A wrong ticket is no error of the request, because the prompt can be computed.
+    # A wrong ticket is not an error of the request, because the prompt can be computed.
     try:
         ticket = decode(params.remote_ticket, str, "remote_ticket")
         host = decode(params.remote_host, str, "remote_host")

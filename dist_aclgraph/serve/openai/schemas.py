@@ -17,7 +17,7 @@ from dist_aclgraph.sampling import (
 MAX_PROMPTS = 64  # maximum number of completions in one request
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024  # maximum number of parts of one message
-MAX_ITEMS = 4 * MAX_MESSAGES  # maximum number of items of the input of a response
+MAX_ITEMS = 4 * MAX_MESSAGES  # maximum number of items in the input of a Responses request
 MAX_TOOLS = 512  # maximum number of tools of one request
 # Beginnings of the types of tools that a provider runs itself.
 HOSTED = (
@@ -73,7 +73,7 @@ HOSTED_TOOL = {
     "properties": {"type": {"type": "string", "pattern": f"^({'|'.join(HOSTED)})"}},
     "description": "left out, because a provider runs it",
 }
-# With this value, a field counts as absent.
+# Schema of an empty object. A field with this value counts as absent.
 EMPTY = {"type": "object", "maxProperties": 0}
 
 

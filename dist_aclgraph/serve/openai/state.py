@@ -139,7 +139,7 @@ class ApiState:
         self.client.raise_if_dead()
 
     def admit(self, model: str | None, tasks: tuple[Task, ...] = WRITING) -> None:
-        """Raise if a request for ``model`` cannot be accepted now.
+        """Raise an error if a request for ``model`` cannot be accepted now.
 
         Args:
             tasks: the request is refused unless the model has one of these tasks.
@@ -161,7 +161,7 @@ class ApiState:
     def fit(
         self, num_prompt_tokens: int, asked: int | None, default: int | None, param: str
     ) -> int:
-        """Return how many tokens a request may generate.
+        """Return the number of tokens that a request may generate.
 
         Raises:
             RequestTooLongError: the prompt and the requested tokens together exceed the context.
@@ -289,8 +289,9 @@ def open_state(
     """Connect to a deployment's engines; ``close`` of the returned state disconnects.
 
     Args:
-        reach: where clients reach the deployment; its ``node_id`` must be this process's node.
-        ask: asks the deployment's controller whether and when groups will serve.
+        reach: the addresses at which clients reach the deployment; its ``node_id`` must be this
+            process's node.
+        ask: a function that asks the deployment's controller whether and when groups will serve.
         replica: see ``ApiState``.
     """
     client = EngineClient(

@@ -45,8 +45,8 @@ class _JsonSchema(Body, kw_only=True):
 class ResponseFormat(Body, kw_only=True):
     """The output format, in the fields of OpenAI's API.
 
-    Other servers define the other types and fields. ``huggingface_hub`` sends every JSON
-    schema as ``value``; a regex may be in ``value`` or ``pattern``.
+    The types and fields that OpenAI does not have are those of other servers. ``huggingface_hub``
+    sends every JSON schema as ``value``; a regex may be in ``value`` or ``pattern``.
     """
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}

@@ -53,11 +53,11 @@ class HasTemplateFields(Protocol):
 
 @dataclass(frozen=True)
 class AskedReasoning:
-    """How a chat request changes the reasoning.
+    """The changes of the reasoning that a chat request asks for.
 
     Attributes:
         is_on: whether the request turns the reasoning on or off; None if it does neither.
-        budget: the limit of tokens in ``thinking`` or ``reasoning``; None without a limit.
+        budget: the limit of tokens in ``thinking`` or ``reasoning``; None if there is no limit.
         effort_param, budget_param: names of the fields that contain the effort and the limit, for
             error messages.
     """

@@ -1,4 +1,6 @@
-"""Reads texts that clients send in parts; makes messages for templates of all APIs except chat."""
+"""Reads texts that clients send in parts, and makes messages for chat templates. The messages of
+chat completions are made in ``chat_message``.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class _AllowedTools(Body, kw_only=True):
 
 
 class _Choice(Body, kw_only=True):
-    """A choice. The name of a tool may also be beside the type, as in other APIs."""
+    """The value of ``tool_choice``. Clients of other APIs write a tool's name beside the type."""
 
     type: Literal["function", "tool", "allowed_tools", "none", "auto", "required", "any"] = (
         "function"
@@ -97,7 +97,7 @@ class ToolCall(Body, kw_only=True):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which tools an answer may or must call.
+    """The choice of the tools that an answer may or must call.
 
     Attributes:
         names: names of the allowed tools; an empty set allows all tools.
@@ -137,7 +137,7 @@ def read_tools(
     tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
 ) -> tuple[ToolUse | None, list[str]]:
     """Return the tools of a request, and the fields whose tools are left out
-    (``leave_out_hosted``). Without tools, the former is None.
+    (``leave_out_hosted``). The tools are None if the request has none.
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.
@@ -202,13 +202,13 @@ def leave_out_hosted(
 
 
 def check_needs_no_tools(choice: ToolChoice) -> None:
-    """Raise if a request without tools asks for a call."""
+    """Raise an error if a request without tools asks for a call."""
     if choice.mode == "required" or choice.names:
         raise InvalidParameterError("tool_choice needs tools", "tool_choice")
 
 
 def check_type(kind: str, place: str, offered: str = "function") -> None:
-    """Raise if the service cannot offer a tool of this type.
+    """Raise an error if the service cannot offer a tool of this type.
 
     Args:
         place: the tool's position in the body; used in error messages.
@@ -301,7 +301,9 @@ def _read_choice(choice: Raw) -> ToolChoice:
 
 
 def read_calls(calls: Raw, param: str) -> list[dict[str, Any]] | None:
-    """Return the calls of an assistant's message, for the chat template; None without calls."""
+    """Return the calls of an assistant's message, for the chat template; None if there are no
+    calls.
+    """
     data = bytes(calls)
     if data in _NOTHING:
         return None

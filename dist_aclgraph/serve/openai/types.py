@@ -154,7 +154,9 @@ class GenerateRequest(Body, kw_only=True):
         check_truncation(self.truncate_prompt_tokens)
 
     def transfer(self, num_prompts: int = 1) -> Transfer:
-        """Return what a router has chosen for this request; see ``read_transfer``."""
+        """Return the part of this request's work that a router has given to this service; see
+        ``read_transfer``.
+        """
         is_whole = not self.stream and num_prompts * self.num_choices == 1
         return read_transfer(self.kv_transfer_params, is_whole=is_whole)
 
@@ -214,7 +216,7 @@ class GenerateRequest(Body, kw_only=True):
         return truncated(ids, self.truncate_prompt_tokens, context_len, self.asked_max_tokens)
 
     def most_prompt_tokens(self, context_len: int) -> int:
-        """Return how many tokens a prompt may have before it is truncated."""
+        """Return the number of tokens that a prompt may have before it is truncated."""
         return context_len if self.truncate_prompt_tokens is None else max(context_len, MAX_PROMPT)
 
     @property
@@ -410,9 +412,9 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return a list with one entry per prompt.
 
-        With ``suffix``, the prompt must be exactly one text, because each prompt contains the
-        whole suffix. This text may be empty; then the request is to generate the text before the
-        suffix.
+        With ``suffix``, there must be exactly one prompt, which must be a text. More prompts are
+        not allowed, because each of them would contain the whole suffix. The prompt may be empty;
+        the model then generates the text before the suffix.
 
         Raises:
             InvalidParameterError: there is no prompt, a prompt is empty, or there are too many

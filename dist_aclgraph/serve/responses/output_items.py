@@ -49,7 +49,8 @@ class OutputItems:
         """Add events of one piece.
 
         Args:
-            logprobs: log-probabilities of the piece, which belong to its last content.
+            logprobs: log-probabilities of the piece's tokens. They become a part of the last
+                content in ``events``.
         """
         found = list(events)
         last = max((i for i, e in enumerate(found) if isinstance(e, Content)), default=-1)

@@ -33,8 +33,8 @@ class HolderMessage(msgspec.Struct, frozen=True):
     """A process's report about its connections. Each connection has a number.
 
     Attributes:
-        begun: number of a new connection, or 0. The message of a new connection also carries its
-            two descriptors.
+        begun: number of a new connection; 0 if no connection is new. The message of a new
+            connection also carries the descriptors of the connection and of its journal.
     """
 
     ended: tuple[int, ...] = ()
@@ -58,7 +58,8 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The side of the link in the process that answers requests; for one thread.
+    """The side of the link in the process that answers requests. Only one thread may use this
+    object.
 
     Attributes:
         left: the open connections of the previous process, by number.
@@ -188,7 +189,9 @@ class ConnectionHolder:
         self._held.clear()
 
     def _lose(self) -> None:
-        """Apply an ended process's last messages; end the connections with a void journal."""
+        """Apply the last messages of a process that has ended; end the connections whose journal is
+        void.
+        """
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):

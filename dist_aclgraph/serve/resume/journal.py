@@ -124,7 +124,7 @@ class Journal:
         self._memory = memory
         self._on_end = on_end
         self._budget: JournalBudget | None = None
-        self._num_bytes = 0  # this number of bytes is counted in the budget
+        self._num_bytes = 0  # number of this journal's bytes that the budget counts
 
     def count_in(self, budget: JournalBudget) -> None:
         """Count the journal's memory in a budget until the journal ends.

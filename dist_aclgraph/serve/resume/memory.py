@@ -37,7 +37,7 @@ _VOID, _NEW = 0, 3
 _SLOT_WORDS = 5
 # The words of a slot. _NUM_READ, _NUM_SENT: bytes read and sent until the journal was cleared.
 # _RECORDS_END: offset of the next record. _NUM_LOSSES: number of processes that died during this
-# request since the last record. _LOSSES_AT: offset of the next record at the last of these deaths.
+# request since the last record. _LOSSES_AT: the value of _RECORDS_END at the last of these deaths.
 _NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES, _LOSSES_AT = range(_SLOT_WORDS)
 
 

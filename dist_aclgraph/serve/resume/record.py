@@ -46,10 +46,11 @@ class ConnectionRecord:
     process.
 
     Args:
-        link: link to the holder of connections; None if no connection outlives this process.
+        link: link to the process that holds connections while another process replaces this
+            process; None if the connections end with this process.
 
     Attributes:
-        is_spent: whether a request in the journal has been answered.
+        is_spent: whether the journal's request has been answered.
         num_omitted: number of the answer's next bytes that this process must not send, because a
             previous process has sent them.
     """
@@ -123,7 +124,7 @@ class ConnectionRecord:
 
     def hold(self, descriptor: int) -> None:
         """Let the supervisor hold the connection, unless it holds the maximum number of
-        connections. Nothing of a request may have been read or sent.
+        connections. Call this before any byte is read from or sent over the connection.
 
         If the process is killed after it has accepted a connection and before the supervisor has
         the connection's descriptor, the connection ends. So this descriptor is sent first.

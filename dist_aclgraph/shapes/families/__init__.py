@@ -1,5 +1,5 @@
 """The families of supported decoders. Each module turns the config.json of one family into a
-``ModelSpec``; the table has one function for each name of ``architectures``.
+``ModelSpec``. The table in this file has one function for each name of ``architectures``.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
         )
     check_quantisation(config)
     spec = READERS[architecture](config)
-    # In linear attention, hidden_act also follows the convolution.
+    # In linear attention, hidden_act is also the activation after the convolution.
     only_silu = {"experts": spec.experts, "linear attention": spec.linear}
     for beside in (name for name, part in only_silu.items() if part is not None):
         if spec.activation != "silu":

@@ -15,7 +15,7 @@ INNER_NAMES = WeightNames(
 )
 # The weights of the text part have the usual names.
 OLDER_NAMES = WeightNames(ignored=("visual.",))
-# All weights of the text part have a prefix, also the output head.
+# All weights of the text part, including the output head, have a prefix.
 OUTER_NAMES = WeightNames(
     prefix="language_model.",
     ignored=("vision_tower.", "mm_projector.", "multi_modal_projector."),

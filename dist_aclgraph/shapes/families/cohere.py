@@ -1,5 +1,5 @@
-"""Command R, R+, R7B and A: attention and the MLP have the same input, which a layer norm precedes;
-neighbouring elements of a head are rotated as pairs, and the logits are multiplied by a factor.
+"""Command R, R+, R7B and A: attention and the MLP have the same input, the result of one layer
+norm. Neighbouring elements of a head are rotated as pairs. The logits are multiplied by a factor.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def _read(config: ModelConfig, *, is_v3: bool) -> ModelSpec:
 
 
 def read_latent(config: ModelConfig) -> LatentSpec:
-    """Return the latent attention that config.json describes, with any sizes.
+    """Return the latent attention that config.json describes. Its sizes are not checked.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.

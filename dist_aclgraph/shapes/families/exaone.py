@@ -1,5 +1,5 @@
-"""EXAONE 4: as in OLMo 2, only results are normalised. If config.json sets a window, layers without
-it rotate neither queries nor keys.
+"""EXAONE 4: only the results of attention and of the MLP are normalised, as in OLMo 2. If
+config.json sets a window, layers without it rotate neither queries nor keys.
 """
 
 from __future__ import annotations

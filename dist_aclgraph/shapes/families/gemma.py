@@ -1,4 +1,4 @@
-"""Gemma 3: norms before and after attention and the MLP, with one added to their weights. Most
+"""Gemma 3: norms before and after attention and the MLP, which multiply by ``1 + weight``. Most
 layers have a window; these layers have a separate rotary embedding.
 """
 

@@ -15,7 +15,7 @@ from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import MROPE_SECTION
 
-ROTATED_PART = 0.5  # rotated part of a head, if config.json has no value
+ROTATED_PART = 0.5  # fraction of a head that is rotated, if config.json has no value
 
 
 def read_glm(config: ModelConfig, rotated_part: float = ROTATED_PART) -> ModelSpec:
@@ -23,7 +23,7 @@ def read_glm(config: ModelConfig, rotated_part: float = ROTATED_PART) -> ModelSp
     head are rotated as pairs.
 
     Args:
-        rotated_part: rotated part of a head, if config.json has no value.
+        rotated_part: fraction of a head that is rotated, if config.json has no value.
     """
     spec = read_decoder(config, rotated_part=rotated_part)
     return replace(
@@ -75,9 +75,9 @@ def read_dots1(config: ModelConfig) -> ModelSpec:
 
 
 def _with_checked_sections(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Return the decoder of a model with images, or raise ModelError if the positions of an image
-    cannot share its frequencies. transformers cannot run such a decoder, so probably the rotated
-    part is wrong.
+    """Return the decoder of a model with images. Raise ModelError if the decoder does not have as
+    many frequencies as ``mrope_section`` divides among the positions of an image. transformers
+    cannot run such a decoder, so probably the rotated part of a head is wrong.
     """
     if config.rope.has(MROPE_SECTION):
         count = sum(config.rope.positive_numbers(MROPE_SECTION))

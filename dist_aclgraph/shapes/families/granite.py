@@ -48,7 +48,8 @@ def read_granite_moe(config: ModelConfig) -> ModelSpec:
     }:
         raise config.unsupported("some layers are of Mamba, which is not supported")
     spec = read_granite(config)
-    # In the hybrid family, an absent or null type means that nothing is rotated.
+    # In the hybrid family, a ``position_embedding_type`` that is absent or null means that nothing
+    # is rotated.
     usual = "nope" if config.architecture in MAY_NOT_ROTATE else "rope"
     if config.text("position_embedding_type", usual) != "rope":
         spec = without_rope(spec, range(spec.num_layers))

@@ -21,7 +21,7 @@ def join(
 
     Args:
         stored: a part of the name of the stored tensor.
-        parts: parts of the usual names, in the order of their rows.
+        parts: parts of the usual names, in the order in which the stored tensor has their rows.
         counts: for each part, its number of rows in the stored tensor.
     """
     ranges = (

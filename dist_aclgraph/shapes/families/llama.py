@@ -1,4 +1,4 @@
-"""Llama, and models that differ from it only in their biases and in the names of keys."""
+"""Llama, and models that differ from it only in their biases and in the keys of config.json."""
 
 from __future__ import annotations
 

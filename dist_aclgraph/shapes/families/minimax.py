@@ -41,7 +41,7 @@ def read_minimax_m2(config: ModelConfig) -> ModelSpec:
 
 
 def _refuse_variants(config: ModelConfig) -> None:
-    """Refuse keys of config.json that earlier models of MiniMax use with other values.
+    """Refuse a config.json with values that only earlier models of MiniMax have.
 
     Raises:
         UnsupportedModelError: a key has a value that is not implemented.

@@ -20,7 +20,7 @@ MIXTRAL_NAMES = WeightNames(
 
 
 def read_mistral(config: ModelConfig) -> ModelSpec:
-    if config.has("kv_lora_rank"):  # Mistral 4, beside an image encoder
+    if config.has("kv_lora_rank"):  # Mistral 4, whose checkpoints also have an image encoder
         raise config.unsupported(
             f"kv_lora_rank is {config.integer('kv_lora_rank')}; latent attention is not supported "
             "in this family"

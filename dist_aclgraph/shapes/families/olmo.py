@@ -27,7 +27,7 @@ def read_olmo2(config: ModelConfig) -> ModelSpec:
 
 
 def read_olmo3(config: ModelConfig) -> ModelSpec:
-    """Read a decoder in which only layers without window have a scaled rotary embedding."""
+    """Read a decoder in which only the layers without a window have a scaled rotary embedding."""
     spec = with_output_norms(config, read_decoder(config, ropes_by_type=True))
     rope = read_window_rope(config, spec.head_dim, WINDOW_THETA)
     return replace(spec, other_rope=LayerRope(rope, sliding_layers(config)))

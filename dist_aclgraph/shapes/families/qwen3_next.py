@@ -15,7 +15,7 @@ from dist_aclgraph.shapes.families.qwen import (
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 
-ROTATED_PART = 0.25  # rotated part of a head, if config.json has no value
+ROTATED_PART = 0.25  # fraction of a head that is rotated, if config.json has no value
 
 
 def read_qwen3_next(config: ModelConfig) -> ModelSpec:
@@ -39,7 +39,9 @@ def read_qwen3_next(config: ModelConfig) -> ModelSpec:
 
 
 def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
-    """Return the names of the next-token module, whose index follows the last layer's index."""
+    """Return the names of the next-token module's weights. The module's index follows the index of
+    the last layer.
+    """
     module = f"model.layers.{num_layers}."
     return (
         (f"{module}eh_proj.", "mtp.fc."),
