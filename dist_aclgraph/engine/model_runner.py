@@ -389,8 +389,7 @@ class ModelRunner:
         self._npu.synchronize()
 
     def close(self) -> None:
-        """Release graphs and caches after the last step. The device must be aborted and restarted
-        first.
+        """Release graphs and caches after the last step. The device was aborted and restarted.
 
         Raises:
             DeviceError: the device does not work after the abort.
@@ -495,8 +494,7 @@ class ModelRunner:
         land: Callable[[], IntArray],
         answer: Callable[[], None],
     ) -> Flight:
-        """Run any mixture of requests. ``MixedWork`` runs the decoder; sampling and drafts are
-        eager.
+        """Run any mixture of requests. ``MixedWork`` runs the decoder; all other work is eager.
 
         Args:
             answer: reports the previous step if it has ended; called between segments.

@@ -2,11 +2,11 @@
 If the model has recurrent state, checkpoints of states are also copied.
 
 A block may be written to a file when it is in the prefix cache, because its contents no longer
-change. A block that was read from a file enters the prefix cache when all workers have it. So a
-failed copy job only makes the cached prefix shorter: the missing tokens are computed.
+change. A block that was read from a file enters the prefix cache when all workers have read it. So
+if a copy job fails, the cached prefix is only shorter, and more tokens are computed.
 
-While a copy job runs, it holds references to its blocks, so that the pool does not allocate them.
-A request whose blocks are read has no row and waits; the other requests run.
+While a copy job runs, it holds references to its blocks, so that the pool does not allocate them. A
+request whose blocks are being read has no row and waits. The other requests run.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from dist_aclgraph.scheduler.running_copy import RunningCopy
 from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
 
-# A batch of at least BATCH_BLOCKS blocks is written without delay. A smaller batch waits until the
-# last batch began MAX_TURNS decisions ago, or until no step runs, because each batch costs some
-# launches on the workers' hosts.
+# A batch of at least BATCH_BLOCKS blocks is written without delay. Each batch costs some launches
+# on the workers' hosts, so a smaller batch waits until no step runs, or until MAX_TURNS decisions
+# after the last batch.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
-# Blocks are written only while copy jobs hold less than this part of the pool, so that enough
+# Blocks are written only while copy jobs hold less than this fraction of the pool, so that enough
 # blocks are free for requests.
 MAX_HELD = 1 / 8
-# No job begins to read while this part of the pool is being read, because a disk may never answer.
+# While this fraction of the pool is being read, no other job begins to read, because a disk may
+# never answer.
 MAX_LOADING = 1 / 4
-# A request waits no longer for other requests' jobs to read, because a slow disk might take longer
-# than the computation of the prompt.
+# A request waits at most so many seconds until other jobs end, because a slow disk might take
+# longer than the computation of the prompt.
 WAIT_S = 5.0
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
 MAX_PENDING = 4096
@@ -55,7 +56,7 @@ MAX_PENDING = 4096
 
 @dataclass
 class CopyCounts:
-    """Numbers of blocks that copy jobs have copied, or not copied, since the engine started."""
+    """How many blocks jobs have copied, and how many they have not, since the engine started."""
 
     saved: int = 0
     # blocks that were not written, because too many blocks waited, or a worker could not write them
@@ -82,23 +83,23 @@ class BlockCopies:
     ) -> None:
         self._pool = pool
         self._look_ups = look_ups
-        # ``_existing`` is the running look-up of waiting blocks' and checkpoints' files, or None.
-        # ``_num_asked`` is the number of blocks in this look-up.
+        # ``_existing`` is the look-up that runs for the files of waiting blocks and checkpoints, or
+        # None. ``_num_asked`` is the number of blocks in it.
         self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
         self._ranks = frozenset(ranks)
         self.elsewhere = NodeLookUps() if elsewhere is None else elsewhere
         self._num_jobs = 0
-        # Number of jobs, and of look-ups on other nodes, that have ended on all workers.
+        # Number of jobs and of look-ups on other nodes that all workers have ended.
         self.num_ended = 0
         self._running: dict[int, RunningCopy] = {}
         # The waiting blocks: id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
-        # Blocks and states that a rank could not read, the oldest first. After these blocks and
-        # states are computed, they are written again, even if some ranks still have the files.
+        # Blocks and states that a rank could not read, the oldest first. When they have been
+        # computed again, they are also written again, even if some ranks still have their files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
@@ -110,18 +111,18 @@ class BlockCopies:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy job runs, blocks wait to be written, or files wait to be deleted."""
+        """Whether a copy job runs, or blocks wait to be written, or files wait to be deleted."""
         waits = self._pending or self._pending_states or self._upkeep.has_condemned
         return bool(self._running or waits)
 
     @property
     def num_running(self) -> int:
-        """Number of copy jobs and of look-ups on other nodes that run."""
+        """Number of running copy jobs and of running look-ups on other nodes, together."""
         return len(self._running) + self.elsewhere.num_running
 
     @property
     def _may_load(self) -> bool:
-        """Whether a request that has files need not wait: its job may begin, or jobs are late."""
+        """False if a request with files must wait, because too many blocks are being read."""
         limit = self._pool.num_usable * MAX_LOADING
         return self._is_late or not self._num_loading or self._num_loading < limit
 
@@ -132,15 +133,15 @@ class BlockCopies:
 
     @property
     def is_looking(self) -> bool:
-        """Whether the files of blocks that wait to be written are being looked up."""
+        """Whether a look-up finds out now which of the waiting blocks already have files."""
         return self._existing is not None
 
     @property
     def _num_free(self) -> int:
-        """Number of further blocks that copy jobs may hold."""
+        """How many more blocks copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # the pool may count each reference as a used block
+        if self._pool.counts_shared:  # the pool may count every reference as a used block
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 
@@ -162,8 +163,8 @@ class BlockCopies:
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Return False if one of these blocks waits to be written or is being written. If copy jobs
-        are too late, always return True.
+        """Return False if one of these blocks waits to be written or is being written. But if copy
+        jobs take too long, return True in any case.
         """
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
@@ -187,10 +188,10 @@ class BlockCopies:
                 del self._unsaved[block_hash]
 
     def _save(self) -> None:
-        """Begin to write the waiting blocks that are still in the prefix cache and have no file.
+        """Begin to write those waiting blocks that are still in the prefix cache and have no file.
 
-        First looks up the files. If the answer comes later, a later call begins to write. While
-        copy jobs may hold no further block, only checkpoints are written.
+        The files are looked up first. If the answer comes later, a later call begins to write.
+        While copy jobs may hold no more blocks, only checkpoints are written.
         """
         if self._existing is None:
             first = islice(self._pending, max(0, self._num_free))
@@ -207,7 +208,7 @@ class BlockCopies:
         hashes: list[BlockHash] = []
         depths: list[int] = []
         # During the look-up, some of its blocks may have left ``_pending``. Then this loop also
-        # includes blocks that were not looked up. Workers skip blocks that have files.
+        # takes blocks that were not looked up. Workers skip blocks that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -224,7 +225,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Hold and return the waiting checkpoints that are still stored and have no file."""
+        """Hold and return those waiting checkpoints that are still stored and have no file."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
@@ -247,19 +248,19 @@ class BlockCopies:
         fetch: FetchBlocks | None = None,
         source: Source | None = None,
     ) -> Answer[int]:
-        """Look up the number of leading blocks that a request need not compute: ``first`` cached
-        blocks, and the following blocks that have files. If the model has recurrent state, the last
-        of these blocks must also have a checkpoint with a file. If files are found while too many
-        blocks are being read, the answer is None until enough jobs have ended; if that takes longer
-        than ``WAIT_S``, the answer is ``first``.
+        """Begin to look up how many leading blocks a request need not compute. These are the
+        ``first`` cached blocks, and the blocks after them that have files. If the model has
+        recurrent state, the last of these blocks must also have a checkpoint with a file. If files
+        are found while too many blocks are being read, the answer stays None until enough jobs have
+        ended. If this takes longer than ``WAIT_S``, the answer is ``first``.
 
         Args:
-            fetch: fetches the blocks that have no files to the engine's node; then the files are
-                looked up again.
-            source: the group from which the other nodes fetch blocks.
+            fetch: fetches the missing files to the engine's node. After this, the files are looked
+                up again.
+            source: the group from which the other nodes fetch missing files.
         """
         wanted, asks_others = hashes[first:], self.elsewhere.must_ask(source)
-        # An answer without a look-up, so that the request does not wait for a disk or a worker.
+        # The answer needs no look-up, so the request does not wait for a disk or a worker.
         if not wanted or (asks_others and self._is_late):
             return lambda: first
         answers: list[Answer[int]] = []
@@ -273,7 +274,8 @@ class BlockCopies:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
-        # All requests that wait are asked before each step, so the answers are looked at once.
+        # Before each step, the answers of all waiting requests are read. So each answer is computed
+        # only once.
         found: int | None = None
         end_s = 0.0
 
@@ -298,7 +300,7 @@ class BlockCopies:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
         checkpoint after the last block.
 
-        Returns False if copies are late, no checkpoint is free, or a file must be deleted.
+        Returns False if jobs take too long, no checkpoint is free, or a file must be deleted.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
             return False
@@ -326,7 +328,7 @@ class BlockCopies:
             self._begin("delete", hashes, [0] * len(hashes), state_hashes=states)
 
     def note_used(self, hashes: Sequence[BlockHash]) -> None:
-        """Record that a request starts with these cached blocks."""
+        """Record that a request starts with these blocks of the device's cache."""
         self._upkeep.note_used(hashes, hashes[-1] if self._look_ups.has_states else None)
 
     def _touch_used(self) -> None:
@@ -341,10 +343,10 @@ class BlockCopies:
         """Return the copy jobs that workers must begin now.
 
         Args:
-            is_idle: whether no step runs; then small batches are written without delay, because the
-                launches delay no step.
-            may_touch: whether the jobs may touch files of cached blocks. This must be true only
-                rarely.
+            is_idle: whether no step runs. If true, small batches are also written without delay,
+                because their launches delay no step.
+            may_touch: whether the jobs may touch the files of cached blocks. The caller must set
+                this only rarely.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)
@@ -395,12 +397,12 @@ class BlockCopies:
         return self._num_jobs - 1
 
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
-        """Record that a worker has ended a copy job. If all workers have ended the job, return the
-        request that waited for the job; return None otherwise.
+        """Record that a worker has ended a copy job. If all workers have ended it, return the
+        request that waited for this job, otherwise None.
 
         Args:
-            num_whole: number of blocks that the worker has written; or number of leading blocks
-                that the worker has read or found.
+            num_whole: number of blocks that the worker has written, or number of leading blocks
+                that it has read or found.
         """
         if self.elsewhere.end(number, rank, num_whole):
             self._note_end()
@@ -440,8 +442,8 @@ class BlockCopies:
         self._is_late = False
 
     def _leave_condemned(self, copy: RunningCopy, count: int) -> int:
-        """Return how many of the ``count`` leading blocks that a job has read may be used: the
-        blocks before the first condemned block. The other blocks will be cleaned.
+        """Of the ``count`` leading blocks that a job has read, return how many may be used: those
+        before the first condemned block. The others will be cleaned.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)
@@ -449,7 +451,8 @@ class BlockCopies:
         return usable
 
     def _end_states(self, copy: RunningCopy, *, is_whole: bool) -> None:
-        """Release the checkpoints that were written; store or drop the checkpoints that were read.
+        """Release the checkpoints that the job has written to files. Store or drop those that it
+        has read.
 
         Args:
             is_whole: whether all workers have copied all blocks.
@@ -465,7 +468,8 @@ class BlockCopies:
                 checkpoints.drop(block_hash)
 
     def forget(self) -> list[Request]:
-        """End all copy jobs, because workers have dropped them; return the requests that waited.
+        """End all copy jobs, because workers have dropped them. Return the requests that waited for
+        them.
 
         Call this method before the pool is cleared.
         """
@@ -488,7 +492,7 @@ class BlockCopies:
 
 
 def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:
-    """Add hashes to ``known``; if there are too many, remove the oldest hashes."""
+    """Add hashes to ``known``. If it has too many, remove the oldest hashes."""
     known |= dict.fromkeys(hashes)
     while len(known) > MAX_PENDING:
         del known[next(iter(known))]

@@ -1,4 +1,6 @@
-"""The prefixes that the requests of one rank share: full blocks, and checkpoints of states."""
+"""The prefixes that requests of one rank share. A prefix consists of full blocks and, for a model
+with recurrent state, a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from dist_aclgraph.scheduler.stored_blocks import store_block
 class Prefixes:
     """Finds and stores prefixes in the pool of a rank.
 
-    Owns nothing: the pool owns blocks and checkpoints, and a request owns its hashes.
+    The object owns nothing: the pool owns blocks and checkpoints, and a request owns its hashes.
     """
 
     def __init__(self, pool: BlockPool, copies: BlockCopies | None = None) -> None:
@@ -29,8 +31,8 @@ class Prefixes:
         """Return the cached blocks of a waiting request's prefix. If the model has recurrent state,
         the last of these blocks ends at a checkpoint.
 
-        The last token is never matched, because it must be computed: its logits choose the next
-        token.
+        The prefix never contains the request's last token. This token must be computed, because the
+        next token is chosen from its logits.
         """
         if not self._may_share(request):
             return []
@@ -42,7 +44,7 @@ class Prefixes:
         return found[: self._pool.checkpoints.longest(request.hashes[: len(found)])]
 
     def _may_share(self, request: Request) -> bool:
-        """Whether a request may start with blocks that another request has computed."""
+        """Return whether a request may start with blocks that another request has computed."""
         needs_logits = request.sampling.prompt_logprobs >= 0  # the cache stores no logits
         return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
@@ -50,12 +52,12 @@ class Prefixes:
         """Look up the files of the blocks after ``shared``, and begin to read them; return whether
         the request must wait for the look-up or for the copy job.
 
-        No job begins if no file is found, or if too few blocks are free to start the request. While
-        a request waits, its files are looked up only once.
+        No copy job begins if no file is found, or if too few blocks are free to start the request.
+        While a request waits, its files are looked up only once.
         """
         copies, pool = self._copies, self._pool
-        # Dirty blocks are not used, because the next step cleans them, and would overwrite the
-        # contents that a copy job has read.
+        # While there are dirty blocks, no copy job begins: it could get a dirty block, and the next
+        # step, which cleans this block, would overwrite what the job has read.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
@@ -73,7 +75,9 @@ class Prefixes:
         return bool(wanted) and copies.load(request, shared, wanted)
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
-        """Return the checkpoint after the blocks that ``match`` found; empty if none is needed."""
+        """Return the checkpoint after the blocks that ``match`` has found; empty if no checkpoint
+        is needed.
+        """
         if self._pool.checkpoints is None or not shared:
             return ()
         return (self._pool.checkpoints.use(request.hashes[len(shared) - 1]),)
@@ -105,7 +109,7 @@ class Prefixes:
     ) -> bytes:
         """Choose a checkpoint for each prompt whose state must be copied at the end of its chunk.
 
-        Stores the checkpoints in ``flight``.
+        The chosen checkpoints are stored in ``flight``.
 
         Returns:
             The records for the field ``kept`` of ``RankBatch``.

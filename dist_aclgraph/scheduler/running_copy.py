@@ -15,13 +15,14 @@ class RunningCopy:
     """A copy job that runs.
 
     Attributes:
-        kind: the kind of the job, see ``JobKind``.
+        kind: the kind of the job; see ``JobKind``.
         held: the blocks that the job holds, in table order.
-        block_ids: the copied blocks, which are the last blocks of ``held``.
+        block_ids: the blocks that the job copies. They are the last blocks of ``held``.
         request: the request that waits for the blocks; None if no blocks are read.
-        waits_for: the workers that have not ended the job.
-        num_whole: the smallest ``num_whole`` that any worker has reported; see ``BlockCopies.end``.
-        states: the copied checkpoints; for each checkpoint, its block hash and its number.
+        waits_for: the workers that have not ended the job yet.
+        num_whole: the smallest number that a worker has reported until now; see
+            ``BlockCopies.end``.
+        states: for each checkpoint that the job copies, the hash of its block, and its number.
     """
 
     kind: JobKind

@@ -1,8 +1,8 @@
 """Scheduler: decides for each step which requests run on the ranks of a lockstep group.
 
-Requests wait in one queue, in the order of their deadlines. When a request is admitted, it is given
-to one data-parallel rank. All ranks run the same steps, even ranks without work. All ranks replay
-the same graph, which is large enough for the largest batch.
+Requests wait in one queue, in the order of their deadlines. When a request is admitted, it is
+assigned to one data-parallel rank. All ranks run the same steps, even ranks without work. All ranks
+replay the same graph, which is large enough for the largest batch.
 """
 
 from __future__ import annotations
@@ -61,32 +61,32 @@ NO_TOKENS = NewTokens(NOTHING.token_ids, None, ())
 
 
 class _Decided(NamedTuple):
-    """A step in flight: its message, and the work of each data-parallel rank."""
+    """A step in flight: its plan, and the work of each data-parallel rank."""
 
     plan: StepPlan
     steps: Sequence[RankStep]
 
 
 class Scheduler:
-    """Owns requests, and decides for all data-parallel ranks of a lockstep group. Knows nothing
-    about devices, channels or time.
+    """Owns the requests of a lockstep group, and decides the steps of its data-parallel ranks. It
+    knows nothing about devices, channels or time.
 
     ``schedule()`` decides a step, ``update()`` applies its results. The next step may be decided
-    before ``update()``. So the end of a request may be noticed one step late. Then the request has
-    run one step too many, and its result of this step is dropped. At most two steps are in flight,
-    because workers keep only the tokens of the last step.
+    before ``update()``. So the scheduler may notice the end of a request one step late. The request
+    has then run in one step too many, and its result from this step is dropped. At most two steps
+    are in flight, because workers keep only the tokens of the last step.
 
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
         num_drafts: number of drafts that workers make for each sampled request.
         tp, pcp: sizes of groups. Each data-parallel rank has ``tp * pcp`` workers; the first worker
             owns the rank's output.
-        choose_exchange: returns the exchange that sends a step's tokens to their experts.
-        exact: whether the shape of a token's step must not depend on other requests. Then a step
-            contains either a chunk of one prompt on each rank, or requests whose prompt is
+        choose_exchange: returns the kind of exchange that sends a step's tokens to their experts.
+        exact: if true, the shape of a token's step does not depend on other requests. A step then
+            contains either a chunk of one prompt on each rank, or requests whose prompts are
             computed. Output that another engine has sampled is computed token by token.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
-        files: the group's nodes that have files; None if all workers are on the engine's node.
+        files: which nodes have which files; None if all workers are on the engine's node.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Scheduler:
         self.num_non_finite = 0  # number of requests that ended because of NaN or infinite logits
         self.admitted: list[Request] = []  # requests that the last decision started
         self.num_admitted_tokens = 0
-        # Number of tokens of admitted requests that were found in the prefix cache.
+        # number of admitted requests' tokens that were in the prefix cache
         self.num_cached_tokens = 0
-        # The keys are ranks; the values are numbers of tokens that their experts computed.
+        # For each rank, the number of tokens that its experts have computed.
         self.expert_tokens: dict[int, int] = {}
 
     @property
@@ -203,8 +203,8 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
         """End a request immediately, even while a step runs it.
 
-        The request's results of steps in flight are dropped. Returns None if the request is unknown
-        or finished.
+        The request's results from steps in flight are dropped. Returns None if the request is
+        unknown or has finished.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -249,17 +249,17 @@ class Scheduler:
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
-        # run, the requests that wait for grammars run again.
+        # run, requests that wait for their grammars run, too.
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks) + self.waiting.try_grammars()
         return self.schedule() if num_held else None
 
     def _build(self, kind: StepKind, lacks: Sequence[Lack | None]) -> list[StepBuilder]:
-        """Begin a step of one kind on all ranks, and start all waiting requests that fit.
+        """Begin a step of the kind ``kind`` on all ranks, and start all waiting requests that fit.
 
         Args:
-            lacks: for each rank, the requests that lack blocks for this step.
+            lacks: for each rank, the requests that have too few blocks for this step.
         """
         builders = []
         for rank, lack in zip(self.ranks, lacks, strict=True):
@@ -285,9 +285,9 @@ class Scheduler:
         Results of another epoch or step are ignored. If a token was beyond the capacity of the
         exchange between experts, the results of the step are void, and ``schedule()`` issues the
         step again. If the logits of a request are NaN or infinite, its blocks might be the cause.
-        Then the request waits again, and is computed from its first token in clean blocks that no
-        other request uses. If its logits are NaN or infinite again, the request ends. If a rank
-        had not compiled a request's grammar, the request gets no token, and waits until all ranks
+        So the request waits again, and is computed from its first token in clean blocks that no
+        other request uses. If its logits are NaN or infinite a second time, it ends. If a rank had
+        not compiled the grammar of a request, the request gets no token, and waits until all ranks
         have compiled it.
 
         Raises:
@@ -338,8 +338,8 @@ class Scheduler:
         return msgspec.structs.replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests whose logits are NaN or infinite for the first time wait again; end and
-        return the other requests.
+        """Let requests whose logits were not NaN or infinite before wait again; end and return the
+        others.
         """
         failed = []
         for request in requests:
@@ -358,7 +358,7 @@ class Scheduler:
 
         After this call, ``schedule()`` decides steps for the same tokens, and sends all rows to
         workers again. If the model has recurrent state, requests wait again, and start from
-        checkpoints; otherwise requests keep their computed tokens.
+        checkpoints. Otherwise, they keep their computed tokens.
         """
         self.epoch = epoch
         self._in_flight.clear()
@@ -396,7 +396,7 @@ class Scheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """[num_drafts], element i is how often draft i (from 0) of a request was accepted."""
+        """[num_drafts], element i says how often the draft with the index i was accepted."""
         counts = [rank.accepted_by_position for rank in self.ranks]
         return [sum(at_position) for at_position in zip(*counts, strict=True)]
 
@@ -405,9 +405,9 @@ class Scheduler:
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
         """Start the first waiting request on a rank; return False if no rank can start it.
 
-        The rank with the longest cached prefix is preferred, then (in a group on several nodes) the
-        rank whose files were looked up, then the rank with the fewest requests that run (or, in
-        such a group, wait for files), then the rank with the most free blocks.
+        The rank with the longest cached prefix is preferred, then that with the fewest running
+        requests, then that with the most free blocks. On several nodes, the rank whose files were
+        looked up comes second, and requests that wait for files count as running.
         """
         spans_nodes = self.copies.spans_nodes
         has_rank = spans_nodes and request.look_up is not None  # other nodes have other files
@@ -420,7 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # No second look-up on another rank: after it, this rank may have no room, too.
+            # No second look-up on another rank, because that rank could also be full after it.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -463,7 +463,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all results that the steps need, and its padding fits."""
+        """Whether the graph computes all results that the steps need, and its padding fits."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -472,7 +472,7 @@ class Scheduler:
     # ---- void steps
 
     def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
-        """Store the experts' token counts; return whether an exchange exceeded its capacity."""
+        """Store the token counts of experts; return whether an exchange exceeded its capacity."""
         for result in results.values():
             self.expert_tokens[result.rank] = result.expert_tokens
             if result.num_unplaced and plan.exchange not in MAY_LOSE_TOKENS:
@@ -486,7 +486,7 @@ class Scheduler:
         return self._is_void
 
     def _run_again(self) -> StepPlan | None:
-        """Send the step in flight again, with an exchange whose capacity is enough for all tokens.
+        """Run the step in flight again, with an exchange whose capacity is enough for all tokens.
 
         The step writes the same KV again. Returns None if all requests of the step were removed.
         """
@@ -527,7 +527,7 @@ class Scheduler:
         """Let requests wait while any worker of their data-parallel rank compiles their grammar.
 
         Args:
-            told: the results that name rows whose grammars are not compiled.
+            told: those results that contain rows whose grammars are not compiled.
         """
         unmasked: list[set[int]] = [set() for _ in self.ranks]
         compiling: list[set[int]] = [set() for _ in self.ranks]
@@ -541,10 +541,10 @@ class Scheduler:
         self.waiting.end_compiling(compiling)
 
     def _max_total_tokens(self, request: Request) -> int:
-        """Return the maximum length of the request, prompt and output together.
+        """Return the maximum length of the request, counting prompt and output together.
 
         The KV of the last token is never needed, so a request may be one token longer than the
-        cache. Without ``max_tokens`` the size of the cache limits the request.
+        cache. Without ``max_tokens``, the size of the cache limits the request.
         """
         pool = self.ranks[0].pool
         cache = pool.num_usable * pool.block_size + 1

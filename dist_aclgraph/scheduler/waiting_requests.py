@@ -10,7 +10,7 @@ from dist_aclgraph.scheduler.request import Request
 
 
 class WaitingRequests:
-    """Owns the requests that wait: in the queue, for files, or for their grammars.
+    """Owns the requests that wait in the queue, for files, or for their grammars.
 
     Attributes:
         queue: the requests that can be admitted, in the order of deadlines.
@@ -18,10 +18,11 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self.queue: deque[Request] = deque()
-        # Requests that wait until their blocks are looked up in files, or read from files.
+        # Requests that wait until the files of their blocks are looked up, or until blocks are
+        # read.
         self._fetching: set[Request] = set()
-        self.num_fetching: Counter[int] = Counter()  # their number, by their data-parallel rank
-        # Requests that wait for the compilation of their grammars, with their last rank and row.
+        self.num_fetching: Counter[int] = Counter()  # their number on each data-parallel rank
+        # Requests whose grammars are being compiled; the values are their last rank and row.
         self._compiling: dict[Request, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -44,12 +45,12 @@ class WaitingRequests:
 
     @property
     def has_fetching(self) -> bool:
-        """Whether a request waits for files."""
+        """Whether at least one request waits for files."""
         return bool(self._fetching)
 
     @property
     def is_looking(self) -> bool:
-        """Whether a request waits until its files are looked up."""
+        """Whether at least one request waits until its files are looked up."""
         return any(request.look_up is not None for request in self._fetching)
 
     def wait_for_files(self, request: Request) -> None:
@@ -61,7 +62,7 @@ class WaitingRequests:
         self.num_fetching[request.dp_rank] += 1
 
     def end_looking(self) -> None:
-        """Put the requests whose files were looked up back into the queue."""
+        """Put those requests back into the queue whose files were looked up."""
         self.end_fetching(
             [
                 request
@@ -71,7 +72,9 @@ class WaitingRequests:
         )
 
     def end_fetching(self, requests: Sequence[Request]) -> int:
-        """Put the requests that still wait for files back into the queue; return their number."""
+        """Put those of the requests back into the queue that still wait for files; return how many
+        there are.
+        """
         left = [request for request in requests if request in self._fetching]
         self._fetching.difference_update(left)
         self.num_fetching.subtract(request.dp_rank for request in left)
@@ -82,20 +85,19 @@ class WaitingRequests:
 
     @property
     def has_compiling(self) -> bool:
-        """Whether a request waits for its grammar."""
+        """Whether at least one request waits for its grammar."""
         return bool(self._compiling)
 
     def wait_for_grammars(self, rows: Mapping[Request, int], dp_rank: int) -> None:
-        """Add requests to the requests that wait for their grammars, which the workers of a rank
-        compile.
+        """Let requests wait until the workers of a rank have compiled their grammars.
 
         Args:
-            rows: the requests, and for each request, the row that it had.
+            rows: the row that each of these requests had.
         """
         self._compiling |= {request: (dp_rank, row) for request, row in rows.items()}
 
     def end_compiling(self, compiling: Sequence[Collection[int]]) -> None:
-        """Put the requests whose grammars are compiled back into the queue.
+        """Put those requests back into the queue whose grammars are compiled.
 
         Args:
             compiling: for each data-parallel rank, the rows whose grammars are not compiled yet.
@@ -104,8 +106,8 @@ class WaitingRequests:
         self._end_compiling([each for each, (rank, row) in waits if row not in compiling[rank]])
 
     def try_grammars(self) -> int:
-        """Put all requests that wait for grammars back into the queue; return their number. These
-        requests will run one token per step, see ``Request.tries_grammar``.
+        """Put all requests that wait for grammars back into the queue; return how many there are.
+        These requests will run one token in each step; see ``Request.tries_grammar``.
         """
         requests = list(self._compiling)
         for request in requests:
