@@ -132,7 +132,8 @@ def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return for how many pairs of a query and a key attention computes a score in these pieces.
+    """Return the number of pairs of a query and a key for which attention computes a score in these
+    pieces.
 
     Args:
         context: [num_reqs], for each request, the number of its tokens that earlier steps have

@@ -31,8 +31,8 @@ _STREAM_WORDS = re.compile(
 _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
-# Why a device stopped: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h lists
-# both). In torch_npu's messages, the code comes directly after the words "error code is".
+# Causes of a device's stop: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
+# lists both). In torch_npu's messages, the code comes directly after the words "error code is".
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {

@@ -1,1 +1,1 @@
-"""What a worker does in a step: inputs, graphs, sampling, drafts and results."""
+"""The work of a worker in a step: inputs, graphs, sampling, drafts and results."""

@@ -87,7 +87,7 @@ class _Slot:
     Attributes:
         device, host, blocks: [num_blocks, block_bytes]; ``blocks`` is ``host`` as a NumPy array.
         piece: the piece that uses the slot; None if the slot is free.
-        state: who uses the slot: the device, the thread for files, or nobody.
+        state: the present user of the slot: the device, the thread for files, or none.
         is_void: whether the slot's piece was dropped. If true, the piece's result is not reported.
         ready: event with which one stream waits for the other stream.
         done: event after the slot's last work on the device.

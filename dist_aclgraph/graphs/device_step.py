@@ -36,7 +36,7 @@ class DraftInputs(NamedTuple):
 
 
 class SharedPlaces(NamedTuple):
-    """Which prefill rank runs the token at each place, in a step whose prompts are split.
+    """The prefill rank that runs the token at each place, in a step whose prompts are split.
 
     Attributes:
         owners: [num_places] int32, the rank that runs the token of each place; padding places are
@@ -69,7 +69,7 @@ class DeviceStep:
             and one spare element. None in graphs, or if the deployment uses no drafts.
         draft_table: [num_samples, num_blocks], block table of the live sampled requests. None in
             graphs, or if the deployment uses no drafts.
-        shared: which rank runs the token of each place, if prompts are split between ranks;
+        shared: the rank that runs the token of each place, if prompts are split between ranks;
             otherwise None.
         state_slots: [num_reqs], first state slot of each request's row (see ``StateSlots``), 0 for
             padding. Set only in graphs of a model with recurrent state.

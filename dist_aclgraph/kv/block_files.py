@@ -40,7 +40,7 @@ UNFINISHED = ".part"  # suffix of a file that is being written
 OWN_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
 # seconds; an unfinished file of this age is assumed to belong to no running process
 ABANDONED_S = 60.0
-LOCK_S = 1.0  # how many seconds a process waits for the lock of the count file
+LOCK_S = 1.0  # seconds for which a process waits for the lock of the count file
 LOCK_POLL_S = 0.005  # seconds between two attempts to lock the count file
 COPY_BYTES = 1 << 24
 # Each block of a prompt gets a time of use that is this many seconds earlier than the time of the

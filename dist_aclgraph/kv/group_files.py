@@ -38,9 +38,9 @@ class Holders:
 
 @dataclass(frozen=True)
 class Route:
-    """From which node each file is read. The keys of both dictionaries are indices of parts of the
-    cache; each file contains one part. The values are indices of nodes; None stands for the reading
-    node itself. A route contains only the parts that the reading node needs.
+    """The node from which each file is read. The keys of both dictionaries are indices of parts of
+    the cache; each file contains one part. The values are indices of nodes; None stands for the
+    reading node itself. A route contains only the parts that the reading node needs.
 
     Attributes:
         blocks: for indices in ``CachePlace.all_places``, the index of the node that sends the file.
@@ -58,8 +58,8 @@ class Route:
 
 @dataclass(frozen=True)
 class GroupFiles:
-    """Which part of the cache each worker of a lockstep group keeps, and on which node the worker
-    is.
+    """The part of the cache that each worker of a lockstep group keeps, and the node of each
+    worker.
 
     Attributes:
         places: for each worker of a data-parallel rank, the part of the cache that the worker

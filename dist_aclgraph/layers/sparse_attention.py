@@ -160,9 +160,9 @@ class SparseLatentAttention:
                 after the live tokens stay unchanged.
             q_rope: [num_tokens, heads, 64], rotated.
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
-            index: what the indexer computes from the tokens; None if this layer has no indexer.
-                Without an indexer, the layer uses ``chosen``, the keys that an earlier layer has
-                chosen.
+            index: the projections that the indexer computes from the tokens; None if this layer has
+                no indexer. Without an indexer, the layer uses ``chosen``, the keys that an earlier
+                layer has chosen.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
             metadata: the metadata of the step, with int64 slots. Its attribute ``on_device`` must
                 be set.

@@ -227,7 +227,7 @@ class Checkpoint:
         return gathered.copy_(piece)
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return in which form products use a matrix: in ``dtype``, in int8, or in four bits.
+        """Return the form in which products use a matrix: ``dtype``, int8, or four bits.
 
         Raises:
             MissingTensorError: as ``read``.

@@ -22,7 +22,7 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
 
     Attributes:
         number: sequence number of the command in its epoch. The answers contain the same number.
-        action: what the ranks do. ``adopt``: use the plan; ``prepare``: run the graph's work
+        action: the work of the ranks. ``adopt``: use the plan; ``prepare``: run the graph's work
             eagerly once; ``capture``: capture the graph; ``commit``: allow steps to replay the
             graph; ``release``: release the graph, committed or not.
         graph: the graph to which the action applies; None for ``adopt``.

@@ -191,7 +191,7 @@ class ExchangeRule:
 
     @property
     def ranks_of_node(self) -> int | None:
-        """How many ranks must be on each node; None if any number is possible."""
+        """The number of ranks that must be on each node; None if any number is possible."""
         operators = self.mc2.operators if self.mc2 and self.mc2_buffer_mb is not None else None
         return operators.ranks_of_node if operators else None
 

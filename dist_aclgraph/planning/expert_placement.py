@@ -20,8 +20,7 @@ from dist_aclgraph.ints import IntArray
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Which expert is in each slot. The slots are numbered rank by rank: rank 0 has the first
-    slots.
+    """The expert of each slot. The slots are numbered rank by rank: rank 0 has the first slots.
 
     Attributes:
         num_experts: number of different experts; their ids are 0 to ``num_experts - 1``.

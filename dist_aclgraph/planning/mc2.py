@@ -75,8 +75,9 @@ class Mc2Operators:
         pays_to_local: maximum number of experts on a rank with which other projects use MC2.
         takes_scales: whether the routing weights are sent with the tokens, to the experts and back.
         takes_mask: whether the operators accept a mask that says which rows are not sent.
-        ranks_of_node: how many ranks must be on each node; None if any number is possible. A group
-            uses all NPUs of its nodes, so each node must have this number of NPUs.
+        ranks_of_node: the number of ranks that must be on each node; None if any number is
+            possible. A group uses all NPUs of its nodes, so each node must have this number of
+            NPUs.
     """
 
     name: str
@@ -178,7 +179,7 @@ class Mc2:
         return min(rows, MAX_ROWS_CANN_8) if self._is_a2_of_cann_8 else rows
 
     def needed_mb(self, num_rows: int) -> int:
-        """Return how large the buffer must be for ``num_rows`` tokens on each rank, in MB."""
+        """Return the size in MB that the buffer must have for ``num_rows`` tokens on each rank."""
         assert self.operators is not None
         batch = Mc2Batch(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
         return self.operators.buffer_bytes(batch) // MIB + 1

@@ -1,5 +1,5 @@
-"""Which parts of the program use how much device memory on one rank. This is computed from shapes,
-before the model is loaded.
+"""The device memory of one rank, divided into the parts that need it. The sizes are computed from
+shapes, before the model is loaded.
 
 The computed sizes of weights and step buffers are exactly those that the runtime allocates. The
 sizes of HCCL's buffers were not measured. They come from the vendor's document of HCCL_BUFFSIZE:
@@ -245,7 +245,7 @@ class EagerStep(NamedTuple):
 
     Attributes:
         num_tokens: number of tokens that the rank runs.
-        num_direct: how many of these tokens attend directly; each of them is a separate row for
+        num_direct: number of these tokens that attend directly; each of them is a separate row for
             attention.
     """
 

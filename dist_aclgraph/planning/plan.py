@@ -22,7 +22,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which graphs every rank captures, and in which order. A plan is immutable: a change makes a
+    """The graphs that every rank captures, and their order. A plan is immutable: a change makes a
     new plan with the next version.
     """
 
@@ -123,7 +123,7 @@ def plan_report(plan: GraphPlan) -> dict[str, Any]:
 
 
 class CaptureCost(msgspec.Struct, frozen=True):
-    """What the capture of one bucket has cost on one rank.
+    """The cost of capturing one bucket on one rank.
 
     ``streams`` is 0 if captures do not change the number of free streams that the device reports.
     ``bytes`` is the growth of the graph pool. ``digest`` identifies the sequence of captured

@@ -50,7 +50,8 @@ class Planner:
 
     Attributes:
         config: the configuration with a supported graph mode.
-        mode_reasons: why the graph mode differs from the configured mode; empty if it does not.
+        mode_reasons: the reasons for which the graph mode differs from the configured mode; empty
+            if it does not differ.
         cache_spec: the shape of one rank's KV cache.
         max_model_len: maximum length of a request.
         families: the graphs that are captured before the group serves, if every rank has enough

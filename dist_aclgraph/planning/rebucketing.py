@@ -111,11 +111,11 @@ def propose(
     graph of the old plan also replays a graph of the new plan.
 
     Args:
-        traffic: how often each batch size has occurred since the group began to use the plan; older
-            steps count less.
+        traffic: the frequency of each batch size since the group began to use the plan; older steps
+            count less.
         offers: the offers from which ``plan`` was chosen, made before any capture.
         families: the families of graphs, with all sizes that may be captured.
-        min_gain: which fraction of the expected cost the new plan must save at least.
+        min_gain: the minimum fraction of the expected cost that the new plan must save.
         min_weight: minimum number of observed steps; older steps count less.
 
     Raises:

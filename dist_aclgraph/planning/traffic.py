@@ -1,4 +1,4 @@
-"""How often each batch size occurs. Buckets are chosen for these frequencies.
+"""The frequency of each batch size. Buckets are chosen for these frequencies.
 
 Engines count batches, and this module evaluates their counts. All functions are pure; they get the
 time as an argument.

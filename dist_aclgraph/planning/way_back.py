@@ -22,8 +22,9 @@ Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 # after this number of steps without a failure, failures no longer count as consecutive
 SOUND_STEPS = 100
 
-# How many times in a row a group may be resumed, for each kind of fault; 0 means never. If a
-# failure follows soon after the group was resumed, the cause of the earlier failure still exists.
+# For each kind of fault, the maximum number of times in a row that a group is resumed; 0 means
+# never. If a failure follows soon after the group was resumed, the cause of the earlier failure
+# still exists.
 TRIES: dict[DeviceFault, int] = {
     # The peers of a failed rank report this fault, so its limit must not be below that of the
     # failed rank's own fault.
@@ -56,7 +57,7 @@ SOUND_S = 60.0
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known about a failed group.
+    """The known facts about a failed group.
 
     Attributes:
         faults: for each rank that has reported a fault, this fault; None stands for an unknown

@@ -56,7 +56,7 @@ MAX_PENDING = 4096
 
 @dataclass
 class CopyCounts:
-    """How many blocks jobs have copied, and how many they have not, since the engine started."""
+    """Numbers of blocks that jobs have copied, or could not copy, since the engine started."""
 
     saved: int = 0
     # blocks that were not written, because too many blocks waited, or a worker could not write them
@@ -138,7 +138,7 @@ class BlockCopies:
 
     @property
     def _num_free(self) -> int:
-        """How many more blocks copy jobs may hold."""
+        """Number of additional blocks that copy jobs may hold."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
         if self._pool.counts_shared:  # the pool may count every reference as a used block

@@ -26,7 +26,7 @@ class GroupCopies:
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         ranks_per_batch: number of workers of each data-parallel rank.
         waiting: the group's waiting requests; some of them wait until their files are read.
-        files: which nodes of the group have which files; None if all workers are on the engine's
+        files: the files that each node of the group has; None if all workers are on the engine's
             node.
 
     Attributes:

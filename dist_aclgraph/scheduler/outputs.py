@@ -31,7 +31,7 @@ class StepOutputs(Struct, frozen=True):
         ends: [num_reqs], for each request, the index in ``token_ids`` after its last token; None
             means that each request has one token.
         firsts: [n], indices of requests that got their first tokens.
-        finish_reasons: why requests have finished; the keys are the indices of these requests.
+        finish_reasons: the finish reasons of requests; the keys are the indices of these requests.
         logprobs: [num_new], for each new token, its log-probabilities, or None if its request wants
             none. Empty if no request wants log-probabilities.
         failed: the requests that end without a new token, and why: their logits were NaN or

@@ -88,7 +88,7 @@ class RankScheduler:
         # The builder of quiet steps; None after a step of another kind. A quiet step decodes the
         # same requests as the previous step, and runs nothing else.
         self._quiet_builder: StepBuilder | None = None
-        # How many tokens each request can still get in quiet steps; see ``_measure_margin``.
+        # Number of tokens that each request can still get in quiet steps; see ``_measure_margin``.
         self._margin = 0
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
         # a request that could not start, and the number of free blocks at that time

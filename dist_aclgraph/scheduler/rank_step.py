@@ -54,7 +54,8 @@ class NewTokens(NamedTuple):
         non_finite: [n], indices, among the sampled requests, of those whose logits were NaN or
             infinite. The tokens of these requests are meaningless.
         prompts: the requested log-probabilities of prompts.
-        failed: why requests have failed; the keys are indices among the sampled requests.
+        failed: the reasons for which requests have failed; the keys are indices among the sampled
+            requests.
         embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
             the sampled requests.
     """
@@ -132,7 +133,7 @@ class StepBuilder:
         is_open: whether the step may start waiting requests.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.
-        kind: which work the step may contain. "mixed": any work; "decode": only requests whose
+        kind: the work that the step may contain. "mixed": any work; "decode": only requests whose
             prompts are computed; "prompt": only one chunk of a single prompt.
         checkpoints: the checkpoints of a model with recurrent state; None for other models. A chunk
             must end where the state is copied to a checkpoint.

@@ -30,7 +30,7 @@ TAKING_OFF, LANDING = slice(2, 6), slice(4, 8)
 
 
 class StepChanges(NamedTuple):
-    """What a step adds to the columns of a request that decodes.
+    """The numbers that a step adds to the columns of a request that decodes.
 
     Attributes:
         taken_off: [4, 1], numbers added to the columns ``TAKING_OFF`` when the step is decided.
@@ -60,9 +60,9 @@ class Columns:
         computed: number of tokens whose KV is in the cache, or is written by steps in flight. It
             grows up to ``known``.
         known: number of existing tokens, prompt and output together.
-        flying: how many of the ``computed`` tokens are in steps in flight.
+        flying: number of the ``computed`` tokens that are in steps in flight.
         slack: number of the request's drafts in steps in flight. All of them may be accepted.
-        received: how many of the ``known`` tokens the host has received.
+        received: number of the ``known`` tokens that the host has received.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
         started: number of tokens that the request had when it got the row. All later tokens were
             sampled in this row.

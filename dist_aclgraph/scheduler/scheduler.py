@@ -86,7 +86,7 @@ class Scheduler:
             contains either a chunk of one prompt on each rank, or requests whose prompts are
             computed. Output that another engine has sampled is computed token by token.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
-        files: which nodes have which files; None if all workers are on the engine's node.
+        files: the files that each node has; None if all workers are on the engine's node.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What describes a step: messages between engine and workers, inputs on the host, and padding."""
+"""The description of a step: messages between engine and workers, inputs on the host, padding."""

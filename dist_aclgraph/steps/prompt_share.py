@@ -16,7 +16,7 @@ from dist_aclgraph.steps.host_step import HostStep
 
 @dataclass(frozen=True)
 class PromptShare:
-    """What one rank must know about the tokens of other prefill ranks.
+    """The facts that one rank must know about the tokens of other prefill ranks.
 
     Attributes:
         rank: the rank that uses this share.

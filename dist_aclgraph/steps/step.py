@@ -32,8 +32,8 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    logprobs: int = -1  # how many of the most probable tokens are reported; -1 means no report
-    # how many of the most probable tokens are reported at each position of the prompt; -1 means no
+    logprobs: int = -1  # number of most probable tokens that are reported; -1 means no report
+    # number of most probable tokens that are reported at each position of the prompt; -1 means no
     # report
     prompt_logprobs: int = -1
     num_prompt_tokens: int = 0  # this is also the position of the first output token
@@ -138,7 +138,7 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """What is decided for one step, for all ranks of a lockstep group. Workers get only parts of it
+    """The decision about one step, for all ranks of a lockstep group. Workers get only parts of it
     (``RankPlan``).
 
     Every rank replays ``graph``, even a rank without work. If ``graph`` is None, the step runs

@@ -48,11 +48,11 @@ class Masks(NamedTuple):
 
 
 class GrammarReport(NamedTuple):
-    """What went wrong with the grammars of rows in a step, and which grammars are not compiled yet.
+    """The matchers that have failed in a step, and the grammars that are not compiled yet.
 
     Attributes:
-        failed: why the matchers of some requests have failed. The keys are indices among the
-            sampled requests.
+        failed: the reasons for which matchers have failed; the keys are indices of requests among
+            the sampled requests.
         unmasked: indices among the sampled requests. These requests were sampled without a mask,
             because their grammars were not compiled yet.
         compiling: rows whose grammars are not compiled yet.

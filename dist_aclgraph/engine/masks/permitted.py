@@ -46,7 +46,7 @@ class Permitted:
 
     @property
     def longest(self) -> int:
-        """How many of the output's last tokens decide which tokens are forbidden."""
+        """Number of the output's last tokens that decide which tokens are forbidden."""
         return max((len(word) - 1 for word in self._bad_words), default=0)
 
     def leaves_any(self, mask: IntArray, latest: Sequence[int]) -> bool:

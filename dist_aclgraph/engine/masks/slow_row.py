@@ -81,7 +81,7 @@ class SlowRow(Row):
 
         Args:
             words: [num_words].
-            patience_s: how many seconds to wait for the mask at most.
+            patience_s: maximum wait for the mask, in seconds.
 
         Raises:
             NotReadyError: the mask is not computed yet.

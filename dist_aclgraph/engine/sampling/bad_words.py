@@ -27,8 +27,8 @@ class Forbidden(NamedTuple):
         places: index of the place; tokens: the forbidden token.
         before: the bad word's token before its last token; -1 if the host has already found this
             token in the request.
-        coming: where the device finds the request's preceding token: its index in the list of
-            tokens that a step in flight samples.
+        coming: the index, in the list of tokens that a step in flight samples, of the request's
+            token that the device compares with ``before``.
     """
 
     places: IntArray

@@ -1,4 +1,4 @@
-"""What the graphs of one bucket contain: the number of graphs, the lanes of each graph, and the
+"""The contents of one bucket's graphs: the number of graphs, the lanes of each graph, and the
 length of each lane.
 
 A lane is a captured stream. CANN stores the tasks of a lane in queues of fixed length, so a long

@@ -1,4 +1,4 @@
-"""How many streams a communication domain costs. The numbers come from public notes, not from
+"""The number of streams that a communication domain costs. It comes from public notes, not from
 measurements.
 
 The notes are vllm-ascend's stream formulas and their comments.

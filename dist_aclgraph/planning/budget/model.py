@@ -21,9 +21,9 @@ class BudgetTerm:
     """One part of a bucket's price. It is one line in the report.
 
     Attributes:
-        name: what uses the streams, e.g. a communication domain.
+        name: name of the user of the streams, e.g. a communication domain.
         total: number of streams of this part in each bucket.
-        why: why the bucket needs these streams, in plain words.
+        why: the reason for which the bucket needs these streams, in plain words.
         of: the graph to which the part belongs, if a bucket has different graphs.
     """
 
@@ -42,13 +42,13 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """How much of a resource a rank has available, and how much of it one bucket of each family
-    needs.
+    """The amount of a resource that a rank has available, and the amount that one bucket of each
+    family needs.
 
     Attributes:
         what: name of the resource in messages, in the plural.
-        amount: how much is available for buckets, after fixed prices were subtracted.
-        prices: for each family, how much one bucket needs.
+        amount: the amount that is available for buckets, after fixed prices were subtracted.
+        prices: for each family, the amount that one bucket needs.
     """
 
     what: str

@@ -15,7 +15,7 @@ ANY_BYTES = 1 << 62
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """What one bucket costs on one rank. The rank measures this by capturing and releasing the
+    """The cost of one bucket on one rank. The rank measures it by capturing and releasing the
     bucket.
     """
 
