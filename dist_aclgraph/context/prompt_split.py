@@ -20,7 +20,7 @@ MAX_WHOLE_QUERIES = 16  # A request with at most 16 tokens in a step runs on all
 
 
 def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
-    """Return the number of requests before the first that has more than ``max_queries`` tokens."""
+    """Return the number of requests before the first one with more than ``max_queries`` tokens."""
     too_long = np.flatnonzero(query_lens > max_queries)
     return int(too_long[0]) if len(too_long) else len(query_lens)
 

@@ -62,9 +62,9 @@ class DirectLayout:
     Attributes:
         lengths: [n] int32, number of tokens of each request, from 1 to ``MAX_DIRECT_TOKENS``.
         starts: [n] int32, for each request, the number of tokens of all requests before it.
-        windows: [t, w] int32, for each token, which w rows the convolution reads; the last of them
-            is the token's own row. The indices count rows of [all tokens | w - 1 rows of each
-            request's first state].
+        windows: [t, w] int32, for each token, the w rows that the convolution reads, as indices of
+            rows of [all tokens | w - 1 rows of each request's first state]. The last of the w rows
+            is the token's own row.
         ones: [n] int32, all ones: the value of ``DirectStates.accepted`` in steps without drafts.
         max_tokens: an upper limit of ``lengths``.
     """

@@ -22,7 +22,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 class Decoder:
-    """A decoder's part on one tensor parallel rank.
+    """The part of a decoder that one tensor parallel rank has.
 
     The object owns the weights. It knows nothing about requests, batches or graphs.
     """

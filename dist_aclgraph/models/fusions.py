@@ -1,5 +1,5 @@
 """The fused operators for layers with int8 products, and the storage format of int8 weights. Each
-operator works only with some chips, versions and types; so does the format.
+of these operators, and the format, works only with some chips, versions and types.
 
 These limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
 (op-plugin). None of them was tested on an NPU. A fused operator and separate operators round their

@@ -1,10 +1,10 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
-The scheduler does not separate prefill from decoding. In each step, the model runs those known
-tokens of a request whose KV is not computed yet. For a new request, these are chunks of its prompt;
-for a request that decodes, its last sampled token and its drafts; for a preempted request, its
-prompt and output. Requests that decode are scheduled first, and a step always has room for all of
-them. The other requests get the rest of the step, in the order of their deadlines.
+The scheduler does not separate prefill from decoding. In each step, the model runs tokens of a
+request that are known, but whose KV is not computed yet. For a new request, these are chunks of its
+prompt; for a request that decodes, its last sampled token and its drafts; for a preempted request,
+its prompt and output. Requests that decode are scheduled first, and a step always has room for all
+of them. The other requests get the rest of the step, in the order of their deadlines.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class WaitingRequests:
         self.num_fetching[request.dp_rank] += 1
 
     def end_looking(self) -> None:
-        """Put those requests back into the queue whose files were looked up."""
+        """Move the requests whose files were looked up back to the queue."""
         self.end_fetching(
             [
                 request
@@ -72,8 +72,8 @@ class WaitingRequests:
         )
 
     def end_fetching(self, requests: Sequence[Request]) -> int:
-        """Put those of the requests back into the queue that still wait for files; return how many
-        there are.
+        """Move those of the requests that still wait for files back to the queue; return their
+        number.
         """
         left = [request for request in requests if request in self._fetching]
         self._fetching.difference_update(left)
@@ -97,7 +97,7 @@ class WaitingRequests:
         self._compiling |= {request: (dp_rank, row) for request, row in rows.items()}
 
     def end_compiling(self, compiling: Sequence[Collection[int]]) -> None:
-        """Put those requests back into the queue whose grammars are compiled.
+        """Move the requests whose grammars are compiled back to the queue.
 
         Args:
             compiling: for each data-parallel rank, the rows whose grammars are not compiled yet.

@@ -98,8 +98,8 @@ class GraphLens:
 
 
 def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
-    """Return how many of each row's keys a shard keeps, but at least one, because operators require
-    this.
+    """Return, for each row, the number of its keys that a shard keeps, but at least one, because
+    operators require this.
     """
     return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
 

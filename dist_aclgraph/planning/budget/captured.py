@@ -32,9 +32,9 @@ SUMMED_NORMS = 10
 # are updated (``ATTENTION``).
 INDEXER = 7
 # EXPERTS is the number of operators for experts in a layer: router, routing, products and shared
-# experts. They take the place of the two products and the activation of a dense layer, which are
-# DENSE operators. An exchange by gathering tokens adds GATHER operators. An exchange by all-to-all,
-# with its indices, adds ALL_TO_ALL operators.
+# experts. They take the place of DENSE operators of a dense layer: two products and the activation.
+# An exchange by gathering tokens adds GATHER operators. An exchange by all-to-all, with its
+# indices, adds ALL_TO_ALL operators.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # entries on the lane for shared experts: wait, two products, activation, record
 # Queue entries of attention in a layer: one for the cache write, one for attention, four for the
