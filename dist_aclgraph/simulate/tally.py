@@ -121,7 +121,9 @@ class Tally:
         return found
 
     def by_tokens(self) -> list[dict[str, Any]]:
-        """Return the counts for each number of live tokens, in ascending order."""
+        """Return the counts for each batch size, in ascending order. The batch size is the number
+        of live tokens: tokens that are not padding.
+        """
         found: dict[int, Shares] = {}
         for (num_tokens, _), shares in self.by_batch.items():
             found.setdefault(num_tokens, Shares()).merge(shares)
