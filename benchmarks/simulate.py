@@ -180,7 +180,7 @@ def compare(case: Case, requests: int, in_flight: int) -> tuple[Counts, Counts]:
 
 
 def missed(case: Case, real: Counts, played: Counts) -> list[str]:
-    """Return the names of the numbers in which the simulation differs too much from the deployment."""
+    """Return the names of the numbers that differ too much between simulation and deployment."""
     exact = {"replays", "eager steps", "padded tokens"}
     close = {"seconds"}
     if case.num_drafts:
