@@ -23,7 +23,8 @@ static inline float log_of_parts(float f, float e) {
   return (f + small) + 0.693359375f * e;  // the two factors of e add up to log(2)
 }
 
-// The logarithm of 1 + rest. `sum` is 1 + rest, rounded; near 1, `rest` is more exact.
+// Returns the logarithm of 1 + rest. `sum` is 1 + rest, rounded. If `sum` is near 1, `rest` is more
+// exact.
 static inline float log_of_sum(float sum, float rest) {
   bool is_tiny = sum < 0x1p-126f;  // no normal number, or negative
   int bits = std::bit_cast<int>(is_tiny ? sum * 0x1p23f : sum);
