@@ -201,9 +201,10 @@ void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, c
                 "per_token_scale must be one float32 tensor, one for each of ", x.size(0), " rows");
 }
 
-// Rules: the same document, int8 with a scale for each row and each output of a group.
+// Rules: the same document, about int8 with one scale for each row, and one scale for each output
+// of a group.
 //
-// nz: the values of a weight in FRACTAL_NZ; only the sizes of `weight` are then used.
+// nz: the values of a weight in FRACTAL_NZ. If they are given, only the sizes of `weight` are used.
 Task bind_quantised(const Tensors &x, const Tensors &weight, const std::optional<NzMatrices> &nz,
                     const Tensors &bias, const Tensors &scale, const Tensors &row_scale, const OptTensor &list,
                     int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,

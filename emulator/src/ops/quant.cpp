@@ -140,12 +140,13 @@ OP(aclnnDequantSwigluQuantV2,
 
 // ---- products
 
-// Rules: op-plugin document npu_quant_matmul, table 2, int8 with results in bfloat16 (scale float32
-// or bfloat16), float16 (scale and pertoken_scale float32) and int32. The other rows (int8 results,
-// prepared int64 scales, int4 rows) are not emulated; int4.cpp has the rules of
-// int4 weights. An integer bias is added before the scale.
+// Rules: op-plugin document npu_quant_matmul, the rows of table 2 about int8 inputs. The result is
+// bfloat16 (scale is float32 or bfloat16), float16 (scale and pertoken_scale are float32), or
+// int32. The other rows of the table (int8 results, prepared int64 scales, int4 rows) are not
+// emulated; int4.cpp has the rules for int4 weights. An integer bias is added before the product is
+// scaled.
 //
-// nz: the values of b if b is in FRACTAL_NZ; only the sizes of `b` are then used.
+// nz: the values of b if b is in FRACTAL_NZ. In this case, only the sizes of `b` are used.
 static TimedTask quant_matmul(const Tensor &a, const Tensor &b, const std::optional<NzMatrices> &nz,
                               const OptTensor &row_scale, const OptTensor &scale,
                               const OptTensor &out_scale, const OptTensor &offset,
