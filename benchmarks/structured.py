@@ -9,9 +9,9 @@ and of a dense DeepSeek of the same size with one draft. The device computes not
 are arbitrary. Therefore the bench replaces tokens and drafts by the tokens of a valid answer before
 the matchers read them. The vocabulary is generated. The results are no measurements of an NPU.
 
-In a second part, requests with large schemas arrive while other requests decode. The bench compares
-the steps during which such a request arrives: its schema is either new, or was already compiled for
-an earlier request.
+In a second part, requests with large schemas arrive while other requests decode. For the steps
+during which such a request arrives, the bench compares two cases: the schema is new, or it was
+already compiled for an earlier request.
 
 The last part measures the CPU time that the ingress needs for the text of a token, with and without
 a reader that finds tool calls.

@@ -224,8 +224,8 @@ def _of_cpp(source: str) -> Iterator[str]:
 
 
 def _split(source: str, begin: int, separator: str) -> list[str]:
-    """Split an expression, which begins at ``begin`` and ends at the bracket that closes it, at the
-    separators. Return the parts.
+    """Split an expression at its separators, and return the parts. The expression begins at
+    ``begin``, and ends at the bracket that closes it.
     """
     parts, depth, last, at = [], 0, begin, begin
     while at < len(source):

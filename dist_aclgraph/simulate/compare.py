@@ -63,7 +63,7 @@ def compare(
 
 
 def powers_of_two(family: GraphFamily, count: int) -> tuple[int, ...]:
-    """Return the buckets for 1, 2, 4,... requests, and the family's largest bucket."""
+    """Return the buckets for 1, 2, 4, ... requests, and the family's largest bucket."""
     largest, unit = family.buckets[-1], family.query_len or 1
     sizes = {unit << i for i in range((largest // unit).bit_length())}
     return tuple(sorted({size for size in sizes if size < largest} | {largest}))

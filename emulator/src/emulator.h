@@ -47,9 +47,9 @@ struct LaunchTraits {
 // launch must set `operands`.
 EMU_SHARED bool wants_operands(const char *name);
 
-// Runs `body` on the device. Depending on the stream's state, the task is queued on the stream's
-// worker thread, or is appended to the graph being captured, or (in a task-update section) replaces
-// the body of the next task of the task group.
+// Runs `body` on the device. Usually, the task is queued for the stream's worker thread. If the
+// stream is being captured, the task is appended to the graph. In a task-update section, the task
+// replaces the body of the next task of the task group.
 EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name, Task body,
                            LaunchTraits traits = {});
 

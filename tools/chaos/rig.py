@@ -367,7 +367,7 @@ class Rig:
         return True
 
     def _missing_hosts(self) -> list[str]:
-        """Return a text that says how many hosts Ray is missing; "" if none."""
+        """If Ray does not run on all hosts, return one line that says so; otherwise, none."""
         if self._hosts is None:
             return []
         count = len(self._hosts.all) - self._hosts.num_alive()

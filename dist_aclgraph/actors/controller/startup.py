@@ -415,7 +415,7 @@ def _wait_for_engine(engine: Any, timeout_s: float) -> None:
 
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
-    """Return a function that returns the arguments of ``Worker.join`` for the worker with a given
-    index: world rank, index in the group, meeting point.
+    """Return a function that maps a worker's index to the arguments of its ``Worker.join``: its
+    world rank, its index, and the meeting point.
     """
     return lambda index: (workers.ranks[index], index, rendezvous)

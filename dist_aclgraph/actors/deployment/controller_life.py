@@ -49,8 +49,8 @@ def make_controller(
 
     Args:
         starter: starts the controller and its workers. None if another process has started the
-            cluster: then Ray starts the controller, and the controller chooses a starter for its
-            workers.
+            cluster. In this case Ray starts the controller, and the controller chooses a starter
+            for its workers.
 
     Raises:
         RayError: the process cannot be started.

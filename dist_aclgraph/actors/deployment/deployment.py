@@ -98,7 +98,8 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        self._raise_end()  # first, because calls to Ray hang if its store is dead
+        # This is checked first, because calls to Ray hang if its control store is dead.
+        self._raise_end()
         if self._connected is not None:
             self._connected.look()
             self._raise_end()

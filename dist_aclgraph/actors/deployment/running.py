@@ -61,8 +61,8 @@ def running_deployment(
             started a Ray.
 
     Raises:
-        PlacementError: there is no cluster, or no such deployment. Also if several of them exist,
-            and the argument that names one is missing.
+        PlacementError: there is no cluster, or no such deployment; or there are several clusters,
+            but ``local_ray`` is None; or there are several deployments, but ``name`` is None.
     """
     with joined_ray(local_ray):
         try:

@@ -59,7 +59,7 @@ class HixlMemory:
     ``read``.
 
     Args:
-        memory: memory of at least ``2 * part_bytes``.
+        memory: host memory with at least ``2 * part_bytes`` bytes.
         open_engine: a function that makes the HIXL engine. The thread calls it.
         host: the node's own address, at which the HIXL engine listens.
         ports: the ports to choose from; None for any free port.

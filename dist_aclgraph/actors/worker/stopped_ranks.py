@@ -145,7 +145,7 @@ def _blame(found: Sequence[Recording], sentence: str) -> Explanation:
 
 
 def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks that got another plan or another batch for a step than most ranks.
+    """Find a step for which most ranks got the same plan and batch. Blame the other ranks.
 
     Batches are compared only among the ranks of one data-parallel rank.
     """

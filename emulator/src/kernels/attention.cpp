@@ -17,7 +17,7 @@ struct Tile {
   int64_t stride, count;
 };
 
-// scores[t] = q. tile[t]. A row consists of W vectors. W == 0 is for rows of any width.
+// scores[t] = q . tile[t]. A row consists of W vectors. W == 0 is for rows of any width.
 template <int W> void dot_tile(const float *q, const Tile &tile, int64_t n, float *scores) {
   Floats qs[W ? W : 1];
   for (int w = 0; w < W; w++)

@@ -27,7 +27,7 @@ struct KeyChoice {
   int32_t *chosen;  // [rows, wanted]; the chosen keys come first, then -1
 };
 // Chooses the keys with the greatest scores. A key's score is the sum over heads of weight *
-// relu(query. key).
+// relu(query . key).
 void choose_keys(const KeyChoice &c);
 
 // Latents in int8. The bytes of a key are: dim values of int8, rope_dim values of the query's type,

@@ -24,7 +24,7 @@ void check_weight(const aclTensor &weight, int64_t in, int64_t out) {
                 " and weight_scale of ", out, " columns");
 }
 
-// Rules: documents aclnnGroupedMatmulSwigluQuantWeightNZ and...WeightNzV2, int8; sources
+// Rules: documents aclnnGroupedMatmulSwigluQuantWeightNZ and ...WeightNzV2, int8; sources
 // aclnn_grouped_matmul_swiglu_quant.cpp and its tiling. Rows after the last group are not written.
 // The kernel writes int8 rows one after another into the memory of a vector core, which can only be
 // addressed in steps of 32 bytes. So the number of columns must be a multiple of 64.

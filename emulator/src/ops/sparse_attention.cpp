@@ -180,7 +180,7 @@ OP(aclnnLightningIndexer,
    })
 
 // Rules: document aclnnSparseFlashAttention of ops-transformer. attention_mode is 2. query is [T,
-// N, 512], where N is 1, 2, 4,... or 128. query_rope is [T, N, 64]. key and key_rope have one head,
+// N, 512], where N is 1, 2, 4, ... or 128. query_rope is [T, N, 64]. key and key_rope have one head,
 // and are in pages or TND. The value is the key. In each row of indices, the valid indices come
 // first, and then -1. With pages, the operator does not return the greatest scores and the sums,
 // which are [1, T, N]. According to the document, the operator returns them only for training, but
@@ -243,7 +243,7 @@ OP(aclnnSparseFlashAttention,
    })
 
 // Rules: README and kv_quant_sparse_flash_attention_tiling.cpp of ops-transformer. query is [T, N,
-// 576]: 512 elements for latents, and 64 rotated elements. N is 1, 2, 4,... or 128. A key is a row
+// 576]: 512 elements for latents, and 64 rotated elements. N is 1, 2, 4, ... or 128. A key is a row
 // of 656 bytes: 512 values of int8, 64 elements of the type of query, and 4 floats, one for each
 // 128 values. attention_out is [T, N, 512]. sparse_indices contains numbers of blocks. A block has
 // sparse_block_size keys: 1, 2, 4, 8 or 16. The size of a page is a multiple of 16. The function of
