@@ -166,7 +166,8 @@ def measure_ingresses(
     """Stream from services that have several ingress processes.
 
     The number of streams per ingress does not depend on the number of ingresses. If the CPU time
-    per token does not either, n ingresses on separate cores serve n times as many tokens as one.
+    per token does not depend on it either, n ingresses on separate cores serve n times as many
+    tokens as one.
 
     Returns:
         A row for each number of streams per ingress and each number of ingresses.

@@ -23,8 +23,8 @@ class KnownEngine:
         added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step since this link was opened.
         prefill_from: a minimum number of uncached tokens; 0 if the engine's group is no prefill
-            group. A prefill group computes prompts for another group if the prompt has at least
-            this number.
+            group. A prefill group computes a prompt for another group only if the prompt has
+            at least this number.
         blocks: see ``GroupEntry``.
         is_listed: whether the latest group list of the deployment contains the engine.
         names: maps the number of each request on this engine to the request's id.

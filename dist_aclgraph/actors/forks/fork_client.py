@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 STREAMS = (0, 1, 2)
-WAIT_S = 120.0  # time limit in seconds; on a busy machine, a server loads its libraries in less
+WAIT_S = 120.0  # time limit in seconds; enough to load a server's libraries on a busy machine
 
 
 def hand_over(path: str, arguments: list[str]) -> bool:

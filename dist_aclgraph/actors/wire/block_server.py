@@ -110,7 +110,7 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
         token: the deployment's token, or the token for other services.
         place: index of the place among the places for files of ``kind``; see ``tiers_of``.
         name: hash of the block.
-        reader: name of the reader's engine if the reader can read the server's memory; else "".
+        reader: name of the reader's HIXL engine if it can read the server's memory; else "".
     """
 
     token: str

@@ -129,7 +129,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         tokens_per_block: number of tokens in each KV block.
         is_draining: whether the group accepts no new requests.
         prefill_from: a minimum number of uncached tokens; 0 if the group is no prefill group. A
-            prefill group computes prompts for another group if the prompt has at least this number.
+            prefill group computes a prompt for another group only if the prompt has at least this
+            number.
         blocks: the source from which other groups or services fetch the KV of prompts; None if they
             do not fetch from this group.
     """
