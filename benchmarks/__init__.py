@@ -1,3 +1,3 @@
-"""The benches that ``make bench-*`` runs. A bench prints times, and does not fail if the times are
-long.
+"""The benches that ``make bench-*`` runs. A bench measures and prints times. It never fails because
+a time is long.
 """

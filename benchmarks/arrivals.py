@@ -1,9 +1,10 @@
 """``make bench-arrivals``: the time to the first token, with and without late decisions (ADR 36).
 
-The device is modelled (``docs/develop/device-time.md``), the host is real, and there are no
-weights. Two deployments of one model take turns. In a *burst*, requests follow each other within
-milliseconds while nothing else runs. In a *stream*, requests arrive one by one while others decode.
-The figures say nothing about an NPU.
+The device's times are computed by a model (``docs/develop/device-time.md``), the host's work is
+real, and there are no weights. Two deployments of the same model take turns: one with late
+decisions, one without. In a *burst*, requests follow each other within milliseconds while no other
+request runs. In a *stream*, requests arrive one by one while other requests decode. The results are
+no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 MAX_BATCH, BURST, STREAMS, JOINING = 64, 32, 16, 40
 BURST_GAP_S = 0.0003  # seconds between two requests of a burst
-JOIN_GAPS_S = 0.02, 0.06  # limits of the time between two requests that join others
+JOIN_GAPS_S = 0.02, 0.06  # minimum and maximum seconds between two requests that join
 PROMPT, BURST_TOKENS, JOIN_TOKENS, STREAM_TOKENS = 32, 32, 4, 160
 WAYS = {"at once": False, "late": True}
 
@@ -46,7 +47,7 @@ class Client:
         self._sent_s: list[float] = []
 
     def send(self, max_tokens: int) -> int:
-        """Send one request; return its number."""
+        """Send one request. Return the request's number."""
         number = len(self._sent_s)
         prompt = self._random.integers(0, NUM_WORDS, PROMPT).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -58,10 +59,10 @@ class Client:
         self._events.put((number, time.perf_counter(), delta))
 
     def wait(self) -> tuple[list[float], list[list[float]]]:
-        """Wait for all requests.
+        """Wait until all requests have ended.
 
         Returns:
-            the time to the first token of each request in ms, and the gaps between its tokens.
+            For each request, the time to its first token, and the times between its tokens, in ms.
         """
         times: list[list[float]] = [[] for _ in self._sent_s]
         num_open = len(times)
@@ -84,7 +85,9 @@ def burst(engine: DecodeEngine) -> dict[str, list[float]]:
 
 
 def stream(engine: DecodeEngine, seed: int) -> dict[str, list[float]]:
-    """Return joining requests' times to the first token, and token gaps of the other requests."""
+    """Some requests decode while other requests join. Return the joining requests' times to the
+    first token, and the times between tokens of the decoding requests.
+    """
     client, random = Client(engine), np.random.default_rng(seed)
     for _ in range(STREAMS):
         client.send(STREAM_TOKENS)
@@ -98,7 +101,7 @@ def stream(engine: DecodeEngine, seed: int) -> dict[str, list[float]]:
 def measure(
     folder: Path, bar: Progress, names: Sequence[str], repeats: int, mode: str
 ) -> dict[str, Any]:
-    """Return one row for each model and each way of deciding."""
+    """Return one row for each model, with and without late decisions."""
     engines = {
         (name, way): modelled_engine(
             folder,

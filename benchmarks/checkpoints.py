@@ -41,7 +41,7 @@ class Decoder(ABC):
         """Return the shapes of the attention weights of one layer."""
 
     def config(self) -> dict[str, Any]:
-        """Return config.json, without the type of the weights."""
+        """Return the content of config.json, without the weights' data type."""
         return {
             "architectures": [self.ARCHITECTURE],
             "model_type": self.FAMILY,
@@ -61,7 +61,7 @@ class Decoder(ABC):
     def sizes(self) -> Sizes:
         """Return the shapes of all weights.
 
-        Matrices are [outputs, inputs]; all vectors are norm weights.
+        Matrices are [outputs, inputs]. All vectors are weights of norms.
         """
         hidden = self.hidden
         sizes: Sizes = {
@@ -116,7 +116,7 @@ class LatentShape(Decoder):
     ARCHITECTURE = "DeepseekV2ForCausalLM"
     LATENT = 512
     ROPE = 64
-    HEAD = 128  # size of the unrotated part of a key, and size of a value
+    HEAD = 128  # size of a key's part without rotary embedding, and size of a value
 
     def attention_config(self) -> dict[str, Any]:
         return {
@@ -140,7 +140,9 @@ class LatentShape(Decoder):
 
 
 def write_checkpoint(shape: Decoder, directory: Path, dtype: torch.dtype) -> Path:
-    """Write config.json and model.safetensors with seeded random weights; return the directory."""
+    """Write config.json and model.safetensors with random weights of a fixed seed. Return the
+    directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = {**shape.config(), "torch_dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config, indent=2))

@@ -22,12 +22,14 @@ Results = dict[str, Any]
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the integers of an option's text, e.g. ``1,2,4``."""
+    """Return the integers in the text of an option, e.g. ``1,2,4``."""
     return tuple(map(int, text.split(",")))
 
 
 def run_command(main: Callable[..., None]) -> None:
-    """Run ``main`` with its options; turn a DistAclGraphError into one sentence and exit code 1."""
+    """Run ``main`` with the options of the command line. If it raises a DistAclGraphError, print
+    the message and exit with code 1.
+    """
     try:
         typer.run(main)
     except DistAclGraphError as e:
@@ -41,12 +43,14 @@ def report_bench(
     report: Callable[[Results], Report],
     draw: Callable[[Results, Path], None] | None = None,
 ) -> None:
-    """Measure with a progress bar, print tables, and save the results as JSON, markdown and figure.
+    """Measure, print tables of the results, and save the results as JSON, as markdown and as a
+    figure.
 
     Args:
-        measure: called with the path of a temporary folder, and with the progress bar.
-        report: returns the tables of the results.
-        draw: draws the figure; None if the bench has no figure.
+        measure: a function that returns the results. Its arguments are a temporary folder and a
+            progress bar.
+        report: a function that returns the tables of the results.
+        draw: a function that draws the figure; None if the bench has no figure.
     """
     if draw is not None:
         require("matplotlib", "bench", "the figure of this bench")

@@ -1,11 +1,11 @@
-"""``make bench-context``: the gain and the cost of sharing the context of a request between ranks.
+"""``make bench-context``: what is gained and lost if ranks share the context of a request.
 
-Eight ranks serve a small model with latent attention. With caches in 1 to 8 shards (DCP), the bench
-measures the memory that a request takes on each rank, the length of the longest request that is
-served, the time of a decode step, and the step's host time. With prompts that are split over 1 to 4
-ranks (PCP), the bench measures the time to the first token, and the attention work of a rank. The
-bench also counts the bytes that ranks send to other ranks. The ranks share this machine's cores, so
-the figures say nothing about an NPU.
+Eight ranks serve a small model with latent attention. First, the KV cache is divided into 1 to 8
+shards (DCP). The bench measures the memory that a request uses on each rank, the length of the
+longest request that can be served, the time of a decode step, and the step's host time. Second,
+prompts are split over 1 to 4 ranks (PCP). The bench measures the time to the first token, and the
+attention work of a rank. The bench also counts the bytes that ranks send to other ranks. The ranks
+share this machine's cores, so the results are no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from dist_aclgraph.context.prompt_split import PromptSplit, share_of_work
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.shapes.model_facts import read_model_facts
 
-DTYPE = "float32"  # most CPUs also compute bfloat16 in float32
+DTYPE = "float32"  # most CPUs convert bfloat16 to float32 to compute
 VOCAB, BLOCK_SIZE = 2048, 128
 MAX_STEP_TOKENS = 8192  # large enough that one step computes a whole prompt
 WARM_UP_STEPS = 4
-ANSWER = 16  # answer length in tokens, for the longest prompts
-# Stages in which the host prepares and queues a replayed step.
+ANSWER = 16  # number of output tokens of the longest requests
+# The stages in which the host prepares and queues a step that replays a graph.
 HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The settings of the bench: numbers of shards, numbers of prompt ranks, and lengths in tokens.
+    """The settings of the bench: numbers of shards, numbers of ranks over which prompts are split,
+    and lengths in tokens.
 
     ``blocks`` is the number of KV blocks of a rank while the longest requests run.
     """
@@ -96,7 +97,7 @@ def main(
 
 
 def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) -> dict[str, Any]:
-    """Serve the longest requests, then decode, then run prompts; return the measurements."""
+    """Serve the longest requests, measure decode steps, then prompts; return all measurements."""
     longest = max(sizes.shards) * sizes.blocks * BLOCK_SIZE
     max_len = max(longest, *sizes.contexts, *sizes.prompts) + sizes.steps + ANSWER
     shape = LatentShape(hidden=256, layers=layers, heads=8, ffn=512, vocab=VOCAB, max_len=max_len)
@@ -131,10 +132,11 @@ def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) 
 
 
 def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[str, Any]]:
-    """Serve two requests with each number of shards; the number of blocks per rank is constant.
+    """Serve two requests with each number of shards. Each rank always has the same number of
+    blocks.
 
-    The first request is the longest that the base (the first number of shards) can serve. The
-    second request is the longest that this number of shards can serve.
+    The first request is the longest one that the first number of shards can serve. The second
+    request is the longest one that the present number of shards can serve.
     """
     found: list[dict[str, Any]] = []
     for shards, engine in engines.items():
@@ -190,7 +192,9 @@ def _prompt_engine(
 
 
 def _blocks_for(num_tokens: int) -> int:
-    """Return the number of blocks of a cache without shards, including the dummy block."""
+    """Return the number of blocks, including the dummy block, that ``num_tokens`` tokens need in a
+    cache without shards.
+    """
     return -(-num_tokens // BLOCK_SIZE) + 1
 
 
@@ -229,7 +233,9 @@ def _make_engine(
 
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return a row for each number of shards and each context, with ratios to the first number."""
+    """Return a row for each number of shards and each context length. Ratios compare a row with the
+    first number of shards.
+    """
     base, *_ = decode.runs
     return [
         {
@@ -250,7 +256,9 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return a row for each number of prompt ranks and each prompt, with ratios to one rank."""
+    """Return a row for each number of ranks that share a prompt, and each prompt length. Ratios
+    compare a row with a single rank.
+    """
     base = next(iter(turns.runs.values()))
     return [
         {
@@ -269,7 +277,9 @@ def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
-    """Return how many pairs of token and key each prompt rank computes in one step."""
+    """A prompt of ``num_tokens`` tokens is split over ``num_ranks`` ranks, and computed in one
+    step. Return for how many pairs (token, key) each of these ranks computes attention.
+    """
     lens = np.array([num_tokens], np.int32)
     split = PromptSplit.of(lens, num_ranks)
     return [share_of_work(pieces, np.zeros_like(lens), lens) for pieces in split.pieces]
@@ -284,7 +294,9 @@ def _first_token_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def _sent(runs: Sequence[Run], mode: str) -> dict[str, float]:
-    """Return how many collectives and bytes one rank sends per step; all rounds send the same."""
+    """Return how many collectives a rank runs in a step, and how many bytes it sends. These numbers
+    are the same in all rounds.
+    """
     return {what: runs[0].per_step(mode, what) for what in ("collectives", "collective_bytes")}
 
 

@@ -59,7 +59,9 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw caches, decode steps, their host time, and prompts, as ratios to the first setting."""
+    """Draw the results for caches, decode steps, host times and prompts. All values are ratios to
+    the first setting.
+    """
     caches = [
         {"dcp": row["dcp"], "what": what, "ratio": row[key]}
         for row in _against_the_first(results["caches"])

@@ -1,11 +1,12 @@
-"""``make bench-decode``: the speed of decoding through the whole engine. Each ratio compares times
+"""``make bench-decode``: the speed of decoding with the whole engine. Each ratio compares two times
 of the same run.
 
 The bench answers four questions. How fast is decoding with graphs, compared with transformers'
-``generate`` on the same checkpoint with one thread? How much host time does a step cost when the
-emulator's kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost
-if the host sends the updates ahead of the step, and if it sends them after the step's replay? How
-much does sampling cost? The figures are of the emulator and say nothing about an NPU.
+``generate`` on the same checkpoint with one thread? How much host time does a step take if the
+emulator's kernels do nothing, so that only the host limits the speed? How much do updates of
+attention lengths cost if the host sends them before the replay of the step, and if it sends them
+after the replay? How much does sampling cost? The results are those of the emulator, and no
+measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def measure(folder: Path, bar: Progress, steps: int, repeats: int) -> dict[str, 
 
 
 def against_transformers(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Decode alternately with the engine and with transformers; return one record per batch."""
+    """Decode alternately with the engine and transformers. Return one record per batch size."""
     path = write_checkpoint(RATIO_SHAPE, folder / RATIO_SHAPE.name, torch.float32)
     generate = _transformers_step_ms(path)
     rows = []
@@ -126,7 +127,9 @@ def against_transformers(folder: Path, steps: int, repeats: int) -> list[dict[st
 
 
 def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure a step with kernels that do nothing; return one record per batch."""
+    """Measure the host time of a step with kernels that do nothing. Return one record per batch
+    size.
+    """
     path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
     rows = []
     device = {"emulator": {"kernels": "skip"}}
@@ -150,9 +153,9 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
 def update_cost(
     shape: Shape, kernels: str, folder: Path, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Decode alternately with lengths sent before the replay, and with lengths sent after it.
+    """Decode alternately in two ways: the host sends the lengths before the replay, or after it.
 
-    Return one record per batch.
+    Return one record per batch size.
     """
     dtype = {"skip": "bfloat16", "compute": "float32"}[kernels]
     path = write_checkpoint(shape, folder / f"{shape.name}-{dtype}", getattr(torch, dtype))
@@ -204,8 +207,8 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     def run(batch: int, new_tokens: int) -> float:
         """Return the mean time of a decode step.
 
-        The time is the difference of two runs with different numbers of steps, so the time of the
-        prefill cancels.
+        It is computed from the difference of two runs with different numbers of steps, so the time
+        of the prefill has no effect.
         """
         prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
         times = []

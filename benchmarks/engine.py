@@ -1,4 +1,4 @@
-"""A deployment of a bench, whose clients decode batches of equal requests."""
+"""The deployment that a bench measures. Its client sends batches of equal requests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # number of different token ids in prompts
-# Time limit of each phase of a start, and of a step. Several deployments share the cores. On the
-# emulator, a step with all prompts of a batch can take minutes.
+# Time limit in seconds of each phase of a start, and of a step. It is long, because several
+# deployments share the cores, and because a step with all prompts of a batch can take minutes on
+# the emulator.
 LIMIT_S = 300.0
 
 
 class DecodeEngine:
-    """A deployment that decodes batches of equal requests. Use as a context manager.
+    """A deployment that decodes batches of equal requests. The object is a context manager.
 
     Attributes:
-        deployment, client: exist only inside the context.
+        deployment, client: these objects exist only inside the context.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class DecodeEngine:
         """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens.
 
         Args:
-            sampling: sampling parameters of the requests; the default is greedy sampling.
+            sampling: sampling parameters of the requests. By default, sampling is greedy.
         """
         arrivals = decode_workload(batch, prompt_len, steps, NUM_WORDS)
         return run_workload(self.client, f"decode-{time.monotonic_ns()}", arrivals, **sampling)

@@ -1,9 +1,11 @@
-"""``make bench-hybrid``: compares the decode steps, caches and prefixes of models of equal width.
+"""``make bench-hybrid``: compares three models of equal width: their decode steps, their caches,
+and prompts with cached prefixes.
 
-The models have random weights and equal numbers of layers: a dense model, a hybrid model with
-linear attention in three of four layers, and a sparse model with latent attention to keys that an
-indexer chooses. The models take turns in one process. Kernels are skipped, so the times are host
-times. The figures are of the emulator and say nothing about an NPU.
+The models have random weights and the same number of layers. The first model is dense. The second
+is a hybrid, with linear attention in three of four layers. The third is sparse: its latent
+attention uses only keys that an indexer chooses. The models take turns in one process. Kernels do
+nothing, so all times are host times. The results are those of the emulator, and no measurements of
+an NPU.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.steps.step import RowSampling, StepResult
 
 CONTEXTS = {"1k": 1 << 10, "32k": 32 << 10, "128k": 128 << 10}
-PROMPT_TOKENS, PREFIX_TOKENS = 600, 512  # the prefix ends where a KV block and a saved state end
+PROMPT_TOKENS, PREFIX_TOKENS = 600, 512  # the prefix ends at a KV block's end, and at a checkpoint
 EQUAL: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -111,7 +113,7 @@ def make_candidate(folder: Path, name: str, layers: int, batch: int) -> Candidat
 def measure_all(
     models: Mapping[str, Candidate], batch: int, steps: int, rounds: int, bar: Progress
 ) -> dict[str, dict[str, float]]:
-    """Return the times and counts of each model. Times are medians of the rounds, in us."""
+    """Return the times and counts of each model. Times are medians over the rounds, in µs."""
     times: dict[str, dict[str, list[float]]] = {}
     task = bar.add_task("rounds", total=rounds)
     for number in range(rounds):
@@ -130,7 +132,9 @@ def measure_all(
 
 
 def measure_times(model: Candidate, batch: int, steps: int, seed: int) -> dict[str, float]:
-    """Return the host's times of a decode step, and of prompts without and with a cached prefix."""
+    """Return the host times of a decode step, of a prompt without a cached prefix, and of a prompt
+    with one.
+    """
     us = measure(model.rank.npu, model.runner, model.config, batch, steps, ["greedy"])["greedy"]
     scheduler = _scheduler_with_prefixes(model)
     tokens = np.random.default_rng(seed).integers(0, 8192, PROMPT_TOKENS, dtype=np.int32)
@@ -145,7 +149,9 @@ def measure_times(model: Candidate, batch: int, steps: int, seed: int) -> dict[s
 
 
 def measure_counts(model: Candidate, batch: int) -> dict[str, float]:
-    """Return launches and updates of a decode step, and the bytes of requests in the cache."""
+    """Return the number of launches and updates in a decode step, and the bytes that requests use
+    in the cache.
+    """
     launches, cache = model.rank.count_launches(model.config, batch), model.cache
     return {
         "launches of a step": launches.count,
@@ -167,7 +173,7 @@ def _scheduler_with_prefixes(model: Candidate) -> Scheduler:
 
 
 def _first_token_us(model: Candidate, scheduler: Scheduler, name: str, tokens: IntArray) -> float:
-    """Return the time from a request to its first token, on an idle rank."""
+    """Return the time from the submission of a request to its first token, on an idle rank."""
     sampling = RowSampling(num_prompt_tokens=len(tokens), seed=0)
     started_s = time.perf_counter()
     scheduler.add(Request(name, tokens, sampling, max_tokens=1, stop_token_ids=[]))

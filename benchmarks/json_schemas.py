@@ -2,8 +2,8 @@
 
 The data is not in this repository: clone guidance-ai/jsonschemabench, and pass a folder of its
 ``maskbench/data``. Each file contains a schema, and values that are marked as valid or invalid. The
-script runs the compiler's process like the service, with the limits of workers, and with a
-generated vocabulary of 151,936 tokens. Times are CPU times.
+script runs the compiler's process as the service does, with the limits for workers. The vocabulary
+has 151,936 generated tokens. Times are CPU times.
 """
 
 from __future__ import annotations

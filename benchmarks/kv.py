@@ -1,11 +1,11 @@
-"""``make bench-kv``: the benefits and costs of copies of KV blocks in files.
+"""``make bench-kv``: what copies of KV blocks in files gain, and what they cost.
 
 An engine's scheduler and a worker's runner take turns in one process. The emulator's kernels
-compute real values, so a prompt takes CPU time. The bench has three measurements: the time to the
-first token of prompts that are computed, that are in the device's cache, or that are in files; the
-times between the tokens of decoding requests, while other prompts are computed or read from files;
-and the time until all requests of a lost group have their next tokens, with and without files. The
-figures are of the emulator, and say nothing about an NPU.
+compute real values, so a prompt takes CPU time. The bench measures three things. The first is the
+time to the first token, for prompts whose KV is computed, is in the device's cache, or is in files.
+The second is the time between the tokens of decoding requests, while other prompts are computed or
+read from files. The third is the time until all requests of a lost group have their next tokens,
+with and without files. The results are those of the emulator, and no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dist_aclgraph.steps.step import RowSampling, StepResult
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS = 2048, 128, 256
 MAX_STEP_TOKENS = 512
-FILE_BYTES = 2 << 30  # limit for the files of each tier
+FILE_BYTES = 2 << 30  # maximum size of the files of each tier, in bytes
 MEMORY, DISK = Path("/dev/shm"), Path.cwd()
 NOTE = "emulated NPU on the CPU; not an NPU figure"
 SECONDS = ("all_s", "median_s")
@@ -53,11 +53,11 @@ ALONE, COMPUTED, READ = "alone", "prompts are computed", "prompts are read"
 
 @dataclass
 class Service:
-    """A rank with its scheduler, and with files for its blocks.
+    """A rank with its scheduler and the files of its KV blocks.
 
     Attributes:
-        gaps_ms: times between two tokens of the decoding requests.
-        first_s: for each request, the time from its submission to its first token.
+        gaps_ms: times between two successive steps in which requests decoded.
+        first_s: for each request, the seconds from its submission to its first token.
     """
 
     rank: OneRank
@@ -72,7 +72,7 @@ class Service:
         self.forget()
 
     def forget(self) -> None:
-        """Empty the device's cache; the files stay."""
+        """Empty the KV cache of the device, and keep the files."""
         self._sent_s: dict[str, float] = {}
         self._last_s = 0.0
         self.scheduler = Scheduler(
@@ -228,7 +228,7 @@ def decode_beside(
     """Return the times between tokens of ``batch`` decoding requests: alone, while prompts of
     ``length`` tokens are computed, and while such prompts are read from files.
 
-    In the second and the third case, three prompts run one after another.
+    In the last two cases, three prompts run one after another.
     """
     gaps: dict[str, list[float]] = {way: [] for way in (ALONE, COMPUTED, READ)}
     cpu_s: dict[str, float] = dict.fromkeys(gaps, 0.0)
@@ -265,7 +265,7 @@ def decode_beside(
 
 
 def prompts_of(service: Service, length: int, number: int, way: str) -> Iterator[IntArray]:
-    """Yield three prompts: new ones, or prompts whose blocks have files."""
+    """Yield three prompts: new ones, or, if ``way`` is READ, prompts whose KV is in files."""
     prompts = [prompt_of(length, 1_000 * (number + 1) + index) for index in range(3)]
     if way == READ:
         for index, prompt in enumerate(prompts):
@@ -278,14 +278,15 @@ def prompts_of(service: Service, length: int, number: int, way: str) -> Iterator
 def recover(
     service: Service, root: Path, prompts: list[IntArray], note: Any
 ) -> dict[str, dict[str, float]]:
-    """Run the requests of a lost group again, first without files, then with the files of the first
-    run.
+    """Run the requests of a lost group again, first without files, and then with the files that the
+    first run has written.
 
     Returns:
-        for each of both ways: the seconds until all requests have their next token, and their
-        median; the share of tokens whose KV was read; the CPU time for each token, in microseconds;
-        the bytes in files for each token. No file is written if there is no time or no room, so not
-        all KV may be in files.
+        For each of the two runs: the seconds until all requests have their next token, and the
+        median of these times over the requests; the fraction of tokens whose KV was read from
+        files; the CPU time per token, in microseconds; the number of bytes in files per token.
+        Files are not written if there is no time or no room, so the KV of some tokens may be
+        missing in the files.
     """
     num_tokens = sum(map(len, prompts))
     found: dict[str, dict[str, float]] = {}

@@ -1,15 +1,14 @@
-"""``make bench-load``: the time to load a checkpoint, compared with the time to read its bytes
-once.
+"""``make bench-load``: compares the time to load a checkpoint with the time to read its bytes once.
 
 The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
 disk and from the page cache. The bench measures how long the deployment is in the state LOADING.
-The bench also measures the time of one process that only reads the files from beginning to end. The
-time of this process is the first lower bound.
+The bench also measures how long one process takes that only reads the files from beginning to end.
+This time is the first lower bound.
 
 An emulated device uses memory of this machine, and the operating system must first provide this
-memory. So the second lower bound is the time of the same read while one process per rank fills new
-memory. Together, these processes fill as many bytes as the files have. They use small pages, like
-emulated devices.
+memory. So there is a second lower bound: the time of the same read, while one other process per
+rank fills new memory. All these processes together fill as many bytes as the files have. They use
+small memory pages, like emulated devices.
 
 The host of a virtual machine can reclaim freed memory within seconds. Then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so
@@ -48,7 +47,7 @@ ELEMENT_BYTES = 2
 
 
 def make_shape(num_bytes: float) -> Shape:
-    """Return a decoder whose weights take about ``num_bytes`` in bfloat16."""
+    """Return a decoder whose weights have about ``num_bytes`` bytes in bfloat16."""
     shape = Shape(hidden=HIDDEN, layers=1, heads=32, kv_heads=8, ffn=FFN, vocab=VOCAB, head_dim=64)
     layer = 3 * HIDDEN * FFN + 2 * HIDDEN * (shape.heads + shape.kv_heads) * shape.head_dim
     rest = 2 * VOCAB * HIDDEN
@@ -64,7 +63,7 @@ def forget(files: list[Path]) -> None:
 
 
 def read_once(files: list[Path]) -> float:
-    """Return the seconds that one process takes to read all bytes."""
+    """Return how many seconds one process takes to read all bytes of the files."""
     began_s, buffer = time.monotonic(), bytearray(CHUNK_BYTES)
     for file in files:
         with file.open("rb", buffering=0) as opened:
@@ -74,7 +73,9 @@ def read_once(files: list[Path]) -> float:
 
 
 def read_and_fill(files: list[Path], num_processes: int) -> float:
-    """Return the seconds of ``read_once`` while processes fill new memory of the files' size."""
+    """Return how many seconds ``read_once`` takes while other processes fill as much new memory as
+    the files have bytes.
+    """
     share = sum(file.stat().st_size for file in files) // num_processes
     forks = multiprocessing.get_context("fork")
     began_s = time.monotonic()
@@ -102,7 +103,7 @@ def main(
     tp: Annotated[int, typer.Option(help="ranks that load it")] = 4,
     repeats: Annotated[int, typer.Option(help="rounds")] = 3,
 ) -> None:
-    """Write the checkpoint, load it and read it alternately, and print the ratios."""
+    """Write a checkpoint. Load it and read it alternately, and print the ratios of the times."""
     console = Console(width=150)
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         status.update(f"Writing {gib:g} GiB of random weights")

@@ -2,12 +2,11 @@
 results.
 
 Workers are processes that decode a plan and reply at once. The bench measures three ways
-alternately in one run. First, an engine uses Unix sockets for the workers of its own node. Second,
-an engine uses ZeroMQ's sockets for other nodes; in the bench these sockets use files. Third, bare
-sockets send the same number of bytes, which no process decodes. No way can be faster than the
-third.
-CPU time is the sum over all processes, including the engine. Wall time is meaningful on a quiet
-machine only.
+alternately in one run. First, an engine uses Unix sockets, as for the workers of its own node.
+Second, an engine uses ZeroMQ's sockets, as for workers on other nodes, but in the bench the sockets
+are files. Third, bare sockets send the same number of bytes, which no process decodes: this is the
+lower bound. CPU time is the sum over all processes, including the engine. Wall time is meaningful
+only on a quiet machine.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from dist_aclgraph.steps.step import (
 
 NODE = "node"
 WAIT_S = 1.0
-PAUSE_S = 0.002  # seconds between two steps, so that all processes sleep when a step begins
+PAUSE_S = 0.002  # seconds between two steps; all processes sleep before a step begins
 GOAL_MS, GOAL_WORKERS = 0.4, 8
-RECORD_BYTES = 16  # number of bytes of a request in a plan
+RECORD_BYTES = 16  # number of bytes that a request has in a plan
 
 COLUMNS = {
     "way": "{way}",
@@ -67,14 +66,14 @@ Peers = LocalPeers | RemotePeers | BarePeers
 
 @dataclass(frozen=True)
 class Way:
-    """A group of workers that the bench reaches over one kind of socket."""
+    """A group of workers, which the bench reaches over one kind of socket."""
 
     name: str
     peers: Peers
     pids: tuple[int, ...]
 
     def step(self, plan: StepPlan) -> float:
-        """Send a plan; return the seconds until all workers have sent their results."""
+        """Send a plan. Return the number of seconds until all workers have sent their results."""
         began_s = time.perf_counter()
         if isinstance(self.peers, BarePeers):
             self.peers.round(encoder.encode(plan.for_rank(0)))
@@ -119,7 +118,9 @@ def measure(
     steps: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Run all ways alternately; return a row for each way, number of workers, and size."""
+    """Run all ways alternately. Return a row for each way, each number of workers, and each size of
+    a batch.
+    """
     rows = []
     task = bar.add_task("", total=len(counts) * len(sizes) * rounds)
     for count in counts:
@@ -149,7 +150,9 @@ def measure(
 
 
 def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
-    """Return the mean CPU time of a step and the duration of each step, in microseconds."""
+    """Run steps. Return the mean CPU time of a step, and the duration of each step, in
+    microseconds.
+    """
     pids = (*way.pids, os.getpid())
     before_s, times_us = cpu_seconds(pids), []
     for step in range(steps):
@@ -163,7 +166,7 @@ def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
 def workers_of(
     name: str, peers: Peers, address: SocketFile | Endpoints | str, count: int
 ) -> Iterator[Way]:
-    """Start workers that connect to an address; stop the workers when the context ends."""
+    """Start workers that connect to ``address``. Stop these workers when the context ends."""
     command = [sys.executable, "-m", messages_worker.__name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None

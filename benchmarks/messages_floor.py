@@ -11,7 +11,8 @@ READ_BYTES = 1 << 16
 
 
 class BarePeers:
-    """Unix sockets that carry bytes, without frames, messages, checks and fault handling.
+    """Unix sockets that only transport bytes. They have no frames, no messages, no checks, and do
+    not handle faults.
 
     Attributes:
         address: address of the socket file.

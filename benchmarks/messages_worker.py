@@ -1,7 +1,7 @@
 """The program of the workers of ``make bench-messages``. A worker replies to every plan at once.
 
-The workers are forked from one process, like the workers of a deployment that has more workers than
-cores. So the workers share memory pages, and these pages stay in the CPU's cache between two steps.
+The workers are forked from one process, as in a deployment that has more workers than cores. So the
+workers share memory pages, and these pages stay in the CPU's cache between two steps.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import RankPlan, StepResult, encoder, to_worker_decoder
 
 BATCH = 32
-ANSWER = b"a" * 64  # reply of a worker that does not decode plans
+ANSWER = b"a" * 64  # the reply of a worker that does not decode the plans
 READ_BYTES = 1 << 16
 
 
 def written(address: SocketFile | Endpoints | str) -> str:
-    """Return an address in the form of a line that ``main`` reads."""
+    """Return an address as a line of text, which ``main`` can read."""
     if isinstance(address, str):
         return json.dumps({"bare": address})
     if isinstance(address, SocketFile):

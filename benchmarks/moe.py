@@ -1,10 +1,10 @@
-"""``make bench-moe``: experts over four ranks (TP 2, DP 2, EP 4). Each variant changes one setting
-of the base.
+"""``make bench-moe``: experts that are divided among four ranks (TP 2, DP 2, EP 4). Each variant
+differs from the base deployment in one setting.
 
-The variants change graphs, drafts, the exchange that brings tokens to experts, and whether shared
-experts run beside routed experts. Each variant is a deployment of the tiny DeepSeek. All
-deployments run at the same time, and they are measured alternately with the same chat requests. The
-ranks of an emulated NPU share this machine's cores, so the figures say nothing about an NPU.
+The settings are: the graphs, the drafts, the exchange that brings tokens to experts, and whether
+shared experts run at the same time as routed experts. Each variant is a deployment of the tiny
+DeepSeek. All deployments run at the same time, and they are measured alternately with the same chat
+requests. The ranks share this machine's cores, so the results are no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ WARM_UP_STEPS = 12
 MAX_LEN = 256
 # Batch sizes of a data-parallel rank, in requests, for which decode graphs are captured.
 ROWS = (1, 2, 4, 8)
-# Graphs of mixed batches; all prompts of a data-parallel rank fit in the largest size.
+# Sizes of the graphs for mixed batches. The largest size is large enough for all prompts of a
+# data-parallel rank.
 MIXED_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 STEPS = {
@@ -175,7 +176,9 @@ def _workloads(tokenizer: Tokenizer, steps: int) -> Workloads:
 
 
 def _capture(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the cost of a variant's graphs: seconds on the slowest rank, resources on one rank."""
+    """Return the cost of a variant's graphs: the seconds of the slowest rank, and the resources of
+    one rank.
+    """
     buckets = report["buckets"]
     return {
         "start_s": report["ready_seconds"],
@@ -194,7 +197,7 @@ def _summaries(turns: Turns, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of one variant and workload; counts are sums over all rounds."""
+    """Return the results of one variant with one workload. Counts are sums over all rounds."""
     num_drafted = sum(run.num_drafted for run in runs)
     accepted = [sum(counts) for counts in zip(*(run.accepted for run in runs), strict=True)]
     loads = [sum(counts) for counts in zip(*(run.expert_tokens for run in runs), strict=True)]

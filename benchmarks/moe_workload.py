@@ -1,4 +1,6 @@
-"""Chat requests for the demo model, whose answers are real text, so that drafts are realistic."""
+"""Chat requests for the demo model. The model's answers are real text, so the share of accepted
+drafts is realistic.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
 NAMES = ("Mia", "Tom")
-# Answers to these questions end after a few tokens, but stories are longer than any run.
+# The answers to these questions end after a few tokens, but no story ends during a run.
 QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
 EXTRA_TOKENS = 8  # number of tokens that other requests get after the first request has ended
 LATER_TOKENS = 6
 
 
 def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
-    """Return ``batch`` requests for stories that arrive at once."""
+    """Return ``batch`` requests that ask for stories. All of them arrive at the same time."""
     asks = [
         f"Tell me a story about a {animal} named {name}." for name in NAMES for animal in ANIMALS
     ]
@@ -27,9 +29,9 @@ def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]
 
 
 def mixed_chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
-    """Return ``batch`` requests for stories, and further requests with questions.
+    """Return ``batch`` requests that ask for stories, and further requests that ask questions.
 
-    One question arrives at every fourth token of the first request.
+    Whenever the first request has got four more tokens, one question arrives.
     """
     later = [
         Arrival(_prompt(tokenizer, question), LATER_TOKENS, at)

@@ -1,8 +1,9 @@
-"""Runs one rank of a tensor-parallel group alone, and counts the rank's operators, and the bytes of
-its graph pools.
+"""Runs one rank of a tensor-parallel group alone. Counts the rank's operators, and the bytes of its
+graph pools.
 
-The rank has the weights and shapes of rank 0, but no peers. Each collective is replaced by an
-operator of the same shape on the rank's memory. So sizes are right, but values are meaningless.
+The rank has the weights and shapes of rank 0, but there are no other ranks. Instead of each
+collective, the rank runs a local operator with the same shapes. So the sizes of tensors are right,
+but their values are meaningless.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2
-UPDATED = "npu_fused_infer_attention_score"  # attention operator whose lengths the host updates
+UPDATED = "npu_fused_infer_attention_score"  # the attention operator whose lengths the host updates
 
 
 class LoneGroup(CommGroup):
-    """A group with a single member. Its collectives return right shapes, but wrong values."""
+    """A group with a single member. Its collectives return tensors of the right shapes, but with
+    wrong values.
+    """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.mul_(1)
@@ -47,12 +50,12 @@ class LoneGroup(CommGroup):
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Number of bytes of graph pools on one rank.
+    """Sizes of graph pools on one rank, in bytes.
 
     Attributes:
-        alone: for each graph, the bytes of a pool that only this graph uses.
-        needs: for each graph, the peak number of bytes in its tensors.
-        shared: bytes of one pool for all graphs, if the largest graph is captured first.
+        alone: for each graph, the size of a pool that only this graph uses.
+        needs: for each graph, the maximum number of bytes that its tensors use at the same time.
+        shared: size of one pool that all graphs use, if the largest graph is captured first.
     """
 
     alone: dict[str, int]
@@ -114,10 +117,11 @@ class OneRank:
     def count_launches(
         self, config: Config, batch: int, graph: BatchDescriptor | None = None
     ) -> LaunchCount:
-        """Count the launches of a decode step, from token ids to the most probable tokens.
+        """Count the launches of a decode step. The step begins with token ids and ends with the
+        most probable next tokens.
 
         Args:
-            graph: another full graph, whose launches are counted instead.
+            graph: a full graph whose launches are counted, instead of those of the decode graph.
         """
         graph = graph or BatchDescriptor(batch, batch, 1, "FULL")
         runner = self.make_runner(config, [graph])
@@ -139,7 +143,8 @@ class OneRank:
             config,
             self.npu,
             self._model,
-            # Each padding request has one slot, and some chips count the blocks of these slots.
+            # Each padding request needs a block on some chips, so there must be at least one block
+            # per request.
             num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
@@ -149,11 +154,11 @@ class OneRank:
 
 
 class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that cause work on the device; views and allocations cause none.
+    """Counts the operators that cause work on the device. Views and allocations are not counted.
 
     Attributes:
         count: number of these operators.
-        num_updates: number of these operators whose lengths are updated at each replay.
+        num_updates: number of those operators whose attention lengths are updated at each replay.
     """
 
     def __init__(self) -> None:
@@ -176,7 +181,9 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
-    """Return whether an operator writes to existing memory or fills new memory."""
+    """Return whether an operator writes to memory. Operators that only make views or allocate
+    memory do not.
+    """
     name = _name(func)
     if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):
         return False

@@ -1,10 +1,11 @@
 """``make bench-overlap``: the idle time of an NPU between steps, with one step in flight and with
 two.
 
-The device is modelled (``docs/develop/device-time.md``). The host is real: it does all work that
-serving requires. There are no weights. For a decode step, the bench shows the total time, the
-device's busy time, and the causes of the device's waits. Ranks of tensor parallel deployments share
-the cores of this machine, which also delays the ranks. The figures say nothing about an NPU.
+The device's times are computed by a model (``docs/develop/device-time.md``). The host is real: it
+does all work that serving requires. There are no weights. For a decode step, the bench shows the
+total time, the time for which the device is busy, and why the device waits. If a deployment has
+several ranks, they share the cores of this machine, which makes them slower. The results are no
+measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ MODES = {
     "NONE": {"mode": "NONE"},
 }
 MAX_LEN = 40960
-MEMORY_MB = 1 << 16  # memory of a device, which is counted but never used on this machine
-# Limit of the device's waits in a step: the larger of a fraction of the step's time, and of a
-# number of microseconds.
+MEMORY_MB = 1 << 16  # memory of an emulated device; it is counted, but the bench never touches it
+# How long the device may wait in a step: this fraction of the step's time, or this number of
+# microseconds, whichever is more.
 ALLOWED_WAIT = 0.02, 60.0
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
 
@@ -64,13 +65,14 @@ def dense_deepseek() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model, and the settings with which the bench serves it.
+    """A model, and the settings with which the bench serves the model.
 
     Attributes:
         config: the model's config.json.
-        choices: number of tokens that can be sampled; on average, one of ``choices`` drafts is
-            accepted.
-        gap_us: microseconds between two kernels, instead of the value in the table of rates.
+        choices: number of different tokens that can be sampled. A draft is accepted with
+            probability 1 / ``choices``.
+        gap_us: microseconds between two kernels. It replaces the value in the table of the device's
+            rates.
     """
 
     config: dict[str, Any]
@@ -88,7 +90,8 @@ MODELS = {
     "DeepSeek, dense, every second draft passes": Model(
         config=dense_deepseek(), num_drafts=1, choices=2
     ),
-    # With these gaps, the device needs about 2, 4 and 10 ms for a step. The host has little work.
+    # With these gaps between kernels, the device needs about 2, 4 and 10 ms for a step, although
+    # the host has little work.
     **{
         f"4 layers, {gap_us} us between kernels": Model(
             config=qwen3(512, 4, 8, 1024), gap_us=gap_us
@@ -96,8 +99,8 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
-# Kinds of the device's time in a step: busy, or waiting for a cause. The emulator's counters have
-# the same names.
+# The parts of the device's time in a step: it is busy, or it waits for one of several reasons. The
+# emulator's counters have the same names.
 CAUSES = (
     "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
     "idle_collective",
@@ -131,7 +134,9 @@ def measure(
     modes: Sequence[str],
     steps: int,
 ) -> dict[str, Any]:
-    """Run the deployments one after the other; return one row for each deployment and batch."""
+    """Run the deployments one after the other. Return one row for each deployment and each batch
+    size.
+    """
     found: list[dict[str, Any]] = []
     engines = {
         (name, mode, in_flight): modelled_engine(
@@ -171,12 +176,12 @@ def modelled_engine(
     max_batch: int,
     **scheduler: Any,
 ) -> DecodeEngine:
-    """Return a deployment on a device with modelled time, without weights.
+    """Return a deployment without weights, whose devices' times are computed by the model.
 
     Args:
-        title: names the deployment in the progress bar.
-        graph: keys of ``graph``.
-        scheduler: keys of ``scheduler``.
+        title: name of the deployment in the progress bar.
+        graph: the configuration's keys in the section ``graph``.
+        scheduler: the configuration's keys in the section ``scheduler``.
     """
     directory = folder / f"{len(list(folder.iterdir()))}"
     directory.mkdir()
@@ -207,7 +212,7 @@ def modelled_engine(
 
 
 def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> dict[str, Any]:
-    """Decode once to warm up, then decode and measure; return a step's times in microseconds."""
+    """Decode once to warm up, and again to measure. Return a step's times in microseconds."""
     cold = engine.deployment.report()
     engine.decode(batch, PROMPT_LEN, WARM_UP)
     before = engine.deployment.report()
@@ -216,8 +221,9 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
-        # The counts that are read with a step's result include later steps that are already queued.
-        # So the first decode step is counted together with the step of the prompts.
+        # When the counts are read with a step's result, later steps that are already queued are
+        # included. So the counts of the first decode step are part of the counts of the prompts'
+        # step.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
@@ -239,7 +245,9 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
 
 
 def _busy_ns(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Return how long the device was busy between two reports, in steps of all modes together."""
+    """Return for how many nanoseconds the device was busy between two reports, summed over the
+    steps of all modes.
+    """
     return sum(_gained(before, after, m, "modelled_busy_ns", "counted") for m in MODES_OF_STEPS)
 
 

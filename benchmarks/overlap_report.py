@@ -26,7 +26,8 @@ STEPS = {
     "other ranks": "{idle_collective_us:.0f}",
 }
 NUM_COLUMNS = 3
-# Kinds of the device's time, in the order of a bar from bottom to top, with their colours.
+# The parts of the device's time with their colours, in the order from the bottom of a bar to its
+# top.
 PARTS = (
     ("busy", ("busy",), "#4878a8"),
     ("waits for the host", ("idle_host",), "#c44e52"),

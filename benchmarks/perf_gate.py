@@ -1,10 +1,11 @@
-"""``make perf-gate``: the device work of a step, compared with numbers in this folder.
+"""``make perf-gate``: compares the device work of a step with the numbers in ``perf_gate.json``.
 
-Eleven models and settings decode in one process on the emulator, with modelled time, and one model
-also computes prompts. A step's launches, updates, uploads, downloads, synchronizes and modelled
-time do not depend on the speed of the machine. If a number is larger than in ``perf_gate.json`` by
-more than its tolerance, the gate fails and names the model and the number. ``--write`` writes the
-numbers to the file, so that reviews show changes.
+Eleven combinations of models and settings decode in one process on the emulator, whose device times
+are computed by a model. One combination also computes prompts. The gate counts a step's launches,
+updates, uploads, downloads and synchronizes, and its modelled time. These numbers do not depend on
+the speed of the machine. If a number exceeds the number in the file by more than its tolerance, the
+gate fails and names the model and the number. ``--write`` writes the numbers to the file, so that a
+review shows the changes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from dist_aclgraph.planning.buckets import GraphFamily, kv_sizes
 
 NUMBERS = Path(__file__).with_name("perf_gate.json")
 LAYERS, BATCH, WARM_UP, STEPS = 4, 8, 24, 40
-# A tolerance is the largest growth that is not a failure. Counts are averages over the steps, and
-# the measurement can miss a count of the first or the last step.
+# A tolerance is the largest growth that does not count as a failure. Counts need a tolerance: they
+# are averages over the steps, and the measurement can miss an event of the first or the last step.
 COUNT_TOLERANCE = 0.25  # per step
 TIME, TIME_TOLERANCE = "modelled busy us", 0.01  # a fraction of the time
 COUNTERS = {
@@ -54,12 +55,13 @@ LATENT = {k: v for k, v in MODELS["sparse"].items() if not k.startswith("index_"
 
 
 class Case(NamedTuple):
-    """A model and a way of sampling.
+    """A model, its settings, and how its tokens are sampled.
 
     Attributes:
-        model: keys of config.json, in addition to the keys in ``EQUAL``.
-        sampling: name of a way of sampling in ``benchmarks.step``.
-        settings: further keys of the configuration.
+        model: the keys of config.json that are not the same for all cases. ``EQUAL`` contains the
+            others.
+        sampling: name of the sampling parameters in ``benchmarks.step``.
+        settings: further keys of the deployment's configuration.
         has_prompts: whether prompts fill each step up to ``MIXED_TOKENS`` tokens, in mode FULL.
     """
 
@@ -70,7 +72,7 @@ class Case(NamedTuple):
 
 
 INT8 = {"quantization": "w8a8"}
-# The prompts are so long that they fill all steps that are run.
+# Prompts of LONG_PROMPT tokens are so long that they fill all steps that are run.
 MIXED_TOKENS, LONG_PROMPT = 64, 900
 MIXED = GraphFamily(run_mode="FULL", query_len=0, buckets=(MIXED_TOKENS,))
 CHUNKS = {
@@ -82,7 +84,8 @@ CHUNKS = {
 }
 EXPERT_MODEL = {"architectures": ["Qwen3MoeForCausalLM"], **HEADS, **EXPERTS}
 LATENT_MODEL = {**LATENT, "architectures": ["DeepseekV2ForCausalLM"]}
-# The widths of DeepSeek-V3, for which torch_npu has an operator; one rank of 16 heads.
+# A rank with 16 heads of a model with the widths of DeepSeek-V3, for which torch_npu has an
+# operator.
 WIDE_LATENT_MODEL = {
     **LATENT_MODEL,
     "hidden_size": 7168,
@@ -158,7 +161,7 @@ def main(
 
 
 def count_case(folder: Path, case: Case) -> Row:
-    """Return the numbers of one step of ``BATCH`` requests: averages over ``STEPS``."""
+    """Return the numbers of a step with ``BATCH`` requests, as averages over ``STEPS`` steps."""
     path = Path(tempfile.mkdtemp(dir=folder))
     shape = {**EQUAL, **case.model, "num_hidden_layers": LAYERS}
     (path / "config.json").write_text(json.dumps(shape))
@@ -167,13 +170,14 @@ def count_case(folder: Path, case: Case) -> Row:
         path, (BATCH,), kernels="timed", weights="dummy", graphs=graphs, **case.settings
     )
     in_graphs = rank.count_launches(config, BATCH, next(iter(graphs), None)).count
-    # Without updates, a bucket has one graph for each KV length, and a step replays one of them.
+    # Without updates of lengths, a bucket has one graph for each KV length. A step replays one of
+    # these graphs.
     num_graphs = len(kv_sizes(config, MAX_LEN)) or 1
     return {"launches in graphs": in_graphs / num_graphs, **count_steps(rank, runner, config, case)}
 
 
 def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) -> Row:
-    """Run steps; return the device work of these steps, without the work of captures."""
+    """Run steps. Return the device work of these steps, without the work of captures."""
     steps = WARM_UP + STEPS
     ways = [WAYS[case.sampling]] * BATCH
     mixed = (MIXED, LONG_PROMPT) if case.has_prompts else ()
@@ -198,7 +202,9 @@ def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) 
 
 
 def growths(known: Mapping[str, Row], found: Mapping[str, Row]) -> list[str]:
-    """Return a phrase for each number that exceeds its tolerance, or that is not in the file."""
+    """Return a phrase for each number that has grown by more than its tolerance, or that is not in
+    the file.
+    """
     worse = []
     for name, row in found.items():
         for what, value in row.items():

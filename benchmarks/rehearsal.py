@@ -1,10 +1,10 @@
 """``make bench-rehearsal``: the deployments of ``configs/`` at full shape, without NPUs.
 
 All ranks of a lockstep group run on this machine as in a real deployment, with all layers and
-widths of the model. Weights are zeros that use no memory of the host, and each emulated NPU is busy
-for the modelled time of a chip (``docs/develop/device-time.md``). So captures, streams and device
-memory are those of the full shape. The hosts of all ranks share the cores of this machine, so the
-times of hosts are much longer than on the machines of a deployment.
+widths of the model. Weights are zeros that use no memory of the host. Each emulated NPU is busy for
+as long as the time model predicts for a chip (``docs/develop/device-time.md``). So captures,
+streams and device memory are those of the full shape. All ranks share the cores of this machine, so
+host times are much longer than in a real deployment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist_aclgraph.config import Config, load_config, parse_overrides
 from dist_aclgraph.errors import ConfigError
 
 CONFIGS = Path("configs")
-# The soc of the emulated NPUs: an A2, and a die of an A3.
+# The SoC names of the emulated NPUs: an A2, and one die of an A3.
 A2, A3 = "Ascend910B1", "Ascend910_9391"
 DEPLOYMENTS = (
     ("qwen3.5-397b-a17b-tp8-dp2-ep16-mtp", A2),
@@ -37,12 +37,12 @@ DEPLOYMENTS = (
     ("kimi-k2-tp8-dcp2-dp4-ep32-w8a8", A2),
     ("kimi-k2-tp8-dcp2-dp4-ep32-w8a8", A3),
 )
-MEMORY_MB = 62_000  # an NPU of 64 GB, without what its driver takes
+MEMORY_MB = 62_000  # an NPU of 64 GB, without the memory that its driver uses
 NUM_WORDS = 256  # number of different token ids in prompts
 PHASES = ("place", "join", "load", "negotiate", "capture", "step")
-LIMIT_S = 1800.0  # timeout of each phase, because all ranks share a few cores
-# What a rank's host does for a step. With drafts, the stage "update" contains the wait for the
-# previous step, so it is not one of them.
+LIMIT_S = 1800.0  # time limit of each phase, which is long because all ranks share a few cores
+# The stages in which a rank's host works for a step. The stage "update" is left out, because with
+# drafts it contains the wait for the previous step.
 STAGES = ("rows", "inputs", "upload", "lengths", "replay", "sample")
 MODE = "full"  # only these steps are counted
 
@@ -102,7 +102,9 @@ def report(results: Mapping[str, Any]) -> Report:
 
 
 class RehearsedEngine(DecodeEngine):
-    """A deployment with the configuration of a file, in place of a bench's configuration."""
+    """A deployment with the configuration from a file, instead of the usual configuration of a
+    bench.
+    """
 
     def __init__(self, config: Config, on_progress: OnProgress) -> None:
         self.config, self._on_progress = config, on_progress
@@ -115,10 +117,11 @@ def _rehearse(
     work: tuple[int, int, int],
     bar: Progress,
 ) -> dict[str, Any]:
-    """Run one deployment; return its row of the table.
+    """Run one deployment. Return its row of the table.
 
     Args:
-        work: requests of a data-parallel rank, tokens of a prompt, and tokens of an answer.
+        work: number of requests per data-parallel rank, number of tokens of each prompt, and number
+            of tokens of each output.
     """
     keys = {
         "profile": True,
@@ -170,7 +173,7 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -
 
 
 def _tokens(config: Config, report: Mapping[str, Any]) -> int:
-    """Return the number of tokens for which the caches of all data-parallel ranks have room."""
+    """Return the number of tokens that fit in the caches of all data-parallel ranks together."""
     blocks: int = report["num_blocks"] - 1  # one block is for padding
     return config.parallel.dp * blocks * config.kv.block_size * config.parallel.dcp
 

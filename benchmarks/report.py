@@ -1,5 +1,6 @@
-"""Tables and figures of benches: each column of a table has one heading, and all charts look
-alike."""
+"""Tables and figures of benches. All benches use these functions, so that their tables and charts
+look alike.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Report(NamedTuple):
 
     Attributes:
         what: the measured quantity, in a few words.
-        tables: the tables for the terminal and for a document.
+        tables: the tables, which are shown in the terminal and written to a document.
         aim: the aim in one sentence; "" if the bench has no aim.
     """
 
@@ -56,7 +57,7 @@ class Report(NamedTuple):
     aim: str = ""
 
     def heading(self, results: Row) -> str:
-        """Return a description of the measurement and of the device."""
+        """Return a text that describes the measurement and the device."""
         before, after = results["load"]
         return (
             f"{self.what} on {results['cores']} cores, load of the machine {before:.1f} before and "
@@ -71,8 +72,8 @@ class Report(NamedTuple):
 
 
 class Cells(string.Formatter):
-    """Formats cells. ``{size!K:.0f}`` divides by 1,024, ``!M`` by 1,024 squared; None becomes a
-    dash.
+    """Formats the cells of a table. ``{size!K:.0f}`` shows ``size`` divided by 1,024, and ``!M``
+    divides by 1,024 squared. None becomes a dash.
     """
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
@@ -97,7 +98,7 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Row]) -> T
     """Return a table with one line for each of ``rows``.
 
     Args:
-        columns: for each column's heading, the format of the column's cells (see ``Cells``).
+        columns: maps the heading of each column to the format of its cells (see ``Cells``).
     """
     lines = [[CELLS.of(row, cell) for cell in columns.values()] for row in rows]
     return Table(title, list(columns), lines)
@@ -111,7 +112,7 @@ def sheet(
     shape: tuple[int, int] = (2, 2),
     size: tuple[float, float] = (13, 9),
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yield a figure and its charts, ordered by rows; save the figure at the end."""
+    """Yield a figure and its charts, row by row. Save the figure when the context ends."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -142,12 +143,13 @@ def draw_bars(
     """Draw one bar for each row. In each group, the bars of all series are side by side.
 
     Args:
-        group, series, label: formats (see ``Cells``) of three texts: below a group of bars, in the
-            legend, and above a bar.
-        height: field with a bar's value, such as ``ratio[median]``.
-        dots: field with values that are drawn as dots, such as the values of single rounds.
-        mark: field with a value that is drawn as a mark at the bar, for comparison.
-        line: value that is drawn as a line across all bars, for comparison.
+        group, series, label: formats (see ``Cells``) of the text below a group of bars, the text in
+            the legend, and the text above a bar.
+        height: name of the field that contains the height of a bar, e.g. ``ratio[median]``.
+        dots: name of a field with a list of values, which are drawn as dots, e.g. the values of
+            single rounds.
+        mark: name of a field with a value for comparison, which is drawn as a mark at the bar.
+        line: a value for comparison, which is drawn as a line across all bars.
     """
     groups = list(dict.fromkeys(CELLS.of(row, group) for row in rows))
     names = list(dict.fromkeys(CELLS.of(row, series) for row in rows))

@@ -1,7 +1,8 @@
-"""The cost of sampling: random, filtered and penalised steps are compared with greedy steps.
+"""The cost of sampling: steps with random, filtered or penalised sampling are compared with greedy
+steps.
 
-All ways of sampling are measured alternately in one run of the whole engine. The ratios are of the
-emulator and say nothing about an NPU.
+All ways of sampling are measured alternately in one run of the whole engine. The ratios are those
+of the emulator, and no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
     "penalties": {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
 }
-RANDOM_GOAL = 1.15  # time of a random step, divided by the time of a greedy step
+RANDOM_GOAL = 1.15  # the aim for the time of a random step, divided by the time of a greedy step
 COLUMNS = {
     "batch": "{batch}",
     "sampling": "{way}",
@@ -37,7 +38,7 @@ COLUMNS = {
 
 
 def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Decode alternately in each way; return one record per batch and way."""
+    """Decode alternately with each way of sampling. Return one record per batch size and way."""
     path = write_checkpoint(SHAPE, folder / f"{SHAPE.name}-sampling", torch.float32)
     device = {"emulator": {"strict": False}}
     rows = []
@@ -47,7 +48,7 @@ def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]
             for repeat in range(repeats + 1):
                 for way, sampling in WAYS.items():
                     run = engine.decode(batch, PROMPT_LEN, steps if repeat else 8, **sampling)
-                    if repeat:  # the first run is only a warm-up
+                    if repeat:  # the first run only warms up, and is not counted
                         times[way].append(run.step_ms)
             greedy_ms = statistics.median(times["greedy"])
             for way, measured in times.items():

@@ -1,9 +1,11 @@
-"""``make bench-scale``: the engine's work in a step of groups with 8 to 1,024 workers.
+"""``make bench-scale``: how much the engine of a group with 8 to 1,024 workers has to do for a
+step.
 
 The bench uses a deployment's scheduler, messages and sockets. One process simulates all workers,
-without devices and without a model. All requests decode, and their blocks become full in different
-steps. All workers of a group are on the engine's node (Unix sockets), or all are on other nodes
-(ZeroMQ over TCP with CURVE). CPU time is the time of all threads of the engine's process.
+without devices and without a model. All requests decode, and their KV blocks become full in
+different steps. In one half of the runs, all workers are on the engine's node (Unix sockets); in
+the other half, all workers are on other nodes (ZeroMQ over TCP with CURVE). CPU time is the sum
+over all threads of the engine's process.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ COLUMNS = {
 
 
 class Shape(NamedTuple):
-    """A group: number of data-parallel ranks, and number of workers of each rank."""
+    """The shape of a group: its number of data-parallel ranks, and the number of workers of each of
+    these ranks.
+    """
 
     dp: int
     tp: int
@@ -118,7 +122,7 @@ def measure(
 
 
 def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict[str, Any]:
-    """Run steps of one group; return the medians over the steps."""
+    """Run steps of one group. Return the medians over these steps."""
     scheduler, recipients = make_scheduler(
         requests, steps + WARM_UP, num_ranks=shape.dp, tp=shape.tp, spread=BLOCK_SIZE - 1
     )
@@ -127,7 +131,7 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
     engine_ns, send_ns, receive_ns = [], [], []
     node_id = NODE if place.host is None else OTHER_NODE
     gc.collect()
-    gc.freeze()  # like an engine, which also freezes its objects
+    gc.freeze()  # a real engine does this, too
     with played_workers(sender, node_id, shape) as workers:
         for _ in range(steps + WARM_UP):
             began = time.thread_time_ns()
@@ -158,19 +162,19 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
 
 
 def median_ms(times_ns: Sequence[int]) -> float:
-    """Return the median of all times but the first (``WARM_UP``), in milliseconds."""
+    """Return the median of the times in milliseconds. The first ``WARM_UP`` times are ignored."""
     return statistics.median(times_ns[WARM_UP:]) / 1e6
 
 
 def sizes(plan: StepPlan, shape: Shape) -> dict[str, int]:
-    """Return the bytes of a step's messages to all workers together, and to one worker."""
+    """Return how many bytes a step's messages have: to all workers together, and to one worker."""
     sent = [len(encoder.encode(plan.for_rank(rank))) for rank in range(shape.dp)]
     return {"plan_bytes": sum(sent) * shape.tp, "rank_bytes": max(sent)}
 
 
 @contextmanager
 def played_workers(sender: StepSender, node_id: str, shape: Shape) -> Iterator[Workers]:
-    """Start the process that simulates the workers; end the process after the last step."""
+    """Start the process that simulates the workers. End it when the context ends."""
     command = [sys.executable, "-m", scale_workers.__name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None

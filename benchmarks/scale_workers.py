@@ -1,7 +1,8 @@
 """The program that simulates all workers of a group for ``make bench-scale``.
 
-When every worker has received its plan, the program writes a line. When the program has read a
-line, every worker answers. So the engine's process can measure sending and receiving separately.
+After every worker has received its plan, the program writes a line of text. Then it waits until it
+can read a line, and lets every worker answer. So the engine's process can measure separately how
+long it sends and how long it receives.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Worker(NamedTuple):
 
 
 def written(address: ChannelAddress) -> dict[str, Any]:
-    """Return an address as a value of JSON that ``connect`` reads."""
+    """Return an address as a JSON value, which ``connect`` can read."""
     return {"is_file": isinstance(address, SocketFile), **msgspec.to_builtins(address)}
 
 
@@ -48,7 +49,9 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], address: dict[str, Any]) ->
 
 
 def main() -> None:
-    """Simulate the workers whose addresses are in the first line, until a message is not a plan."""
+    """Simulate the workers whose addresses are in the first line of the input. Stop at the first
+    message that is no plan.
+    """
     addresses = json.loads(sys.stdin.readline())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2 * len(addresses) + 1)
@@ -65,7 +68,9 @@ def main() -> None:
 
 
 def take(worker: Worker, rank: int) -> bytes | None:
-    """Receive a worker's next message; return the answer if the message is a plan, or None."""
+    """Receive a worker's next message. If the message is a plan, return the worker's answer;
+    otherwise return None.
+    """
     plan = to_worker_decoder.decode(worker.receive())
     if not isinstance(plan, RankPlan):
         return None

@@ -1,8 +1,8 @@
 """Measures the host time of an engine's own work: ``python -m benchmarks.scheduler``.
 
-All requests decode in every step; there is no worker and no channel. Three parts are timed
-separately: the scheduler; the encoding of the scheduler's plans; and step output, from the tokens
-of a step to the encoded message for each client.
+All requests decode in every step. There is no worker and no channel. Three parts are measured
+separately: the scheduler; the encoding of its plans; and the output of a step, which makes an
+encoded message for each client from the step's tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def make_scheduler(
     Args:
         num_reqs: number of running requests on each of the ``num_ranks`` data-parallel ranks.
         num_waiting: number of waiting requests.
-        spread: the prompt of request i has ``i % (spread + 1)`` additional tokens, so that requests
-            do not fill their blocks in the same step.
+        spread: the prompt of request i has ``i % (spread + 1)`` additional tokens. So the KV blocks
+            of different requests do not become full in the same step.
     """
     length = PROMPT_TOKENS + spread + num_steps + 100
     num_running = num_reqs * num_ranks
@@ -86,7 +86,9 @@ def make_scheduler(
 
 
 def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutputs, int, int]:
-    """Run one step; return plan, outputs, and the CPU times of schedule() and update() in ns."""
+    """Run one step. Return its plan, its outputs, and the CPU times of schedule() and update() in
+    ns.
+    """
     begin = time.thread_time_ns()
     plan = scheduler.schedule()
     middle = time.thread_time_ns()
@@ -99,7 +101,7 @@ def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutp
 
 
 def hand_out(recipients: Recipients, outputs: StepOutputs) -> int:
-    """Encode a step's messages for clients; return the CPU time in nanoseconds."""
+    """Encode a step's messages for clients. Return the CPU time of this in nanoseconds."""
     begin = time.thread_time_ns()
     for _, deltas in recipients.hand_out(outputs):
         client_encoder.encode(Deltas(deltas, 1))
@@ -111,8 +113,8 @@ def measure(
 ) -> dict[str, float]:
     """Return the CPU times of a step in microseconds.
 
-    The times are median, mean and 99th percentile of the scheduler, and medians of encoding and
-    step output.
+    These are the median, the mean and the 99th percentile for the scheduler, and the medians for
+    the encoding and for the output.
     """
     scheduler, recipients = make_scheduler(
         num_reqs, num_steps, num_waiting=num_waiting, num_clients=num_clients

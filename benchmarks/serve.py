@@ -1,11 +1,13 @@
-"""``make bench-serve``: the cost of a token, from the engine's message to the client's socket.
+"""``make bench-serve``: what it costs to bring a token from the engine's message to the client's
+socket.
 
-A paced engine sends each stream a token at every step, over the usual links between engines and
-clients. The bench measures the CPU time per token of the processes that serve HTTP, and the time
-from a step's result to the client's frame. It compares ``dist-aclgraph serve`` with a bare uvicorn
-that sends the same frames (the floor), with requests that have a tool, with Ray Serve behind Ray's
-own proxy, and with Ray Serve behind HAProxy. All servers take turns in one run. On a busy machine,
-CPU times are still meaningful, but wall times are not.
+A paced engine has no model, but sends one token to each stream at fixed intervals (steps), over the
+usual links between engines and clients. The bench measures the CPU time per token of the processes
+that serve HTTP, and the time from a step's result until the client has the frame. It compares
+``dist-aclgraph serve`` with several variants: a bare uvicorn that sends the same frames (the
+floor), requests that have a tool, Ray Serve behind Ray's own proxy, and Ray Serve behind HAProxy.
+All servers take turns in one run. On a busy machine, CPU times are still meaningful, but wall times
+are not.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ TEXT = "The device never waits for the host, and tokens never wait for their rea
 PATH = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 WARM_UP = 20  # steps
-SETTLE_S = 0.05  # seconds after the last step, in which servers send the step's frames
+SETTLE_S = 0.05  # seconds after the last step for which servers may still send its frames
 FRAMES_BEFORE = 1  # frames before the first token's frame: one frame with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
 GOAL_TOKENS_PER_S = 300_000
@@ -64,7 +66,7 @@ INGRESS_COLUMNS = {
 
 @dataclass(frozen=True)
 class Pace:
-    """The number of steps of a turn, and the time between two steps."""
+    """The number of steps in a turn, and the time between two steps."""
 
     steps: int
     interval_s: float
@@ -107,11 +109,11 @@ def measure(
     on_ray: bool,
     is_apart: bool,
 ) -> dict[str, Any]:
-    """Stream from each server in turn; return one row for each server and number of streams.
+    """Stream from each server in turn. Return one row for each server and each number of streams.
 
     Args:
-        is_apart: whether no client runs on the servers' core. Such clients never preempt a server,
-            like remote clients.
+        is_apart: whether the servers have one core for themselves, so that clients never preempt a
+            server, as if they ran on another machine.
     """
     config = _config(max(sizes), pace)
     tokens = Tokenizer(config.model).encode(TEXT)
@@ -119,7 +121,7 @@ def measure(
     with ExitStack() as stack:
         client = stack.enter_context(Client())
         served = stack.enter_context(plain(config, folder))
-        # The first turn is a warm-up, and records the frames that the floor will send.
+        # The first turn only warms up, and records the frames that the floor will send later.
         frames = turn(client, served, request, 1, pace, tokens).frames
         servers = [stack.enter_context(floor(_by_steps(frames))), served]
         for name in ("proxy", "haproxy") if on_ray else ():
@@ -161,10 +163,11 @@ def measure_ingresses(
     pace: Pace,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """Stream from services with several ingresses.
+    """Stream from services that have several ingress processes.
 
-    Each ingress gets the same number of streams, however many ingresses there are. If the CPU time
-    per token is also the same, n ingresses on separate cores serve n times as many tokens.
+    The number of streams per ingress does not depend on the number of ingresses. If the CPU time
+    per token does not depend on it either, n ingresses on separate cores serve n times as many
+    tokens as one.
 
     Returns:
         A row for each number of streams per ingress and each number of ingresses.
@@ -224,14 +227,14 @@ class Client:
         return pid_of(self._process)
 
     def begin(self, ask: Ask) -> Connection:
-        """Open streams; their results can be received after the streams have ended."""
+        """Let the process open streams. It sends the results after all streams have ended."""
         self._asks.send(ask)
         return self._asks
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The results of one turn: CPU time per token, all latencies, and the frames of one stream.
+    """The results of one turn: the CPU time per token, all latencies, and the frames of one stream.
 
     ``ingress_us``: the CPU time of each ingress, divided by the number of its tokens.
     """
@@ -250,7 +253,7 @@ def turn(
     pace: Pace,
     tokens: Sequence[int],
 ) -> Turn:
-    """Open the streams, run the steps, and return the results."""
+    """Open the streams, let the source send tokens step by step, and return the results."""
     answer = client.begin(Ask(server.ports, request, num_streams))
     server.source.wait_for(num_streams)
     begun_s, begun_ingresses_s, sent_s = 0.0, list[float](), []
@@ -286,7 +289,7 @@ def turn(
 
 
 def part_cores(servers: Sequence[Server], client: Client) -> None:
-    """Give the servers one core, and give all other cores to the client and this process."""
+    """Bind the servers to one core. Bind the client and this process to all other cores."""
     *others, last = sorted(os.sched_getaffinity(0))
     if not others:
         raise ConfigError("--apart needs two cores, and this process may use one; leave it out")
@@ -299,7 +302,9 @@ def part_cores(servers: Sequence[Server], client: Client) -> None:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the CPU time that the processes have used, with a resolution of one nanosecond."""
+    """Return how many seconds of CPU time the processes have used. The resolution is one
+    nanosecond.
+    """
     # The expression is the id of the clock that counts a process's CPU time.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
@@ -328,7 +333,9 @@ def _body(config: Config, max_tokens: int, **more: Any) -> bytes:
 
 
 def _by_steps(frames: Sequence[bytes]) -> list[bytes]:
-    """Return the bytes of each step. The first step includes the bytes before the first token."""
+    """Return the bytes that a stream got at each step. The bytes before the first token belong to
+    the first step.
+    """
     first, last = FRAMES_BEFORE + 1, len(frames) - 1
     return [b"".join(frames[:first]), *frames[first : last - 1], b"".join(frames[last - 1 :])]
 

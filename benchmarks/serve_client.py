@@ -1,4 +1,4 @@
-"""The client of ``make bench-serve``: one thread reads all streams as bytes arrive."""
+"""The client of ``make bench-serve``: one thread reads the bytes of all streams as they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ FRAMES = re.compile(rb"data: .*?\n\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Ask:
-    """A command to open several streams with the same request at a server of this machine."""
+    """A command to the client: open several streams, with the same request, at a server on this
+    machine.
+    """
 
     ports: tuple[int, ...]  # the streams are spread over these ports
     request: bytes
@@ -27,10 +29,11 @@ class Ask:
 
 @dataclass
 class Stream:
-    """One reply of a server.
+    """One streamed reply of a server.
 
     Attributes:
-        arrivals_s: for each frame, the time when its end was read, on the system's monotonic clock.
+        arrivals_s: for each frame, the time at which its end was read, on the system's monotonic
+            clock.
         received: all bytes of the reply.
     """
 
@@ -38,8 +41,8 @@ class Stream:
     received: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes, now_s: float) -> bool:
-        """Record new bytes; return whether the reply is complete."""
-        # The first byte of a frame's end can be the last byte that was received earlier.
+        """Record new bytes. Return whether the reply is complete now."""
+        # The end of a frame is two bytes. The first of these may have been received before.
         seen = max(0, len(self.received) - 1)
         self.received += data
         self.arrivals_s += [now_s] * self.received.count(FRAME_END, seen)
@@ -69,7 +72,9 @@ def read_streams(ask: Ask) -> list[Stream]:
 
 
 def run_client(asks: Connection) -> None:
-    """Reply to each ``Ask`` with all streams' arrival times, and the first stream's frames."""
+    """Reply to each ``Ask`` with the arrival times of all streams and the frames of the first
+    stream.
+    """
     while (ask := asks.recv()) is not None:
         streams = read_streams(ask)
         asks.send(([stream.arrivals_s for stream in streams], streams[0].frames))

@@ -1,4 +1,6 @@
-"""The sources of tokens for the servers of ``make bench-serve``, one token per stream and step."""
+"""The sources of tokens for the servers of ``make bench-serve``. In each step, a source sends one
+token to each stream.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Source(Protocol):
 
 
 class PacedEngine:
-    """An engine with the usual links to clients. It has no model; the bench sends each token."""
+    """An engine with the usual links to clients, but without a model. The bench provides each
+    token.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._links = ClientLinks(Place(NODE, str(directory)), TOKEN, LINK_S)
@@ -81,8 +85,8 @@ class PacedEngine:
 
 
 class ByteSource:
-    """Sends one byte for each step to the floor's server, and receives one byte for each new
-    stream.
+    """The source for the floor. It sends one byte to the server at each step, and receives one byte
+    from the server for each new stream.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -99,7 +103,7 @@ class ByteSource:
 
 @dataclass
 class PacedDeployment:
-    """The deployment of one paced engine in another process."""
+    """A deployment that consists of one paced engine. The engine runs in another process."""
 
     address: Address
     max_model_len: int

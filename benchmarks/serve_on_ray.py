@@ -1,5 +1,5 @@
-"""Ray Serve in front of a paced engine, for ``make bench-serve``: once with Ray Serve's own proxy,
-which is the default, and once with HAProxy.
+"""Ray Serve in front of a paced engine, for ``make bench-serve``: with Ray Serve's own proxy, which
+is the default, or with HAProxy.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import environment_with, take_over_environment
 
-# Titles, which Ray sets, of the processes on the path of a token.
+# Titles of the processes through which a token passes. Ray sets these titles.
 ON_THE_WAY = ("ray::ProxyActor", "ray::ServeReplica:default:ingress", "haproxy")
 SETTLED_S = 5.0
-CORES = 4  # number of cores that Ray may assign; the actors together request no more
+CORES = 4  # number of cores that Ray may assign; enough for all actors
 
 
 @contextmanager
 def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iterator[Server]:
-    """Run ``serve run dist_aclgraph:app`` with a paced engine in the place of the deployment."""
+    """Run ``serve run dist_aclgraph:app`` with a paced engine instead of a deployment."""
     engine = PacedEngine(directory)
     found = PacedDeployment(engine.address, config.max_model_len or 4096)
     port, (ours, theirs) = free_port(), spawn.Pipe()
@@ -74,7 +74,9 @@ def _serve(
 
 
 def _haproxy(folder: str) -> dict[str, str]:
-    """Return the variables that make Serve use HAProxy; HAProxy's files are in ``folder``."""
+    """Return the environment variables that make Serve use HAProxy, with HAProxy's files in
+    ``folder``.
+    """
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
@@ -94,14 +96,17 @@ class _Found:
 
 
 def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment]:
-    """Return a function that returns the deployment, with the id of this Ray node."""
+    """Return a function that returns the deployment ``found``, with ``node_id`` as the id of this
+    Ray node.
+    """
     return _Found(replace(found, address=replace(found.address, node_id=node_id), node_id=node_id))
 
 
 def _settled(ancestor: int) -> tuple[int, ...]:
-    """Return the processes on the path of a token, after Serve has replaced the HAProxy process.
+    """Return the processes through which a token passes, after Serve has replaced the HAProxy
+    process.
 
-    Serve replaces this process when replicas appear.
+    Serve replaces the HAProxy process when replicas appear.
     """
     found: tuple[int, ...] = ()
     since_s = time.monotonic()

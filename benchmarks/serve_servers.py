@@ -32,9 +32,10 @@ spawn = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers at ``ports``. ``pids`` are the processes on the path of a token.
+    """A server that listens at ``ports``. ``pids`` are the ids of the processes through which a
+    token passes.
 
-    ``ingresses`` are the processes of ``pids`` that serve HTTP, if there may be several.
+    ``ingresses`` are those of them that serve HTTP, if there may be several.
     """
 
     name: str
@@ -101,7 +102,7 @@ def wait_for(process: SpawnProcess, port: int, path: str) -> None:
 
 @contextmanager
 def plain(config: Config, directory: Path, num_ingresses: int = 1) -> Iterator[Server]:
-    """The unchanged ``dist-aclgraph serve``, with its supervisor, in front of a paced engine."""
+    """Run ``dist-aclgraph serve`` as it is, with its supervisor, in front of a paced engine."""
     engine = PacedEngine(directory)
     found = PacedDeployment(engine.address, config.max_model_len or 4096)
     first = free_port(num_ingresses)
@@ -129,7 +130,7 @@ def _serve(config: Config, found: PacedDeployment) -> None:
 
 @contextmanager
 def floor(frames: Sequence[bytes]) -> Iterator[Server]:
-    """uvicorn with an application that only sends these frames, one per step."""
+    """Run uvicorn with an application that only sends these frames, one at each step."""
     ours, theirs = socket.socketpair()
     port = free_port()
     process = spawn.Process(target=_serve_frames, args=(port, frames, theirs))

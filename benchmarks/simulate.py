@@ -1,12 +1,12 @@
-"""``make bench-simulate``: compare loads on emulated NPUs with the simulation of the same loads.
+"""``make bench-simulate``: compares loads on emulated NPUs with simulations of the same loads.
 
-Each case is a deployment: with separate prompts, with prompts that share contexts, and with drafts.
-A deployment serves a first load, in which step times are measured, and then a second load. Then
-``simulate`` simulates the second load with the measured times. A long prompt comes first, so that
-all other requests arrive while its first step runs. Steps and padding of deployment and simulation
-must be equal. A simulation decides at random whether a draft is accepted, so with drafts, replays
-and padding may differ by 15 %. The seconds must differ by less than 15 %. The exit status is 1 if a
-case misses its aim.
+There are three cases: separate prompts, prompts that share contexts, and drafts. In each case, a
+deployment serves a first load, in which step times are measured, and then a second load. Then
+``simulate`` simulates the second load with the measured times. A load begins with a long prompt, so
+that all other requests arrive while its first step runs. The deployment and the simulation must
+have equal steps and equal padding. In the case with drafts, replays and padding may differ by 15 %,
+because a simulation decides at random whether a draft is accepted. The seconds must differ by less
+than 15 % in all cases. The exit status is 1 if a case misses its aim.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import read_times
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Largest relative difference of the seconds and, with drafts, of the replays and the padding.
+# Largest allowed relative difference of the seconds. With drafts, also of the replays and the
+# padding.
 AIM = 0.15
 MAX_NUM_SEQS = 32
 FIRST = Arrival(0.0, 1000, 1)  # a long prompt; all other requests arrive during its first step
-LATER_S = 1e-6  # arrival time of all other requests, so that they arrive in the first step
-LEAD_S = 0.005  # seconds of a pause in which the first step begins
+LATER_S = 1e-6  # simulated arrival time of all other requests: during the first step
+LEAD_S = 0.005  # seconds that the bench waits for the beginning of the first step
 NUM_CONTEXTS = 2
 
 Counts = dict[str, float]
 
 
 class Case(NamedTuple):
-    """One deployment.
+    """A deployment and its loads.
 
     Attributes:
-        shared_tokens: length of the contexts that prompts share.
+        shared_tokens: number of tokens at the beginning that prompts share; 0 if they share none.
         num_drafts: number of drafts for each request and step.
     """
 
@@ -87,7 +88,7 @@ def draw(count: int, seed: int, shared_tokens: int = 0) -> list[Arrival]:
 
 
 def serve(engine: DecodeEngine, name: str, load: Sequence[Arrival]) -> float:
-    """Serve all requests; return the seconds until the last request has ended."""
+    """Serve all requests. Return the number of seconds until the last request has ended."""
     events: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
     random = np.random.default_rng(len(load))
     vocab_size = read_model_spec(engine.config.model).vocab_size
@@ -119,7 +120,7 @@ def report_of(engine: DecodeEngine) -> dict[str, Any]:
 
 
 def counts_of(report: dict[str, Any]) -> Counts:
-    """Return the counters of a deployment that a simulation also has."""
+    """Return those counters of a deployment's report that a simulation has, too."""
     return {
         "replays": sum(bucket["replays"] for bucket in report["buckets"]),
         "eager steps": sum(report["eager_steps"].values()),
@@ -128,13 +129,15 @@ def counts_of(report: dict[str, Any]) -> Counts:
 
 
 def accepted_of(report: dict[str, Any]) -> float | None:
-    """Return the fraction of drafts that were accepted; None without drafts."""
+    """Return the fraction of drafts that were accepted; None if there were no drafts."""
     drafts = report["metrics"]["spec_decode_num_draft_tokens"]
     return report["metrics"]["spec_decode_num_accepted_tokens"] / drafts if drafts else None
 
 
 def simulated(engine: DecodeEngine, load: Sequence[Arrival], report: dict[str, Any]) -> Counts:
-    """Simulate a load with the step times of a report; return counters and seconds."""
+    """Simulate a load with the step times of a report. Return the simulation's counters and
+    seconds.
+    """
     with TemporaryDirectory() as folder:
         trace, times = Path(folder) / "trace.jsonl", Path(folder) / "report.json"
         trace.write_text("\n".join(json.dumps(arrival._asdict()) for arrival in load))
@@ -151,7 +154,7 @@ def simulated(engine: DecodeEngine, load: Sequence[Arrival], report: dict[str, A
 
 
 def compare(case: Case, requests: int, in_flight: int) -> tuple[Counts, Counts]:
-    """Return the counters and the seconds of the deployment, and then of the simulation."""
+    """Run a case. Return counters and seconds, first of the deployment, then of the simulation."""
     engine = DecodeEngine(
         shipped("models") / case.model,
         MAX_NUM_SEQS,
@@ -177,7 +180,7 @@ def compare(case: Case, requests: int, in_flight: int) -> tuple[Counts, Counts]:
 
 
 def missed(case: Case, real: Counts, played: Counts) -> list[str]:
-    """Return the names of the numbers in which a simulation differs too much."""
+    """Return the names of the numbers that differ too much between simulation and deployment."""
     exact = {"replays", "eager steps", "padded tokens"}
     close = {"seconds"}
     if case.num_drafts:

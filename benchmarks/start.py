@@ -1,10 +1,10 @@
-"""``make bench-start``: compare the start of one group with the start of several groups, in one
-run.
+"""``make bench-start``: compares the start of one group with the start of several groups, in the
+same run.
 
-Kernels are skipped, so ranks have no work. Groups start at the same time. With separate cores,
-several groups would start as fast as one group. But the emulated NPUs and all processes share this
-machine's cores, and the import of libraries keeps a core busy. The bench shows the difference for
-each phase.
+Kernels do nothing, so ranks have little work. Several groups start at the same time. If each
+process had its own core, several groups would start as fast as one group. But all processes share
+this machine's cores, and the import of libraries keeps a core busy. The bench shows the difference
+for each phase.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ CONFIG = "configs/tiny-qwen3.yaml"
 
 @dataclass
 class Phases:
-    """Seconds of each phase. The interval between two polls of the progress limits the accuracy."""
+    """The duration of each phase, in seconds. The accuracy is limited by the interval between two
+    polls of the progress.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     _state: str = PHASES[0]
@@ -71,7 +73,7 @@ def main(
     local = start_ray(several)
     found: dict[int, list[dict[str, float]]] = {1: [], groups: []}
     try:
-        start_once(one)  # not measured, because the first start reads files and builds the emulator
+        start_once(one)  # not measured: the first start also reads files and builds the emulator
         for _ in range(turns):
             found[1].append(start_once(one))
             found[groups].append(start_once(several))

@@ -1,9 +1,9 @@
-"""``make bench-step``: the host's work in a decode step, part by part, with kernels skipped.
+"""``make bench-step``: the host time of each part of a decode step, if kernels do nothing.
 
 The engine's scheduler and a worker's runner take turns in one process, without messages and
 clients. All requests decode, so each request gets one token in each step. A row shows the 10th
-percentile over all steps, because other work on the machine delays most steps. The figures are of
-the emulator and say nothing about an NPU.
+percentile over all steps, because other programs on the machine delay most steps. The results are
+those of the emulator, and no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from dist_aclgraph.steps.step import (
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
 WARM_UP = 40  # number of steps that are not measured, including the steps of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
-# Ways of sampling, by name: the sampling parameters of every request, except the seed.
+# The ways of sampling. The keys are their names. The values are the sampling parameters of all
+# requests, without the seed.
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 0.8, "top_p": 0.9},
@@ -54,7 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "allowed": {"allowed": pack_ints(range(100))},
     "penalty": {"presence_penalty": 0.5},
 }
-ROUNDS = 8  # number of turns of each way of sampling; each turn begins with new requests
+ROUNDS = 8  # number of turns that each way of sampling gets; each turn begins with new requests
 NOTE = "emulated NPU on the CPU, kernels skipped; not an NPU figure"
 
 
@@ -93,7 +94,7 @@ def measure_all(
 def report(results: dict[str, Any]) -> Report:
     """Return a table with a row for each part of a step.
 
-    Each model, number of requests and way of sampling has a column.
+    There is one column for each combination of model, number of requests and way of sampling.
     """
     columns = {
         f"{row['layers']} x {row['batch']} {row['sampling']}": row["us"] for row in results["rows"]
@@ -107,7 +108,7 @@ def report(results: dict[str, Any]) -> Report:
 def make_worker(
     folder: Path, layers: int, sizes: tuple[int, ...]
 ) -> tuple[Npu, ModelRunner, Config]:
-    """Return a rank alone in this process, with graphs of these sizes."""
+    """Return a group's only rank, in this process, with decode graphs for these batch sizes."""
     shape = Shape(hidden=512, layers=layers, heads=8, kv_heads=2, ffn=1024)
     path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
     rank, runner, config = make_rank(path, sizes)
@@ -124,11 +125,12 @@ def make_rank(
     graphs: Sequence[BatchDescriptor] = (),
     **settings: Any,
 ) -> tuple[OneRank, ModelRunner, Config]:
-    """Return a rank alone in this process for a checkpoint, with graphs of these sizes.
+    """Return a group's only rank, in this process, with the checkpoint at ``path`` and with decode
+    graphs for these batch sizes.
 
     Args:
-        graphs: full graphs in place of the decode graphs of these sizes.
-        memory_mb: memory of the device; None means the default.
+        graphs: full graphs that are captured instead of the decode graphs.
+        memory_mb: size of the device's memory, in MiB; None means the default.
         settings: further keys of the configuration.
     """
     emulated: dict[str, Any] = {"kernels": kernels, "strict": False}
@@ -175,9 +177,9 @@ def make_scheduler(
     """Return a scheduler whose requests all decode for the given number of steps.
 
     Args:
-        family: graphs in place of the decode graphs of these sizes.
-        samplings: fields of each request's row, without the seed.
-        pool: the blocks; None means an empty cache.
+        family: graphs that are used instead of the decode graphs.
+        samplings: for each request, the fields of its ``RowSampling``, without the seed.
+        pool: the KV blocks; None means a new, empty pool.
     """
     num_drafts = config.speculative.num_tokens
     buckets = tuple(size * (1 + num_drafts) for size in sizes)
@@ -216,8 +218,8 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     """Return the time of each part of a step, for each way of sampling.
 
-    A time is the 10th percentile of all measured steps, in microseconds. The ways of sampling take
-    turns.
+    Each time is the 10th percentile over all measured steps, in microseconds. The ways of sampling
+    take turns.
     """
     each: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
@@ -245,7 +247,9 @@ def _percentiles(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def run_steps(
     npu: Npu, runner: ModelRunner, scheduler: Scheduler, steps: int
 ) -> Iterator[dict[str, float]]:
-    """Yield the microseconds of each part of a step: of the engine's turn and the worker's step."""
+    """Run steps. For each step, yield the microseconds of each part of the engine's work and of the
+    worker's work.
+    """
     for _ in range(steps):
         laps, answered = [time.perf_counter()], list[StepResult]()
         plan = scheduler.schedule()

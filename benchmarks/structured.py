@@ -1,18 +1,20 @@
-"""``make bench-structured``: the additional time of a decode step with constrained requests.
+"""``make bench-structured``: how much longer a decode step takes if some requests are constrained
+by a grammar.
 
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
-each step, some of the requests have a grammar: a typical JSON schema. The bench measures several
-numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``),
-without weights. The models have the shapes of Qwen3-8B, and of a dense DeepSeek of the same size
-with one draft. The device computes nothing, so the tokens are arbitrary. So the bench replaces
-tokens and drafts by the tokens of a valid answer before the matchers read them. The vocabulary is
-generated. The figures say nothing about an NPU.
+each step, some of the requests have a grammar, which comes from a typical JSON schema. The number
+of such requests varies, and the numbers take turns. The device's times are computed by a model
+(``docs/develop/device-time.md``), and there are no weights. The models have the shapes of Qwen3-8B,
+and of a dense DeepSeek of the same size with one draft. The device computes nothing, so its tokens
+are arbitrary. Therefore the bench replaces tokens and drafts by the tokens of a valid answer before
+the matchers read them. The vocabulary is generated. The results are no measurements of an NPU.
 
-The bench also lets requests with large schemas arrive while other requests decode. It compares the
-steps in which new schemas arrive with the steps in which compiled schemas arrive.
+In a second part, requests with large schemas arrive while other requests decode. For the steps
+during which such a request arrives, the bench compares two cases: the schema is new, or it was
+already compiled for an earlier request.
 
-The last part measures the ingress: its CPU time for the text of a token, with and without a reader
-of calls.
+The last part measures the CPU time that the ingress needs for the text of a token, with and without
+a reader that finds tool calls.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ VOCAB = 151_936
 NOTE = "modelled device on the CPU; not an NPU figure"
 BATCH, WARM_UP, ROUNDS = 32, 40, 8
 NUM_SCHEMAS = 200  # number of schemas whose compilation is timed
-# Number of requests that arrive, number of keys of their schemas, and number of steps between two
-# requests. Workers can keep ARRIVALS compiled schemas.
+# ARRIVALS is the number of requests that arrive, KEYS is the number of keys of each schema, and
+# EVERY is the number of steps between two arrivals. Workers have room for ARRIVALS compiled
+# schemas.
 ARRIVALS, KEYS, EVERY = 4, 1500, 10
 SCHEMA = {
     "type": "object",
@@ -89,7 +92,9 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return step times by number of constrained requests, and times to compile and to mask."""
+    """Return the step times for each number of constrained requests, the times to compile schemas,
+    and the times to compute masks.
+    """
     models = [
         {**config, "vocab_size": VOCAB}
         for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())
@@ -139,7 +144,9 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
 def measure_steps(
     npu: Npu, runner: ModelRunner, config: Config, constrained: Sequence[int], steps: int
 ) -> Iterator[tuple[int, list[float]]]:
-    """Yield the microseconds of steps for each number of constrained requests, in turns."""
+    """Measure steps with each number of constrained requests, in turns. For each number, yield the
+    number and the microseconds of its steps.
+    """
     each: dict[int, list[float]] = {number: [] for number in constrained}
     for _ in range(ROUNDS):
         for number in constrained:
@@ -162,7 +169,9 @@ def measure_steps(
 def measure_arrivals(
     npu: Npu, runner: ModelRunner, config: Config, steps: int
 ) -> list[dict[str, Any]]:
-    """Return the times of steps in which requests arrive: with new and with compiled schemas."""
+    """Return the times of steps during which requests arrive, once with new schemas and once with
+    schemas that are already compiled.
+    """
     each: dict[str, list[float]] = {"new": [], "compiled": []}
     batch, measured = BATCH - ARRIVALS, max(-(-steps // ROUNDS), ARRIVALS * EVERY)
     for number in range(ROUNDS):
@@ -239,14 +248,16 @@ def report(results: dict[str, Any]) -> Report:
 
 
 class _Scripted(Matchers):
-    """Matchers that read the tokens of one valid answer, not the tokens that the device sampled."""
+    """Matchers that read the tokens of a valid answer instead of the tokens that the device
+    sampled.
+    """
 
     answer: list[int]
-    starts: dict[int, int]  # for each row, the position of the answer's first token
+    starts: dict[int, int]  # for each row, the position of the first output token
 
     @classmethod
     def replace_tokens(cls, matchers: Matchers, answer: list[int]) -> None:
-        """Make these matchers, which a runner already uses, read the tokens of the answer."""
+        """Let matchers that a runner already uses read the tokens of ``answer``."""
         matchers.__class__ = cls
         vars(matchers).update(answer=answer, starts={})
 
@@ -255,12 +266,12 @@ class _Scripted(Matchers):
         super().begin(row, sampling)
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # not used; the call takes the usual time
+        super()._tokens(row, begin, end)  # result not used; the call costs the usual time
         start = self.starts[row]
         return self.answer[begin - start : end - start]
 
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
-        """Compute the masks of all places; the answer's next tokens replace the drafts."""
+        """Compute the masks of all positions. The next tokens of ``answer`` replace the drafts."""
         if drafts is not None:
             drafts = drafts.copy()
             firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
@@ -272,7 +283,7 @@ class _Scripted(Matchers):
 
 
 def sampling_of(constrained: int) -> list[dict[str, Any]]:
-    """Return the fields of each row: the first rows have a grammar."""
+    """Return the sampling fields of each row. The first ``constrained`` rows have a grammar."""
     form = StructuredOutputs(json=SCHEMA)
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         form.text,
@@ -283,7 +294,9 @@ def sampling_of(constrained: int) -> list[dict[str, Any]]:
 
 
 def valid_answer(tokenizer: Tokenizer, length: int) -> list[int]:
-    """Return the beginning of an answer: an object whose last string does not end."""
+    """Return the first ``length`` tokens of a valid answer: a JSON object whose last string does
+    not end.
+    """
     text = '{"name": "Ann Example", "age": 41, "tags": ["new", "open"], "address": {"street": "'
     rng = random.Random(1)
     while True:
@@ -294,7 +307,7 @@ def valid_answer(tokenizer: Tokenizer, length: int) -> list[int]:
 
 
 def write_tokenizer(path: Path) -> None:
-    """Write a byte-level tokenizer whose tokens are bytes and random words."""
+    """Write the file of a byte-level tokenizer whose tokens are single bytes and random words."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary: dict[str, int] = {"<|end|>": 0}
     for letter in letters:
@@ -315,9 +328,9 @@ def write_tokenizer(path: Path) -> None:
 
 
 def measure_compiling(tokenizer: Tokenizer) -> dict[str, float]:
-    """Return percentiles of the times to compile generated schemas and to compute their masks.
+    """Compile generated schemas, and compute their masks. Return percentiles of the times of both.
 
-    Times are in microseconds.
+    All times are in microseconds.
     """
     rng, prepared = random.Random(3), open_tokenizer(vocabulary_of(tokenizer))
     compiled, masks = [], []

@@ -1,4 +1,6 @@
-"""The ingress's CPU time for the text of a token, with and without a reader of calls."""
+"""Measures the CPU time that the ingress needs for the text of a token, with and without a reader
+that finds tool calls.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ _json = msgspec.json.Encoder()
 
 
 def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any]]:
-    """Return the CPU times of a token in microseconds, for each format.
+    """Return the CPU times per token in microseconds, for each format of tool calls.
 
-    A ``Reader`` finds tool calls in an answer. One time is for content without a reader, one for
-    content with a reader, and one for the arguments of a call. A time includes the conversion of
-    the token to text, the work of the reader, and the JSON of the chunk. A time does not include
-    messages of the engine and of HTTP, because messages do not depend on the reader.
+    A ``Reader`` finds tool calls in an answer. There are three times: for content without a reader,
+    for content with a reader, and for the arguments of a call. Each time includes the conversion of
+    the token to text, the work of the reader, and the JSON of the chunk. The messages of the engine
+    and of HTTP do not depend on the reader, and are not included.
     """
     content = tokenizer.encode(SENTENCE * sentences, add_special_tokens=False)
     rows = []
@@ -50,7 +52,7 @@ def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any
             (said, reader),
             (called, reader),
         ]
-        # The variants take turns, and the fastest turn counts.
+        # The variants take turns. The result of a variant is its fastest turn.
         found = [[_us(tokenizer, ids, make) for ids, make in each] for _ in range(ROUNDS)]
         free, text, call = np.min(np.array(found), axis=0).tolist()
         rows.append({"format": name, "free": free, "content": text, "call": call})
@@ -89,7 +91,7 @@ def _us(tokenizer: Tokenizer, ids: Sequence[int], make: Callable[[], Reader | No
 
 
 def call_of(name: str, text: str) -> str:
-    """Return a call with one text argument, in the syntax of the format ``name``."""
+    """Return a tool call with one text argument, in the syntax of the format ``name``."""
     value = json.dumps({"text": text})
     return {
         "gpt_oss": f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{value}",

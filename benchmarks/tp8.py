@@ -1,9 +1,9 @@
-"""``make bench-tp8``: a comparison of graph modes with eight ranks of one model, in one run.
+"""``make bench-tp8``: compares graph modes for one model on eight ranks, in the same run.
 
 All modes are deployed at the same time and measured alternately, so that a drift of the machine's
-speed affects all modes equally. The workloads are batches of three sizes that only decode, and a
-batch during which more requests arrive. The ranks of an emulated NPU share this machine's cores, so
-the figures say nothing about an NPU.
+speed affects all modes equally. There are four workloads: batches of three sizes that only decode,
+and a batch during which more requests arrive. The ranks share this machine's cores, so the results
+are no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PROMPT_LEN = 16
 WARM_UP_STEPS = 12
 VOCAB = 2048
 MAX_LEN = 256
-# The largest size is enough for all prompts of a workload. If a prompt were split into chunks,
-# attention would round differently, and the chunks would depend on timing.
+# The largest size is large enough for all prompts of a workload, so no prompt is split into chunks.
+# Chunks would depend on the timing, and attention rounds differently if a prompt is split.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
-# Stages in which the host queues a step's work. The sending of lengths ahead of a step does not
-# count, because the host waits for the previous step meanwhile.
+# The stages in which the host queues a step's work. Sending the lengths before a step is left out:
+# the host does this while it waits for the previous step.
 LAUNCHING = ("forward", "replay", "update")
 
 
@@ -142,7 +142,9 @@ def _workloads(steps: int) -> dict[str, list[Arrival]]:
 
 
 def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dict[str, Any]:
-    """Return the cost of a mode's graphs: seconds on the slowest rank, bytes on one rank."""
+    """Return the cost of a mode's graphs: the seconds of the slowest rank, and the bytes of one
+    rank.
+    """
     buckets = report["buckets"]
     keys = ("graph", "bucket", "capture_seconds", "streams", "replays", "padded_tokens")
     found: dict[str, Any] = {
@@ -166,7 +168,9 @@ def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dic
 def _summary(
     runs: Sequence[Run], base: Sequence[Run], operators: int, layers: int
 ) -> dict[str, Any]:
-    """Return the figures of one mode and workload, with the token gaps of all rounds together."""
+    """Return the results of one mode with one workload. The times between tokens of all rounds are
+    counted together.
+    """
     gaps = [gap for run in runs for gap in run.gaps_ms]
     rounds = step_ms(runs)
     stages = median_stages([run.stages_us for run in runs])

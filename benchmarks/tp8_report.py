@@ -115,7 +115,7 @@ def _draw_stages(axes: Axes, results: dict[str, Any]) -> None:
 
 
 def stage_names(results: dict[str, Any]) -> list[str]:
-    """Return the stages that any mode has, in the order of a step."""
+    """Return the stages that occur in at least one mode, in their order in a step."""
     order = ("schedule", "message", *WORKER_STAGES, "result")
     found = {stage for row in workload_rows(results["modes"]) for stage in row["stages_us"]}
     return [*(stage for stage in order if stage in found), *sorted(found - set(order))]

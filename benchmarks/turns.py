@@ -1,5 +1,5 @@
-"""Deployments that run at the same time and are measured alternately, so that a drift of the
-machine's speed affects all equally.
+"""Deployments that run at the same time and are measured alternately. So a drift of the machine's
+speed affects all of them equally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist_aclgraph.actors.controller.controller import Progress as StartProgress
 from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
-MIXED = "mixed"  # name of the workload in which further requests arrive
+MIXED = "mixed"  # name of the workload during which further requests arrive
 
 Workloads = Mapping[str, Sequence[Arrival]]
 
@@ -38,8 +38,8 @@ class Turns:
     """The results of all turns.
 
     Attributes:
-        runs: runs of each deployment and workload, one per round.
-        reports: reports of the deployments after the last round.
+        runs: the runs of each deployment with each workload, one run per round.
+        reports: the report of each deployment after the last round.
     """
 
     runs: dict[str, dict[str, list[Run]]]
@@ -47,7 +47,7 @@ class Turns:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """Describe the device, and the consequences for the figures."""
+        """Texts that describe the device, and what this means for the results."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {
@@ -64,8 +64,8 @@ def take_turns(
     repeats: int,
     bar: Progress,
 ) -> Turns:
-    """Start all deployments. Run all workloads alternately, once to warm up and then ``repeats``
-    times. Stop all deployments.
+    """Start all deployments. Run all workloads alternately: one round to warm up, and then
+    ``repeats`` rounds. Stop all deployments.
 
     Ray must run, see ``ray_for``.
     """
@@ -120,14 +120,14 @@ def show_start(bar: Progress, name: str) -> OnProgress:
 
 
 def title(workload: str) -> str:
-    """Return the name of a workload; a number is the size of its batch."""
+    """Return the title of a workload. If the workload is a number, it is the batch size."""
     return f"batch {workload}" if workload.isdecimal() else workload
 
 
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
-    """Return how many requests got other tokens than in ``base``.
+    """Return how many requests of ``runs`` got other tokens than the same requests in ``base``.
 
-    ``runs`` may contain other runs of the base setting, which can also differ from ``base``.
+    If ``runs`` are further runs with the settings of ``base``, their tokens can differ, too.
     """
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)
@@ -135,7 +135,7 @@ def differing_requests(runs: Iterable[Run], base: Run) -> int:
 
 
 def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of one deployment and workload; all rounds are counted together."""
+    """Return the results of one deployment with one workload. All rounds are counted together."""
     counts = (Counter(mean_stages(run.timings_us)[1]) for run in runs)
     return {
         "step_ms_p50": percentile([gap for run in runs for gap in run.gaps_ms], 50),
@@ -150,7 +150,9 @@ def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each deployment and workload: the names of both, and the figures."""
+    """Yield a row for each deployment and each workload. The row contains both names and the
+    results.
+    """
     for name, found in deployments.items():
         for workload, row in found["workloads"].items():
             yield {"name": name, "workload": workload, "title": title(workload), **row}

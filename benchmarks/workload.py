@@ -1,4 +1,4 @@
-"""Requests that arrive according to a plan, and measurements: step times, tokens, and host time by
+"""Sends requests according to a plan, and measures step times, tokens, and the host time of each
 stage.
 """
 
@@ -38,7 +38,7 @@ class Arrival:
 
 
 class Delivery(NamedTuple):
-    """The tokens of one request that one step delivered."""
+    """The tokens that one request got from one step."""
 
     at_s: float
     num_tokens: int
@@ -46,24 +46,28 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements while all initial requests decode, until the first of these requests ends.
+    """The measurements of one run. They begin when all initial requests decode, and end when the
+    first of these requests ends.
 
     Attributes:
-        gaps_ms: times between two deliveries to the first request, which are the step times.
+        gaps_ms: times between two deliveries to the same request, in ms. These are the step times.
         tokens: all tokens of each request.
-        num_tokens, num_deliveries, seconds: number of tokens of all deliveries, number of
-            deliveries (one per request and step), and duration of the measurements.
-        timings_us: the engine's host time for each mode and stage, and the number of steps of each
-            mode.
-        padded_tokens, live_tokens: numbers of padding tokens and live tokens of replayed steps.
-        num_drafted: number of verifications of a request's drafts.
-        accepted: [num_drafts], how often the draft at each position was accepted.
+        num_tokens, num_deliveries, seconds: number of tokens in all deliveries, number of
+            deliveries (one for each request and step), and duration of the measurements.
+        timings_us: the engine's host time for each mode and stage, in microseconds, and the number
+            of steps of each mode.
+        padded_tokens, live_tokens: number of padding tokens, and number of other tokens, in steps
+            that replayed a graph.
+        num_drafted: how many times the drafts of a request were verified.
+        accepted: [num_drafts], for each position among the drafts: how many times its draft was
+            accepted.
         expert_tokens: number of tokens that the experts of each rank computed.
         num_reruns: number of steps that were repeated.
-        kv_usage: fraction of the KV blocks that were used when all initial requests decoded.
-        first_token_s: time from sending the first request until its first token.
-        counted: for each mode of steps, the number of steps since the first request was sent. If
-            the device counts collectives, also the number and the bytes of one rank's collectives.
+        kv_usage: fraction of the KV blocks that were in use when all initial requests had begun to
+            decode.
+        first_token_s: seconds from the submission of the first request until its first token.
+        counted: for each mode, the number of steps since the first request was sent. If the device
+            counts collectives, also the number and the bytes of the collectives of one rank.
     """
 
     gaps_ms: list[float]
@@ -84,7 +88,7 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """Return the median gap between two tokens, as a client sees it."""
+        """The median time between two tokens of a request, as a client sees it."""
         return percentile(self.gaps_ms, 50)
 
     @property
@@ -97,13 +101,13 @@ class Run:
         return mean_stages(self.timings_us)[0]
 
     def per_step(self, mode: str, what: str) -> float:
-        """Return the average count per step of a mode; 0 if there are no counts."""
+        """Return the count ``what`` per step of a mode, on average; 0 if there is no such count."""
         counted = self.counted[mode]
         return counted.get(what, 0) / counted["steps"]
 
 
 def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
-    """Return ``batch`` equal requests that arrive at once; the first request ends first."""
+    """Return ``batch`` equal requests that arrive together. The first request ends first."""
     random = np.random.default_rng(batch)
     return [
         Arrival(random.integers(0, vocab, prompt_len).tolist(), steps + (8 if index else 0))
@@ -114,8 +118,8 @@ def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list
 def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
     """Return ``batch`` requests that decode, and further requests.
 
-    One further request arrives at every fourth token of the first request. The further requests
-    have prompts of many lengths, and answers of a few tokens.
+    Whenever the first request has got four more tokens, one further request arrives. The further
+    requests have prompts of many lengths and outputs of a few tokens.
     """
     random = np.random.default_rng(batch + 1000)
     later = [
@@ -128,11 +132,11 @@ def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[
 def run_workload(
     client: EngineClient, name: str, arrivals: Sequence[Arrival], **sampling: Any
 ) -> Run:
-    """Send each request at its time, and wait until all requests have ended.
+    """Send each request when it is due, and wait until all requests have ended.
 
     Args:
-        name: prefix of the request ids; each run needs another name.
-        sampling: parameters of all requests; None means greedy.
+        name: prefix of the request ids. Each run must have another name.
+        sampling: sampling parameters of all requests. By default, sampling is greedy.
 
     Raises:
         EngineDeadError: a request failed, or nothing arrived for two minutes.
@@ -241,7 +245,7 @@ def _by_mode(gained: dict[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _by_mode_and_stage(counts: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return counts whose keys are ``mode.stage``, by mode and then by stage."""
+    """Convert counts with keys ``mode.stage`` to a mapping from mode and stage to the count."""
     modes: dict[str, dict[str, float]] = {}
     for key, count in counts.items():
         mode, _, stage = key.partition(".")
@@ -255,11 +259,12 @@ def _by_mode_and_stage(counts: dict[str, float]) -> dict[str, dict[str, float]]:
 def whole_steps(
     deliveries: Sequence[Sequence[Delivery]], begin_s: float, index: int
 ) -> tuple[list[float], list[int]]:
-    """Return the times of one request's deliveries from ``begin_s`` on, and numbers of tokens.
+    """Return two lists: the times of one request's deliveries from ``begin_s`` on, and numbers of
+    tokens.
 
-    The list of numbers has one entry for each delivery to any request between the first and the
-    last of these times. Between two deliveries to the same request, every other request gets
-    exactly one delivery for each step.
+    The second list has one number for each delivery to any request between the first and the last
+    of these times. This is a whole number of steps: between two successive deliveries to a request,
+    every other request gets exactly one delivery.
 
     Raises:
         DistAclGraphError: the request got its last token before ``begin_s``.
@@ -275,18 +280,22 @@ def whole_steps(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that is not below ``percent`` of all values (nearest rank)."""
+    """Return the smallest value for which at least ``percent`` % of all values are not larger
+    (nearest rank).
+    """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def padded_fraction(padded: int, live: int) -> float:
-    """Return the fraction of replayed tokens that are padding; 0 if nothing was replayed."""
+    """Return the fraction of replayed tokens that are padding; 0 if no graph was replayed."""
     return padded / (padded + live) if padded + live else 0.0
 
 
 def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
-    """Divide ``base`` by ``other`` in each round; return the median of these ratios."""
+    """Divide the value of ``base`` by the value of ``other`` in each round. Return the median of
+    these ratios.
+    """
     return statistics.median(round_ratios(base, other))
 
 
@@ -296,17 +305,21 @@ def round_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def ratios(ours: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Return the ratios to the base for each round, and their median."""
+    """Divide the value of ``ours`` by the value of ``base`` in each round. Return the ratios and
+    their median.
+    """
     return {"rounds": round_ratios(ours, base), "median": paired_ratio(ours, base)}
 
 
 def step_ms(runs: Sequence[Run]) -> list[float]:
-    """Return, for each run, the median gap between two tokens."""
+    """Return, for each run, the median time between two tokens."""
     return [run.step_ms for run in runs]
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
-    """Return each stage's microseconds per step over all modes, and each mode's steps."""
+    """Return, for each stage, the mean microseconds per step over all modes; and, for each mode,
+    its number of steps.
+    """
     modes = _by_mode_and_stage(timings_us)
     steps = {mode: int(found["steps"]) for mode, found in modes.items() if found.get("steps")}
     stages: dict[str, float] = {}
@@ -318,6 +331,8 @@ def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[st
 
 
 def median_stages(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return, for each stage, the median over the runs; a missing stage counts as zero."""
+    """Return, for each stage, the median over the runs. If a run lacks a stage, its time counts as
+    zero.
+    """
     names = dict.fromkeys(stage for run in runs for stage in run)
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in names}

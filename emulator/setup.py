@@ -1,4 +1,4 @@
-"""Puts the C++ sources into the wheel; pyproject.toml has all other settings."""
+"""Puts the C++ sources into the wheel. All other settings are in pyproject.toml."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,9 @@ SOURCES = ("src", "tools", "python")
 
 
 class BuildWithSources(build_py):
-    """Copies the folders and the Makefile that a build at the first use needs."""
+    """Also copies the folders and the Makefile with which the libraries are built at their first
+    use.
+    """
 
     def run(self) -> None:
         super().run()

@@ -1,2 +1,3 @@
-"""Tools for developers that are not in the package: the list of pinned packages, and the rig of
-``make chaos``."""
+"""Tools for developers, which are no part of the package: for example, the list of pinned packages,
+and the rig of ``make chaos``.
+"""

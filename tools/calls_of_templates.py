@@ -1,9 +1,10 @@
-"""Read calls back from prompts: ``python -m tools.calls_of_templates DIR...``.
+"""Check whether tool calls can be read back from prompts: ``python -m tools.calls_of_templates
+DIR...``.
 
 A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.jinja). Each
-template renders conversations in which the assistant has called tools. For each template the
-service chooses a format. The parser of this format must find the same calls in the assistant's
-turn, because a model writes its calls as its template does.
+template renders conversations in which the assistant has called tools. For each template, the
+service chooses a format of calls. The parser of this format must find the same calls in the
+rendered turn of the assistant, because a model writes its calls in the way its template does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CALLS: dict[str, list[Call]] = {
     "empty": [("stop", {})],
     "two": [("get_weather", {"city": "Rome"}), ("get_weather", {"city": "Oslo"})],
 }
-# Tokens that can follow an assistant's turn.
+# Texts of tokens that can follow an assistant's turn.
 ENDS = (
     *("<|im_end|>", "</s>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     *("<|user|>", "<|observation|>", "<|endoftext|>", "[e~[", "<|return|>", "<|eot|>"),
@@ -74,7 +75,8 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
     # A template can write more text, such as white space, after the last message.
     pairs = enumerate(zip(asked, whole, strict=False))
     text = whole[next((i for i, (one, other) in pairs if one != other), len(asked)) :]
-    # The head can also begin the reasoning. A turn in the history can be without reasoning.
+    # The head may also contain the beginning of the reasoning, but a turn in the history may have
+    # no reasoning.
     while not text.startswith(head):
         head = head[: max(head.rfind(end, 0, -1) for end in (">", "\n")) + 1]
     text = text.removeprefix(head)
@@ -83,10 +85,10 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
 
 
 def calls_in(form: AnswerFormat, text: str) -> list[tuple[str, Any, bool]]:
-    """Return (name, arguments, is_whole) of each call that the reader finds in a text.
+    """Return (name, arguments, is_whole) for each call that the format's reader finds in a text.
 
-    Markers are read as text. The tests of the formats show that markers that are tokens are read
-    like text.
+    The markers of calls are read as text here. In the service they may be tokens; the tests of the
+    formats show that both are read in the same way.
     """
     reader = form.reader(SCHEMAS, is_thinking=False)
     assert reader is not None
@@ -107,7 +109,9 @@ def calls_in(form: AnswerFormat, text: str) -> list[tuple[str, Any, bool]]:
 
 
 def _decoded(arguments: str) -> Any:
-    """Return the value of a call's arguments; the text itself if it is not JSON."""
+    """Return the arguments of a call, decoded from JSON. If they are no JSON, return the text
+    itself.
+    """
     try:
         return json.loads(arguments)
     except ValueError:
@@ -115,8 +119,8 @@ def _decoded(arguments: str) -> Any:
 
 
 def check(template: ChatTemplate, source: str) -> Iterator[tuple[str, str]]:
-    """Yield (conversation, problem) for each conversation; the problem is empty if all calls are
-    read.
+    """Yield (conversation, problem) for each conversation. The problem is "" if all calls were read
+    back.
 
     Yields nothing if the service knows no format for the template.
     """
@@ -137,7 +141,7 @@ def check(template: ChatTemplate, source: str) -> Iterator[tuple[str, str]]:
 
 
 def main(directories: list[str]) -> int:
-    """Print each problem, and a count; return 1 if there is a problem."""
+    """Print each problem, and a count. Return 1 if there is a problem; otherwise 0."""
     num_templates = num_read = num_problems = 0
     for directory in directories:
         for name, source, _, template in read_templates(Path(directory)):

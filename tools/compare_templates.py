@@ -1,12 +1,13 @@
-"""Compare prompts with those of transformers: ``python -m tools.compare_templates DIR...``.
+"""Compare our prompts with those of transformers: ``python -m tools.compare_templates DIR...``.
 
 A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.jinja). Each
-template renders the conversations below with each set of options. Two results are equal if the
-texts are equal, or if both programs refuse the conversation.
+template renders the conversations in this file with each set of options. Two results count as equal
+if the texts are equal, or if both programs refuse the conversation.
 
-transformers passes a message's content to the template unchanged. The runtime passes text parts to
-a template that reads parts, and one text to any other template. So the reference uses the form of
-contents (parts or one text) with which the prompt of transformers contains all texts.
+transformers passes the content of a message to the template unchanged. The runtime passes a list of
+parts to a template that reads parts, and a single text to any other template. So the prompt of
+transformers is rendered with both forms of contents. The reference is the first prompt that
+contains all texts.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "effort": {"add_generation_prompt": True, "reasoning_effort": "high", "tools": TOOLS},
 }
 TEXTS = ("How warm is it", "First.", "Second.")  # texts in users' messages
-# The text that a template prints for a list of parts, if the template expects texts.
+# If a template expects texts but gets a list of parts, it prints one of these texts.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 # transformers leaves LEFT_MARK in a prompt that has the last message twice.
 NONE_TEST = re.compile(r"content['\"\])]*\s+is\s+(not\s+)?none", re.IGNORECASE)
@@ -84,7 +85,9 @@ NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents"
 
 
 def read_templates(directory: Path) -> Iterator[tuple[str, str, dict[str, str], ChatTemplate]]:
-    """For each template in a folder, yield name, source, special tokens, and compiled template."""
+    """For each template in a folder, yield its name, its source, its special tokens, and the
+    compiled template.
+    """
     described = directory / "tokenizer_config.json"
     if described.exists():
         config = read_json_object(described)
@@ -127,7 +130,7 @@ def theirs(
 def ours(
     template: ChatTemplate, chat: list[dict[str, Any]], options: dict[str, Any]
 ) -> tuple[str | None, str]:
-    """Return our prompt, or None and the error."""
+    """Return our prompt and "", or None and the error."""
     named = {"add_generation_prompt": False} | {k: options[k] for k in NAMED if k in options}
     variables = {key: value for key, value in options.items() if key not in NAMED}
     try:
@@ -137,10 +140,12 @@ def ours(
 
 
 def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield a conversation in all forms: with unchanged contents, as texts, and as parts.
+    """Yield a conversation in all forms: with unchanged contents, with contents as texts, and with
+    contents as parts.
 
-    Each form is yielded with arguments of calls as objects, and with arguments as JSON texts. Then
-    all forms are yielded again with "" as the content of messages that have calls, but no content.
+    Each form is yielded twice: with the arguments of calls as objects, and with these arguments as
+    JSON texts. Then all forms are yielded again, with "" as the content of messages that have calls
+    but no content.
     """
     filled = [{**m, "content": m.get("content") or ""} if m.get("tool_calls") else m for m in chat]
     for each in (chat, filled):
@@ -177,7 +182,7 @@ def forms_of_contents(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any
 def reference(
     source: str, special: Mapping[str, str], chat: list[dict[str, Any]], options: dict[str, Any]
 ) -> str | None:
-    """Return transformers' prompt of the first form whose prompt contains all texts."""
+    """Return the prompt of transformers for the first form with which it contains all texts."""
     sent = str(chat)
     wanted = [text for text in TEXTS if text in sent]
     prompts = [theirs(source, special, form, options) for form in forms(chat)]
@@ -189,7 +194,7 @@ def reference(
 
 
 def main(directories: list[str]) -> int:
-    """Print each difference, and a count; return 1 if there is a difference."""
+    """Print each difference, and a count. Return 1 if there is a difference; otherwise 0."""
     num_equal = num_refused = num_different = num_templates = 0
     for directory in directories:
         for name, source, special, template in read_templates(Path(directory)):

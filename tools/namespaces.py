@@ -1,8 +1,8 @@
-"""Makes several nodes on one machine. Each node has separate namespaces for its network, shared
-memory and process ids. A bridge connects the networks.
+"""Makes several nodes on one machine. Each node has its own Linux namespaces for network, shared
+memory and process ids. A bridge connects the networks of the nodes.
 
-The network, /dev/shm and process ids of a node are not visible to other nodes. All processes of a
-node end when the node ends, or when this process ends for any reason.
+A node does not see the network, the /dev/shm and the process ids of other nodes. When a node ends,
+all its processes end. All nodes end when this process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLONE_NEWNET = 0x40000000  # of linux/sched.h
 
 
 class NoNamespaces(Exception):
-    """This machine does not permit namespaces; the message says which operation failed."""
+    """This machine does not permit namespaces. The message says which operation failed."""
 
 
 def _call(command: Sequence[str]) -> None:
@@ -37,7 +37,9 @@ def _call(command: Sequence[str]) -> None:
 
 
 class _Holder:
-    """An idle process that keeps a node's namespaces. If it ends, all processes of the node end."""
+    """An idle process that keeps the namespaces of a node alive. If it ends, all processes of the
+    node end.
+    """
 
     def __init__(self, setup: Sequence[str] = ()) -> None:
         script = " && ".join(["ip link set lo up", *setup, "echo ready", "exec cat"])
@@ -60,7 +62,7 @@ class _Holder:
         self.pid = int(Path(f"/proc/{parent}/task/{parent}/children").read_text())
 
     def enter(self, command: Sequence[str], folder: str = "/") -> list[str]:
-        """Return the command line that runs ``command`` inside the namespaces."""
+        """Return the command line with which ``command`` runs inside the node's namespaces."""
         target = ("--target", str(self.pid), "--net", "--uts", "--mount", "--pid")
         return ["nsenter", *target, f"--wd={folder}", "--", *command]
 
@@ -85,11 +87,11 @@ class _Holder:
 
 
 class Node:
-    """One node, with a separate network, /dev/shm and process ids.
+    """One node, with its own network, /dev/shm and process ids.
 
     Attributes:
         address: IPv4 address to which other nodes can connect.
-        temporary: folder for this node's temporary files; the TMPDIR of its processes.
+        temporary: folder for the node's temporary files, which is the TMPDIR of its processes.
     """
 
     def __init__(self, index: int, holder: _Holder, switch: _Holder, temporary: Path) -> None:
@@ -99,7 +101,8 @@ class Node:
 
     def connect(self) -> None:
         """Connect the node's network to the bridge."""
-        # The command runs outside of the node, where ``pid`` is the id of the node's process.
+        # The command runs outside of the node. There, ``pid`` identifies the process that keeps the
+        # namespaces.
         ends = f"{self._port} netns {self._switch.pid} type veth"
         peer = f"peer name eth0 netns {self._holder.pid}"
         _call(f"ip link add {ends} {peer}".split())
@@ -110,10 +113,11 @@ class Node:
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a program in this node, in the caller's folder and in a new process group.
+        """Start a program in this node. Its working directory is the caller's, and it has a new
+        process group.
 
-        To end the program but not its node, send a signal to the process group (``os.killpg``),
-        because the returned process only waits for the program.
+        The returned process only waits for the program. So to end the program, but not the node,
+        send a signal to the process group (``os.killpg``).
         """
         return subprocess.Popen(
             self._holder.enter(command, os.getcwd()),
@@ -123,7 +127,7 @@ class Node:
         )
 
     def run(self, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """Run a program in this node and return its output and status."""
+        """Run a program in this node. Return its output and its exit status."""
         return subprocess.run(
             self._holder.enter(command, os.getcwd()),
             env=environment_with({"TMPDIR": str(self.temporary)}),
@@ -133,7 +137,9 @@ class Node:
         )
 
     def set_link(self, is_up: bool) -> None:
-        """Connect or disconnect the node. While disconnected, packets are lost without an error."""
+        """Connect the node to the network, or disconnect it. While it is disconnected, packets are
+        lost without an error.
+        """
         self._switch.do(f"ip link set {self._port} {'up' if is_up else 'down'}")
 
     @property
@@ -142,9 +148,10 @@ class Node:
         return Path(f"/proc/{self._holder.pid}/root")
 
     def pids(self) -> dict[int, int]:
-        """Return the living processes of the node, without the holder of its namespaces.
+        """Return the living processes of the node, except the process that keeps its namespaces.
 
-        The keys are the process ids on this machine, the values the ids in the node.
+        The keys are the process ids as this machine sees them, and the values are the ids as the
+        node sees them.
         """
         found = {}
         own = os.readlink(f"/proc/{self._holder.pid}/ns/pid")
@@ -158,8 +165,8 @@ class Node:
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """Let this thread, and the threads and processes that it starts, use the node's network
-        within this context.
+        """Within this context, this thread uses the node's network. So do the threads and processes
+        that it starts.
         """
         with open("/proc/thread-self/ns/net") as before:
             _enter_network(f"/proc/{self._holder.pid}/ns/net")
@@ -169,7 +176,7 @@ class Node:
                 _enter_network(f"/proc/self/fd/{before.fileno()}")
 
     def kill(self) -> None:
-        """End the node and all its processes at once, like a power failure."""
+        """End the node and all its processes at once, as a power failure would."""
         self._holder.close()
 
 
@@ -181,10 +188,10 @@ def _enter_network(path: str) -> None:
 
 @contextmanager
 def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[list[Node]]:
-    """Make nodes on one network; when the context ends, end the nodes and all their processes.
+    """Make nodes on one network. When the context ends, end the nodes and all their processes.
 
     Args:
-        private: folders that each node has separately; they are empty at first.
+        private: folders of which each node has its own version, which is empty at first.
 
     Raises:
         NoNamespaces: this machine does not permit namespaces.

@@ -1,11 +1,13 @@
 // A library for LD_PRELOAD that pauses single threads of a process at random system calls.
 //
-// A busy machine stops one thread while the other threads of its process run. For example, ZeroMQ's thread learns
-// that a connection was refused before the thread that called ``connect`` has sent anything. On an idle machine, such
-// an order of events is rare. ``make test-paused`` runs the tests with this library, which makes such orders frequent.
+// A busy machine may stop one thread while the other threads of its process run. Then events happen
+// in an unusual order: for example, ZeroMQ's thread notices that a connection was refused before
+// the thread that called ``connect`` has sent anything. On an idle machine, such an order of events
+// is rare. ``make test-paused`` runs the tests with this library, which makes such orders frequent.
 //
-// The environment variable PAUSES has two numbers: the mean time between two pauses of a process, and the length up
-// to which most pauses last, both in seconds. One pause in four lasts up to three times as long.
+// The environment variable PAUSES contains two numbers in seconds: the mean time between two pauses
+// of a process, and the maximum length of most pauses. One pause in four may last up to three times
+// as long.
 
 #include <dlfcn.h>
 #include <poll.h>
@@ -36,12 +38,13 @@ class Pauses {
         next_ = later(2 * gap_s_);
     }
 
-    // Pause the calling thread if a pause is due. Keeps errno.
+    // Pauses the calling thread if a pause is due. Does not change errno.
     void at_call() {
         if (!is_on_) return;
         const int error = errno;
         std::int64_t due = next_;
-        // One call in three takes the pause; otherwise the busiest thread would get all pauses.
+        // If a pause is due, a call pauses with probability 1/3. Otherwise the thread with the most
+        // calls would get all pauses.
         if (later(0) >= due && random() < 1.0 / 3 && next_.compare_exchange_strong(due, later(2 * gap_s_ * random()))) {
             const double most_s = random() < 0.25 ? 3 * longest_s_ : longest_s_;
             std::this_thread::sleep_for(Seconds(most_s * random()));
@@ -78,7 +81,8 @@ Function* real(Function*, const char* name) {
 
 }  // namespace
 
-// The pause is before a call if other threads see the call's effect; after the call if it waits for other threads.
+// The pause is before the call if other threads see the effect of the call. It is after the call if
+// the call waits for other threads.
 #define PAUSE_BEFORE(result, name, parameters, arguments)        \
     extern "C" result name parameters {                          \
         static auto* const next = real(&name, #name);            \

@@ -1,9 +1,10 @@
-"""The refusals of the emulator, and the questions of a probe about them.
+"""The refusals of the emulator, and the questions of the probe about these refusals.
 
 ``refusals_of`` reads the texts of all refusals from the emulator's sources. ``known_refusals`` has
-an entry for each text: the questions with which ``dist-aclgraph probe`` asks a device about the
-refusal, or the reason why there is no question. ``python -m tools.refusals`` writes the page
-``docs/develop/refusals.md``; it fails if a text has no entry, or an entry has no text.
+an entry for each text. An entry contains the questions with which ``dist-aclgraph probe`` asks a
+device about the refusal, or the reason why there is no question. ``python -m tools.refusals``
+writes the page ``docs/develop/refusals.md``. It fails if a text has no entry, or if an entry's text
+is not in the sources.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _TEXT = (
     "device ([probe.md](../operate/probe.md)). For each of the other places, "
     "`tools/known_refusals/*.toml` has one of these reasons why there is no question:"
 )
-_WIDTH = 120  # columns of the page; tables can be wider
+_WIDTH = 120  # maximum number of characters in a line of the page; tables can be wider
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -73,9 +74,10 @@ class Entry:
     """What is known about some refusals of a source file.
 
     Attributes:
-        file: relative to the folder of the emulator.
-        texts: as ``refusals_of`` returns them; a text appears once for each place that has it.
-        questions: names of questions of a probe; empty if there is a reason.
+        file: path of the source file, relative to the folder of the emulator.
+        texts: the texts, as ``refusals_of`` returns them. A text that occurs at several places of
+            the file is listed once for each place.
+        questions: names of questions of the probe; empty if ``reason`` is given.
         reason: a key of ``REASONS``; "" if there are questions.
     """
 
@@ -86,7 +88,7 @@ class Entry:
 
 
 def known_refusals(folder: Path = DATA) -> list[Entry]:
-    """Return the entries of all files of data, in the order of their source files."""
+    """Return the entries of all data files, in the order of the source files they describe."""
     entries = [
         Entry(
             file,
@@ -104,7 +106,7 @@ def known_refusals(folder: Path = DATA) -> list[Entry]:
 def differences(found: Mapping[str, Sequence[str]], entries: Sequence[Entry]) -> list[str]:
     """Return a line for each refusal without an entry, and for each entry without a refusal.
 
-    A text that several places of a file have needs as many entries.
+    If a text occurs at several places of a file, it needs as many entries.
 
     Args:
         found: the texts by file, as ``refusals_of`` returns them.
@@ -121,7 +123,7 @@ def differences(found: Mapping[str, Sequence[str]], entries: Sequence[Entry]) ->
 
 
 def page_of(entries: Sequence[Entry]) -> str:
-    """Return the page with the counts by source file, and with the questions by text."""
+    """Return the page: the counts for each source file, and the questions for each text."""
     counts: dict[str, Counter[str]] = {}
     for entry in entries:
         row = counts.setdefault(entry.file, Counter())
@@ -169,10 +171,11 @@ def _item(text: str) -> str:
 
 
 def refusals_of(folder: Path = SOURCES) -> dict[str, list[str]]:
-    """Return the texts of refusals by file, for each place of the source. A value is a ``*``.
+    """Return the texts of all refusals, by the name of the source file. A text that occurs several
+    times is listed several times. A ``*`` stands for a value in a text.
 
-    The names of files are relative to ``folder``. Texts that only pass on another text are left
-    out. A refusal without a text is the name of its code.
+    The names of files are relative to ``folder``. A text that only passes on another text is left
+    out. If a refusal has no text, the name of its error code is used.
     """
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -221,7 +224,9 @@ def _of_cpp(source: str) -> Iterator[str]:
 
 
 def _split(source: str, begin: int, separator: str) -> list[str]:
-    """Return the parts of an expression from ``begin`` to the bracket that closes it."""
+    """Split an expression at its separators, and return the parts. The expression begins at
+    ``begin``, and ends at the bracket that closes it.
+    """
     parts, depth, last, at = [], 0, begin, begin
     while at < len(source):
         if literal := _LITERAL.match(source, at):
@@ -239,7 +244,7 @@ def _split(source: str, begin: int, separator: str) -> list[str]:
 
 
 def _text_of(argument: str) -> str:
-    """Return the text of an expression: its literals, and ``*`` for values."""
+    """Return the text that an expression makes: its literals, with ``*`` instead of values."""
     texts = []
     for term in _split(argument, 0, "+"):
         if made := re.fullmatch(r"(?:std::string|text)\s*\((.*)\)", term, re.DOTALL):
@@ -256,7 +261,7 @@ def _one_star(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, print what the entries lack, and return the exit status."""
+    """Write the page. Print which entries are missing or superfluous. Return the exit status."""
     entries = known_refusals()
     PAGE.write_text(page_of(entries))
     lines = differences(refusals_of(), entries)

@@ -1,7 +1,7 @@
-"""Prints the packages that pyproject.toml pins, and the packages of the extras whose names are
-given.
+"""Prints the packages that pyproject.toml pins, and the packages of those extras whose names are
+given as arguments.
 
-With ``--only`` before the names, it prints only the packages of these extras.
+If ``--only`` comes before the names, only the packages of these extras are printed.
 """
 
 import re
@@ -13,7 +13,9 @@ project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def pins(packages: list[str]) -> set[str]:
-    """Return the pinned requirements; an extra of this project is replaced by its packages."""
+    """Return the pinned requirements. If a requirement is an extra of this project, return the
+    packages of the extra instead.
+    """
     found = set()
     for package in packages:
         own = re.fullmatch(rf"{project['name']}\[([\w.-]+)\]", package)

@@ -1,7 +1,8 @@
-"""``make test-upstream``: run torch_npu's own tests on the emulated NPU, and write their page.
+"""``make test-upstream``: run torch_npu's own tests on the emulated NPU, and write a page with the
+results.
 
-Each file of tests has its own process. If a test hangs, ends the process or stops the device, a new
-process runs the other tests of the file.
+Each file of tests runs in its own process. If a test hangs, ends the process or stops the device, a
+new process runs the remaining tests of the file.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ RESULTS = ROOT / "bench-results" / "upstream"
 PAGE = ROOT / "docs" / "develop" / "upstream.md"
 SETTINGS = ("devices=2", "wait_s=20", "hccl_s=40")
 EMULATOR = (sys.executable, "-m", "dist_aclgraph.device.emulator", "run")
-START_S = 300  # limit for imports, and for the end of a process
+START_S = 300  # time limit in seconds for imports, and for the end of a process
 MAX_PROCESSES = 30  # of a file
 COLUMNS = ("passed", "failed", "error", "skipped", "hung", "not run")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The cause of failures, as in ``upstream.toml``.
+    """A cause of failures, as ``upstream.toml`` describes it.
 
     Attributes:
-        needs: what the tests need and the emulator lacks; empty if the cause is a defect.
-        tests: patterns of names of tests.
+        needs: what the failing tests need, but the emulator does not have; empty if the cause is a
+            defect.
+        tests: patterns for the names of the tests that fail for this cause.
     """
 
     says: str
@@ -61,11 +63,12 @@ def run_file(
     """Run a file of tests.
 
     Args:
-        command: a prefix that starts a program, for example on the emulated NPU.
-        tests: the folder of the tests; ``name`` is relative to this folder.
+        command: the beginning of a command line, which starts a program, for example on the
+            emulated NPU.
+        tests: the folder of the tests. ``name`` is relative to this folder.
         left_out: tests that do not run.
-        out: folder of the record and of the output.
-        limit_s: limit for each test.
+        out: folder to which the record and the output are written.
+        limit_s: time limit for each test, in seconds.
     """
     out.mkdir(parents=True, exist_ok=True)
     log = out / f"{name.replace('/', '.')}.log"
@@ -95,7 +98,9 @@ def run_file(
 
 
 def ends(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> bool:
-    """Wait for a process and kill what it started. Return false if one of its tests hung."""
+    """Wait for the end of a process, and kill the processes that it has started. Return False if
+    one of its tests hung.
+    """
     seen, since, limit = -1, time.monotonic(), START_S * 1.0
     try:
         while process.poll() is None:
@@ -115,7 +120,7 @@ def ends(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> bool:
 
 
 def page(files: Mapping[str, Results], data: Mapping[str, Any], sources: str) -> str:
-    """Return the page: sums, a table of the files, and the causes of the failures."""
+    """Return the page: the total numbers, a table of the files, and the causes of the failures."""
     causes = causes_of(data)
     bad = not_passed(files, causes)
     counts = {name: Counter(o for o, _ in results.values()) for name, results in files.items()}
@@ -139,7 +144,7 @@ def page(files: Mapping[str, Results], data: Mapping[str, Any], sources: str) ->
 
 
 def wrap(block: str | Sequence[str]) -> str:
-    """Return a paragraph, or a list of rows or items, in lines of at most 120 columns."""
+    """Return a paragraph, or a list of rows or items, in lines of at most 120 characters."""
     if not isinstance(block, str):
         return "\n".join(line if line.startswith("|") else wrap(line) for line in block)
     indent = "  " * block.startswith("- ")
@@ -149,7 +154,7 @@ def wrap(block: str | Sequence[str]) -> str:
 
 
 def explained(bad: Mapping[str, Cause | None], causes: Sequence[Cause]) -> Iterator[str]:
-    """Return one item for each cause, with the tests that it explains."""
+    """Return one list item for each cause, with the failures that the cause explains."""
     for cause in [*causes, None]:
         names = sorted(test.split("::") for test, found in bad.items() if found is cause)
         tests = [f"`{'::'.join((file, *rest[-1:]))}`" for file, *rest in names]  # without classes
@@ -173,12 +178,12 @@ def not_passed(files: Mapping[str, Results], causes: Sequence[Cause]) -> dict[st
 
 
 def left_out_of(data: Mapping[str, Any]) -> list[str]:
-    """Return files, as patterns, and tests that do not run."""
+    """Return what does not run: patterns of files, and tests."""
     return [name for entry in data["left_out"] for name in entry["names"]]
 
 
 def names_of(data: Mapping[str, Any], tests: Path) -> list[str]:
-    """Return the files of tests that the data does not leave out."""
+    """Return the names of those files of tests that ``data`` does not leave out."""
     left_out = left_out_of(data)
     found = {str(p.relative_to(tests)) for pattern in data["files"] for p in tests.glob(pattern)}
     return sorted(name for name in found if not any(fnmatchcase(name, p) for p in left_out))
@@ -195,7 +200,8 @@ def main(arguments: Sequence[str], command: Sequence[str] | None = None) -> int:
     """Run the files, write the page, and return the exit status.
 
     Args:
-        command: a prefix of each process; without it, processes run on the emulated NPU.
+        command: the beginning of each process's command line. By default, processes run on the
+            emulated NPU.
     """
     parser = argparse.ArgumentParser(prog="python -m tools.test_upstream", description=__doc__)
     parser.add_argument("checkout", type=Path, help="a work tree of Ascend/pytorch")

@@ -1,5 +1,6 @@
-"""``make test-versions``: with each release series of torch_npu, run the tests of the emulator, of
-graphs and of a rank's work, some parity tests, and all questions of a probe to the emulator.
+"""``make test-versions``: run tests with each release series of torch_npu. These are the tests of
+the emulator, of graphs and of a rank's work, some parity tests, and all questions of the probe,
+which the emulator answers.
 
 Each series has its own virtual environment (.venv-2.12 for 2.12) and its own build of the emulator.
 """
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The arguments of pytest for each set of tests. A process cannot change the emulator's settings, so
-# each set has its own process.
+# The arguments for pytest for each set of tests. Each set runs in its own process, because a
+# process cannot change the settings of its emulator.
 SETS: dict[str, tuple[str, ...]] = {
     "emulator": ("tests/emulator",),
     "graphs": ("tests/graphs",),
@@ -29,7 +30,8 @@ SETS: dict[str, tuple[str, ...]] = {
         "tests/parity/test_sparse_latent.py",
         "tests/parity/test_spread_experts.py",
     ),
-    # For each operator of the runtime, a question compares the results with results of the host.
+    # For each operator that the runtime uses, a question compares the results of the device with
+    # the results of the host.
     "probe": (
         "tests/probe/test_devices.py::test_the_emulator_answers_as_it_says",
         "--hypothesis-profile=full",
@@ -48,7 +50,9 @@ def all_lines() -> list[str]:
 
 
 def set_up(line: str, environment: Path) -> str:
-    """Make the virtual environment and the emulator of a series; return the problem, or ""."""
+    """Make the virtual environment and the emulator of a series. Return a text that describes the
+    problem; "" if there is none.
+    """
     command = ["make", "-s", "setup-dev", "emulator", f"NPU={line}", f"VENV={environment.name}"]
     try:
         done = subprocess.run(
@@ -64,7 +68,7 @@ def run_tests(environment: Path, arguments: Sequence[str]) -> dict[str, int]:
     """Run tests, and return the number of tests by outcome.
 
     Args:
-        arguments: of pytest; unless they contain another ``-m``, slow tests are left out.
+        arguments: arguments for pytest. If they contain no ``-m``, slow tests are left out.
 
     Raises:
         TimeoutExpired: the tests take longer than ``TESTS_S``.
@@ -82,7 +86,9 @@ def run_tests(environment: Path, arguments: Sequence[str]) -> dict[str, int]:
 
 
 def count_outcomes(report: Path) -> dict[str, int]:
-    """Return the number of tests with each outcome; a missing report counts as one failure."""
+    """Return the number of tests with each outcome. If the report is missing, this counts as one
+    failure.
+    """
     if not report.exists():
         return {"failed": 1}
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}

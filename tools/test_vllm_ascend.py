@@ -1,4 +1,5 @@
-"""``make test-vllm-ascend``: compare greedy tokens of vllm-ascend on the emulated NPU with ours.
+"""``make test-vllm-ascend``: run vllm-ascend and our engine on the emulated NPU, and compare their
+greedy tokens.
 
 Each engine runs in its own process, which starts this script with the name of the engine. The
 packages of vLLM are in their own virtual environment (``make setup-vllm``).
@@ -19,15 +20,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-qwen3"
 PATCH = ROOT / "emulator" / "for_vllm_ascend"
-LENGTHS = (1, 5, 60, 129, 200)  # lengths of prompts; a block has 128 tokens
+LENGTHS = (1, 5, 60, 129, 200)  # lengths of the prompts in tokens; a KV block has 128 tokens
 NUM_TOKENS = 24
 SIZES = [1, 2, 4, 8]
 TIMEOUT_S = 1800
-# vllm-ascend is made for torch 2.10. The cache of compiled graphs of torch 2.13 has no graphs of
-# vllm-ascend's compiler.
+# The caches of compiled graphs are disabled: vllm-ascend is made for torch 2.10, and torch 2.13
+# cannot cache graphs of vllm-ascend's compiler.
 VARIABLES = ("HF_HUB_OFFLINE=1", "TORCHINDUCTOR_AUTOGRAD_CACHE=0", "VLLM_DISABLE_COMPILE_CACHE=1")
-# The tags that installed packages leave, so that vLLM finds the plugins of a work tree, and
-# transformers finds the version of torchvision (a mock, see PATCH).
+# Metadata like that of installed packages. With it, vLLM finds the plugins of a work tree, and
+# transformers finds the version of torchvision, which is a mock (see PATCH).
 INSTALLED = {
     "vllm_ascend": """[vllm.platform_plugins]
 ascend = vllm_ascend:register
@@ -70,14 +71,14 @@ def peer_tokens(tp: int) -> list[list[int]]:
 
 
 def generate(llm: Any, params: Any) -> list[list[int]]:
-    """Call the engine's ``generate``; both engines have vLLM's interface."""
+    """Call ``generate`` of one of the engines. Both engines have vLLM's interface."""
     given = [{"prompt_token_ids": ids} for ids in prompts()]
     greedy = params(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     return [list(output.outputs[0].token_ids) for output in llm.generate(given, greedy)]
 
 
 def run(engine: str, tp: int, command: Sequence[str], paths: Sequence[Path]) -> list[list[int]]:
-    """Run an engine in another process, and return its tokens."""
+    """Run an engine in another process. Return the tokens that it generates."""
     variables = ["env", "PYTHONPATH=" + os.pathsep.join(map(str, paths)), *VARIABLES]
     done = subprocess.run(
         [*variables, *command, __file__, engine, str(tp)],
@@ -98,7 +99,7 @@ def differences(got: list[list[int]], want: list[list[int]]) -> list[str]:
 
 
 def write_metadata(folder: Path) -> None:
-    """Write the metadata of packages that are used without an installation."""
+    """Write the metadata of packages that are used, but not installed."""
     for name, entry_points in INSTALLED.items():
         info = folder / f"{name}-1.0.dist-info"
         info.mkdir(parents=True, exist_ok=True)

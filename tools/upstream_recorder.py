@@ -1,6 +1,7 @@
-"""A plugin of pytest that records the start and the outcome of each test in a file.
+"""A plugin for pytest that records in a file when each test starts, and its outcome.
 
-``make test-upstream`` starts this script once, or several times, for each file of tests.
+``make test-upstream`` runs this script for each file of tests, several times if a test hangs or
+ends the process.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-# A test with several reports has the outcome that is last in this list.
+# If a test has several reports, its outcome is the one that comes last in this list.
 OUTCOMES = ("not run", "started", "passed", "skipped", "failed", "error", "hung")
 
 Results = dict[str, tuple[str, str]]  # name of a test -> outcome, text of its error
 
 
 class Recorder:
-    """A plugin of pytest that adds a line to ``log`` for each start and each report of a test.
+    """A plugin for pytest that adds a line to ``log`` when a test starts, and for each report about
+    a test.
 
-    Tests in ``left_out``, and tests that are in ``log`` as started, do not run. If a test stops the
-    device, no later test of this process runs, because each one would fail.
+    Tests in ``left_out`` do not run, and neither do tests that have already started according to
+    ``log``. If a test stops the device, no later test of this process runs, because all of them
+    would fail.
     """
 
     def __init__(self, log: Path, left_out: Collection[str]):
@@ -37,7 +40,7 @@ class Recorder:
         known = read(self._log)
         done = {test for test, (outcome, _) in known.items() if outcome != "not run"}
         waiting = [i for i in items if i.nodeid not in done and i.nodeid not in self._left_out]
-        # torch_npu runs the tests in unittest's order, and some tests depend on this order.
+        # torch_npu runs its tests in the order of unittest, and some tests depend on this order.
         items[:] = sorted(waiting, key=lambda item: str(item.nodeid))
         for item in items:
             add(self._log, "not run", item.nodeid)

@@ -1,7 +1,7 @@
 """HCCL groups of a worker, and the collectives that layers call.
 
-A ``CommGroup`` with one member does not communicate: its collectives return their input. So the
-code of layers is the same for a single rank.
+A ``CommGroup`` with one member does not communicate: its collectives return their input. So a layer
+needs no special code for a single rank.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _reduce_scatter = getattr(dist, installed_line().reduce_scatter)
 
 @dataclass(eq=False)
 class CommGroup:
-    """Ranks that communicate. A layer keeps this object until the layer is deleted.
+    """Ranks that communicate with each other. A layer keeps this object until the layer is deleted.
 
     Attributes:
         ranks: the members as ranks of the lockstep group, in group order.
         rank: this process's index in ``ranks``.
-        handle: torch.distributed's process group; None for a group of one.
-        marks: records on the device which collective the rank has reached; all groups of the rank
-            share this object.
+        handle: torch.distributed's process group; None for a group with one member.
+        marks: an object that records on the device which collective the rank has reached. All
+            groups of the rank share this object.
     """
 
     ranks: tuple[int, ...]
@@ -49,14 +49,14 @@ class CommGroup:
         return len(self.ranks)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the group, in place; all members must pass the same shape."""
+        """Sum ``x`` over the group, in place. All members must pass tensors of the same shape."""
         if self.size > 1:
             self.marks.before("all_reduce")
             dist.all_reduce(x, group=self.handle)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the ``x`` of every member as [size, *x.shape], in group order."""
+        """Return the ``x`` of all members as one tensor [size, *x.shape], in group order."""
         if self.size == 1:
             return x.unsqueeze(0)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
@@ -79,7 +79,8 @@ class CommGroup:
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send each member its part of ``x``, and return the parts that this member receives.
 
-        Input and result are [n * size, ...]. Their parts have equal size and are in group order.
+        ``x`` and the result are [n * size, ...]. Each consists of ``size`` equal parts, in group
+        order.
         """
         if self.size == 1:
             return x
@@ -95,7 +96,8 @@ class CommGroup:
 
     @cached_property
     def hccl_name(self) -> str:
-        """HCCL's name of the communicator, for operators that communicate inside their kernel.
+        """HCCL's name of the group's communicator, for operators that communicate inside their
+        kernel.
 
         Reading the name creates the communicator, without sending data. All members must read the
         name, and no member may read it during a capture.
@@ -103,8 +105,8 @@ class CommGroup:
         return str(self.backend.get_hccl_comm_name(self.rank))
 
     def become(self, other: CommGroup) -> None:
-        """Replace the process group by the process group of ``other``, which has the same ranks in
-        new processes.
+        """Replace this object's process group by that of ``other``. ``other`` has the same ranks,
+        some of which run in new processes.
         """
         assert (self.ranks, self.rank) == (other.ranks, other.rank)
         self.handle = other.handle
@@ -120,13 +122,14 @@ class RankGroups:
 
     Attributes:
         tp: ranks among which each layer is split.
-        ep: ranks among which whole experts are divided; a group of one if every tensor parallel
-            group has all experts.
-        mc2: another group of the ranks of ``ep``, for operators that communicate inside their
+        ep: ranks among which the experts are divided, each expert as a whole. It has one member if
+            every tensor parallel group has all experts.
+        mc2: a second group with the ranks of ``ep``, for operators that communicate inside their
             kernel; None if no such operator is used.
         pcp: ranks that share the computation of prompts.
-        dcp: ranks that share the KV cache of a request; a rank's index here is its shard's index.
-        dp_rank: index of this rank's batch in the lockstep group.
+        dcp: ranks that share the KV cache of a request. A rank's index in this group is the index
+            of its shard of the cache.
+        dp_rank: index of the data-parallel batch that this rank runs.
     """
 
     tp: CommGroup
@@ -171,13 +174,14 @@ def join_lockstep_group(
     """Make this process a member of its lockstep group's HCCL world.
 
     Args:
-        rendezvous: ``file:///path`` if all members share a node (no port is opened), else
-            ``tcp://address:port`` of rank 0.
+        rendezvous: ``file:///path`` if all members are on one node; then no port is opened.
+            Otherwise ``tcp://address:port`` of rank 0.
         rank: rank inside the lockstep group.
         size: number of members of the lockstep group.
-        timeout_s: maximum time for joining.
-        meeting: only on rank 0 with a TCP ``rendezvous``: the listening socket, which torch owns
-            after this call. A socket that torch opens would listen at every address of the machine.
+        timeout_s: maximum time for joining, in seconds.
+        meeting: the socket that listens at ``rendezvous``; only for rank 0 with a TCP
+            ``rendezvous``. torch owns the socket after this call. It is passed, because a socket
+            that torch opens would listen at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -199,9 +203,9 @@ def join_lockstep_group(
 def leave_lockstep_group() -> None:
     """Leave the HCCL world, without waiting for other ranks.
 
-    Other members may have exited already. Graphs with collectives of this world must be released
-    before this call. Objects that use groups of this world need new groups after this call, see
-    ``RankGroups.become``.
+    The processes of other members may have exited already. Graphs that contain collectives of this
+    world must be released before this call. Objects that use groups of this world need new groups
+    after this call (``RankGroups.become``).
 
     Raises:
         DeviceError: HCCL reported an error.
@@ -238,22 +242,25 @@ def make_groups(
     watchdog_s: float | None = None,
     marks: CollectiveMarks = NO_MARKS,
 ) -> RankGroups:
-    """Return the groups of ``rank``. Groups of the same ranks share a communicator, except MC2's.
+    """Return the groups of ``rank``. Two groups with the same ranks share one communicator, except
+    the group ``mc2``, which has its own.
 
     Every rank of the world must call this.
 
     Args:
-        layout: the layout of the lockstep group, see ``ParallelLayout.within_group``.
+        layout: the layout of one lockstep group; see ``ParallelLayout.within_group``.
         rank: rank within the lockstep group.
-        buffer_mb: HCCL's buffer of every domain except MC2's, in MB; None means HCCL_BUFFSIZE.
-        mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
-        watchdog_s: time limit of every eager collective; None means the ``timeout_s`` with which
-            the world was joined.
-        marks: records on the device which collective of these groups the rank has reached.
+        buffer_mb: size of HCCL's buffer for every domain except MC2's, in MB; None means
+            HCCL_BUFFSIZE.
+        mc2_buffer_mb: size of HCCL's buffer for MC2's domain, in MB; None means HCCL_BUFFSIZE.
+        watchdog_s: time limit of each eager collective, in seconds; None means ``timeout_s`` of
+            ``join_lockstep_group``.
+        marks: an object that records on the device which collective of these groups the rank has
+            reached.
     """
     if mc2_buffer_mb is not None:
         # The buffer size is set by the environment variable, because some releases of MC2's
-        # operators do not read the option of the domain.
+        # operators ignore the option of the domain.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)
@@ -282,7 +289,7 @@ def make_groups(
         if watchdog_s is not None and group is not None and group.handle is not None:
             group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
-        # Reading the name creates the communicator, because all members have joined.
+        # Reading the name creates the communicator. All members do this here, at the same time.
         assert mc2.hccl_name
     return groups
 

@@ -1,8 +1,9 @@
-"""Marks on the device, which show the collective that a rank's device has reached.
+"""Marks that show which collective a rank's device has reached.
 
-Before each collective, the device copies the code of the collective's place to memory of the host.
-A captured graph contains these copies, so a replay costs the host nothing. The host can read the
-code even while another thread waits for the device.
+Each collective has a place (pass, layer and part), and each place has a code. Before a collective,
+the device copies the code of its place to memory of the host. A captured graph contains these
+copies, so a replay costs the host nothing. The host can read the code even while another thread
+waits for the device.
 """
 
 from __future__ import annotations
@@ -21,26 +22,34 @@ from dist_aclgraph.device.npu import Npu, translated
 
 
 class CollectiveMarks:
-    """Records nothing; ``DeviceMarks`` records marks if ``logging.record_collectives`` is true."""
+    """Records no marks. The subclass ``DeviceMarks`` is used if ``logging.record_collectives`` is
+    true.
+    """
 
     def begin_step(self, step: int) -> None:
-        """Queue a mark: after all work that is already queued, the device begins this step."""
+        """Queue a mark which says that the device begins this step, after all work that is already
+        queued.
+        """
 
     def begin_pass(self, first_layer: int) -> None:
-        """Mark to which pass the next collectives belong: to a pass through the decoder's layers if
-        ``first_layer`` is 0, otherwise through the next-token module.
+        """Set the pass of the next collectives. If ``first_layer`` is 0, it is the pass through the
+        decoder's layers; otherwise it is the next pass through the next-token module.
         """
 
     def enter(self, layer: int, part: int) -> None:
-        """Mark that the next collectives belong to a part of a layer, see ``CollectivePlace``."""
+        """Set the layer and the part of the layer to which the next collectives belong; see
+        ``CollectivePlace``.
+        """
 
     def before(self, kind: Kind) -> None:
-        """Queue a mark: after all work that is already queued, the device begins a collective."""
+        """Queue a mark which says that the device begins a collective, after all work that is
+        already queued.
+        """
 
     def read(self) -> tuple[int, int] | None:
-        """Return the device's last step modulo ``NUM_STEPS``, and the code of the last collective
-        of this step; the code is 0 before the first collective. Return None if marks are off. Any
-        thread may call this method.
+        """Return the last step that the device has begun, modulo ``NUM_STEPS``, and the code of the
+        last collective of this step. The code is 0 before the step's first collective. Return None
+        if no marks are recorded. Any thread may call this method.
         """
         return None
 
@@ -52,7 +61,7 @@ class DeviceMarks(CollectiveMarks):
     """Owns the codes on the device, and the pinned memory to which the device copies them.
 
     Args:
-        num_passes: maximum number of passes of a step: 1, and one for each draft.
+        num_passes: maximum number of passes of a step: one for the decoder, and one for each draft.
     """
 
     def __init__(self, npu: Npu, num_passes: int) -> None:

@@ -1,1 +1,3 @@
-"""Simulates a deployment under a load: the deployment's real decisions, without devices or Ray."""
+"""Simulates a deployment under a load. The decisions are those of a real deployment, but there are
+no devices and no Ray.
+"""

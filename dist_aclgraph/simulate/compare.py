@@ -1,8 +1,9 @@
 """Dispatches the batches of a finished simulation again, with other sets of graphs.
 
-Other graphs would change the time of steps, and therefore the composition of batches; this effect
-is ignored. All rows have the same batches. Only in the first row does the set of graphs change
-during the simulation.
+In reality, other graphs would change the times of steps, and therefore the batches. This effect is
+ignored: the batches are the same for all sets of graphs. The first row of the result belongs to the
+finished simulation, in which the set of graphs could change. In all other rows, the set stays the
+same.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return a row for each set of graphs, with padding, eager steps, and streams.
 
-    In a row, ``is_affordable`` is whether the ranks could capture the set, and ``usable`` is the
-    smallest number of usable streams of a rank.
+    In a row, ``is_affordable`` says whether the ranks could capture all graphs of the set.
+    ``usable`` is the number of usable streams on the rank that has the fewest.
     """
     rows = [
         {
@@ -62,7 +63,7 @@ def compare(
 
 
 def powers_of_two(family: GraphFamily, count: int) -> tuple[int, ...]:
-    """Return the sizes for 1, 2, 4, ... requests, and the largest size."""
+    """Return the buckets for 1, 2, 4, ... requests, and the family's largest bucket."""
     largest, unit = family.buckets[-1], family.query_len or 1
     sizes = {unit << i for i in range((largest // unit).bit_length())}
     return tuple(sorted({size for size in sizes if size < largest} | {largest}))
@@ -93,7 +94,8 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # The same ranks' offers, which reserve streams for the lazy graphs of this mode.
+            # Offers of the same ranks. These offers reserve streams for the lazy graphs of this
+            # mode.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

@@ -15,9 +15,10 @@ class CopyRates:
     """Rates of copies, in bytes per second.
 
     Attributes:
-        host: rate between one NPU and files in memory.
+        host: rate of copies between one NPU and files in memory.
         disk: rate at which all NPUs of a data-parallel rank together read from the disk.
-        network: rate at which one node of a group reads from other nodes (default: see ADR 35).
+        network: rate at which one node of a group reads from other nodes. ADR 35 explains the
+            default.
     """
 
     host: float = HOST_GB_S * 1e9
@@ -35,7 +36,7 @@ class CopyRates:
 
 
 def copy_rates(host_gbs: float, disk_gbs: float, network_gbs: float = NETWORK_GB_S) -> CopyRates:
-    """Return rates that are given in GB/s.
+    """Convert rates in GB/s to rates in bytes per second.
 
     Raises:
         ConfigError: a rate is not positive and finite.

@@ -1,4 +1,5 @@
-"""A deployment without devices: the offers that its ranks would make, and the resulting plan.
+"""A deployment without devices: computes the offers that its ranks would make, and the resulting
+plan.
 
 The properties of the devices are assumptions, which ``assumptions`` lists.
 """
@@ -31,9 +32,10 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-# streams that a 910C with CANN 9.0 uses before HCCL groups are formed: 1979 streams were free
+# Number of streams that a 910C with CANN 9.0 uses before HCCL groups are formed, measured: 1979 of
+# 2048 streams were free.
 NPU_STREAMS_TAKEN = 69
-# Number of streams of torch_npu and the runner, counted on the emulator.
+# Number of streams that torch_npu and the runner use, counted on the emulator.
 EMULATOR_STREAMS_TAKEN = 34
 
 
@@ -44,8 +46,10 @@ class ContextRoom:
     Attributes:
         bytes_per_token: average bytes of KV per token on each NPU of the rank.
         tokens: maximum number of tokens of all requests together.
-        longest: maximum length of a single request, within the model's context.
-        requests: number of requests of the given length that fit at the same time.
+        longest: maximum number of tokens of a single request, limited by the model's context
+            length.
+        requests: number of requests of length ``request_tokens`` that fit at the same time; see
+            ``AssumedDeployment.room``.
     """
 
     bytes_per_token: float
@@ -60,7 +64,7 @@ class AssumedDeployment:
 
     Attributes:
         planner: computes plans from configuration and model.
-        memory: memory of the rank with the least memory.
+        memory: the memory account of the rank that has the least memory.
         offers: offers of all ranks, in the order of ranks.
         exchange: chooses how tokens are exchanged between ranks with different experts.
     """
@@ -75,10 +79,10 @@ class AssumedDeployment:
         """Read the model's facts, and assume the devices of the configuration.
 
         Raises:
-            ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                the configured exchange is impossible, or the chip is unknown; a node has too few
-                NPUs for a tensor parallel group; or weights, buffers and eager steps do not fit on
-                a device.
+            ConfigError: the model's directory is missing or is no checkpoint; sizes do not match;
+                the configured exchange is impossible; the chip is unknown; a node has too few NPUs
+                for a tensor parallel group; or weights, buffers and eager steps do not fit in a
+                device's memory.
         """
         _check_chip(config)
         _check_nodes(config)
@@ -111,7 +115,7 @@ class AssumedDeployment:
 
     @property
     def config(self) -> Config:
-        """The configuration with a supported graph mode."""
+        """The configuration, in which an unsupported graph mode is replaced by a supported one."""
         return self.planner.config
 
     @property
@@ -129,7 +133,7 @@ class AssumedDeployment:
         return self.planner.budget_model
 
     def graph_bytes(self, pool_bytes: int) -> int:
-        """Return the bytes of graphs: ``pool_bytes``, or an estimate if it is 0 (unknown)."""
+        """Return the bytes that a rank's graphs use: ``pool_bytes``, or an estimate if it is 0."""
         if self.config.graph.mode == "NONE":
             return 0
         return pool_bytes or self.memory.graph_bytes
@@ -149,8 +153,8 @@ class AssumedDeployment:
         """Return the capacity of a data parallel rank's KV cache.
 
         Args:
-            pool_bytes: bytes of a rank's graphs; 0 means unknown.
-            request_tokens: length of a request, for ``ContextRoom.requests``.
+            pool_bytes: number of bytes that a rank's graphs use; 0 if unknown.
+            request_tokens: number of tokens of a request, for ``ContextRoom.requests``.
 
         Raises:
             ConfigError: fewer than two blocks fit.
@@ -170,7 +174,7 @@ class AssumedDeployment:
         """Return the number of KV blocks of a rank.
 
         Args:
-            pool_bytes: bytes of the rank's graphs; 0 means unknown.
+            pool_bytes: number of bytes that the rank's graphs use; 0 if unknown.
 
         Raises:
             ConfigError: too few blocks fit, see ``KVCacheSpec.choose_num_blocks``.
@@ -181,8 +185,9 @@ class AssumedDeployment:
 
     @property
     def files_per_block(self) -> int:
-        """A data parallel rank has one file of a block for each part of the block. This is the
-        largest number of these files on one node; 0 if no copies are kept.
+        """Number of files that one node has for one KV block; 0 if no copies are kept. A data
+        parallel rank writes one file for each part of a block. If its ranks are on several nodes,
+        the largest number of files on a node is taken.
         """
         ranks = range(self.layout.tp * self.layout.pcp)
         nodes = [str(rank // self.config.device.npus_of_node) for rank in ranks]
@@ -193,14 +198,16 @@ class AssumedDeployment:
 
     @property
     def bytes_of_files(self) -> int:
-        """Bytes of the files of a block on one node; see ``files_per_block``."""
+        """Total size in bytes of the files that one node has for one block; see
+        ``files_per_block``.
+        """
         return self.files_per_block * (self.planner.cache_spec.bytes_per_block + HEADER.size)
 
     @property
     def copied_blocks(self) -> dict[str, int]:
-        """For each tier's name, the number of blocks that fit in this tier of a node. A block's
-        size here is the size of all its files on the node. Empty if no copies are kept. The bytes
-        of checkpoints of states are ignored.
+        """Maps each tier's name to the number of blocks that fit in this tier of a node, with all
+        their files (``bytes_of_files``). Empty if no copies are kept. Files with checkpoints of
+        recurrent states are not counted.
         """
         kv, size = self.config.kv, self.bytes_of_files
         limits = {HOST: kv.host_gib, DISK: kv.disk_gib if kv.disk else 0.0}
@@ -208,8 +215,8 @@ class AssumedDeployment:
 
     @property
     def states(self) -> dict[str, int] | None:
-        """Numbers and bytes of each rank's slots for recurrent states; None if the model has no
-        such states.
+        """Number and size of the slots that each rank has for recurrent states; None if the model
+        has no recurrent states.
         """
         spec = self.planner.cache_spec
         if not spec.states:
@@ -226,7 +233,7 @@ class AssumedDeployment:
 
     @property
     def assumptions(self) -> list[str]:
-        """The assumptions about the devices, as sentences."""
+        """The assumptions about the devices, as sentences for users."""
         device = self.config.device
         found: list[str] = []
         if family_of(device.chip) is None:
@@ -254,8 +261,8 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return offers without duplicates: of all offers that differ only in their rank, the first
-    offer.
+    """Return offers without duplicates. If several offers differ only in their rank, only the first
+    of them is returned.
     """
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
@@ -264,7 +271,7 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 
 
 def _check_chip(config: Config) -> None:
-    """Refuse NPUs of an unknown chip, unless ``device.memory_mb`` is configured."""
+    """Raise an error if the chip of the NPUs is unknown, unless ``device.memory_mb`` is set."""
     device = config.device
     if device.kind != "npu" or device.memory_mb is not None or family_of(device.chip):
         return
@@ -276,7 +283,7 @@ def _check_chip(config: Config) -> None:
 
 
 def _check_nodes(config: Config) -> None:
-    """As in a real start, refuse a tensor parallel group with more ranks than a node has NPUs."""
+    """Raise an error, as a real start does, if a tensor parallel group is too large for a node."""
     parallel, device = config.parallel, config.device
     if device.kind != "npu" or parallel.tp_across_nodes:
         return

@@ -1,7 +1,8 @@
-"""Fetches of KV blocks between nodes in a simulation, with the limits of ``BlockFetches``.
+"""Simulates fetches of KV blocks between nodes, with the time limits of ``BlockFetches``.
 
-The fetches of a group run one after another, each with the whole rate of the group's network. If
-the workers of a group are on several nodes, all its nodes fetch at the same time.
+The fetches of a group run one after another. Each fetch uses the full network rate
+(``CopyRates.network``). If the workers of a group are on several nodes, all these nodes fetch at
+the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Fetch:
     """A fetch that runs or waits.
 
     Attributes:
-        names: hashes of the blocks, which have arrived at ``end_s``.
+        names: hashes of the blocks that have arrived when the fetch ends.
         depth: number of blocks before the first of these blocks in the prompt.
     """
 
@@ -38,9 +39,9 @@ class SimulatedFetches:
     """The fetches of one group.
 
     Args:
-        node: the files of the group's node.
-        block_s: number of seconds in which the files of one block are fetched.
-        clock: returns the group's time.
+        node: the files of the node on which the group runs.
+        block_s: number of seconds that it takes to fetch the files of one block.
+        clock: a function that returns the group's time, in simulated seconds.
 
     Attributes:
         num_blocks: number of blocks that were fetched.
@@ -60,7 +61,7 @@ class SimulatedFetches:
         return self._running[0].end_s if self._running else math.inf
 
     def begin(self, source: SimulatedNode, names: Sequence[BlockHash], depth: int) -> Answer[bool]:
-        """Begin to fetch blocks from a source; see ``FetchBlocks``."""
+        """Begin to fetch blocks from the node ``source``; see ``FetchBlocks``."""
         now_s = self._clock()
         begin_s = max(now_s, self._free_s)
         if begin_s > now_s + QUEUE_S:
@@ -75,7 +76,7 @@ class SimulatedFetches:
         return lambda: fetch.is_done or None
 
     def advance(self, now_s: float) -> bool:
-        """End the fetches whose end time has passed; return whether one has ended."""
+        """End the fetches whose end time has come. Return whether at least one fetch has ended."""
         has_ended = self.next_end_s <= now_s
         while self.next_end_s <= now_s:
             fetch = heapq.heappop(self._running)
@@ -88,8 +89,8 @@ class SimulatedFetches:
 
 
 def _count_whole(names: Sequence[BlockHash], files: Files) -> int:
-    """Return the number of leading blocks that a source has. For a model with recurrent state, the
-    last of these blocks must also have a checkpoint.
+    """Return how many of the blocks, counted from the first one, a source has. If the model has
+    recurrent state, count only up to the last block that also has a checkpoint.
     """
     count = sum(1 for _ in takewhile(files.has, names))
     if files.has_state is None:

@@ -1,6 +1,6 @@
-"""Files of KV blocks in a simulation: the files of a node, and the time that copy jobs take.
+"""Simulates files of KV blocks: which files a node has, and how long copy jobs take.
 
-The scheduler decides which blocks are copied. The files are deleted by the rule of
+The real scheduler decides which blocks are copied. Files are deleted by the rule of
 ``kv/block_files.py``.
 """
 
@@ -35,7 +35,7 @@ class SimulatedTier:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._used_s: dict[BlockHash, float] = {}
-        # files to delete next, with their times of use
+        # the files to delete next, each with the time of its last use
         self._oldest: deque[tuple[float, BlockHash]] = deque()
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class SimulatedTier:
             self._used_s[block_hash] = used_s
 
     def add(self, block_hash: BlockHash, used_s: float) -> bool:
-        """Add a file if it does not exist; return whether the tier now has the file."""
+        """Add a file if it does not exist. Return whether the tier has the file then."""
         if block_hash in self._used_s:
             return True
         if not self.capacity:
@@ -73,7 +73,7 @@ class SimulatedNode:
     """The files that all groups of a node share.
 
     Attributes:
-        tiers: the tiers by name; blocks are written to the first tier.
+        tiers: the tiers by name, in the order in which they are searched.
     """
 
     tiers: Mapping[str, SimulatedTier]
@@ -99,14 +99,16 @@ class SimulatedNode:
         return next((name for name, tier in self.tiers.items() if tier.has(block_hash)), None)
 
     def write(self, block_hash: BlockHash, used_s: float) -> bool:
-        """Write a block to all tiers; return whether the first tier now has it."""
+        """Write a block to all tiers. Return whether the first tier has the block then."""
         first, *others = self.tiers.values()
         for tier in others:
             tier.add(block_hash, used_s)
         return first.add(block_hash, used_s)
 
     def read(self, block_hash: BlockHash, used_s: float) -> str | None:
-        """Read a block, and copy it to the first tier; return the tier that had it, or None."""
+        """Read a block, and copy it to the first tier. Return the name of the tier from which it
+        was read; None if no tier has it.
+        """
         found = self.tier_of(block_hash)
         if found is not None:
             self.tiers[found].use(block_hash, used_s)
@@ -114,7 +116,9 @@ class SimulatedNode:
         return found
 
     def add_fetched(self, block_hash: BlockHash, used_s: float) -> bool:
-        """Add a block from another node to the first tier; return whether the tier now has it."""
+        """Add a block from another node to the first tier. Return whether this tier has the block
+        then.
+        """
         return next(iter(self.tiers.values())).add(block_hash, used_s)
 
     def use(self, block_hash: BlockHash, used_s: float) -> None:
@@ -147,8 +151,8 @@ class SimulatedCopies:
     job.
 
     Args:
-        block_bytes: bytes of a block on each NPU.
-        num_files: number of files that the workers of a data-parallel rank together write for a
+        block_bytes: number of bytes of a block on each NPU.
+        num_files: number of files that all workers of a data-parallel rank together write for one
             block.
 
     Attributes:
@@ -174,7 +178,7 @@ class SimulatedCopies:
         self._ranks_per_batch = ranks_per_batch
         self._running: list[_Running] = []  # a heap
         self._num_begun = 0
-        # For each data-parallel rank, the time at which its workers have ended their jobs.
+        # For each data-parallel rank, the time at which its last job ends.
         self._free_s: dict[int, float] = {}
         self._touched_s = 0.0
         self.num_loaded: Counter[str] = Counter()
@@ -185,8 +189,8 @@ class SimulatedCopies:
         return self._running[0].end_s if self._running else math.inf
 
     def advance(self, now_s: float, *, is_idle: bool) -> bool:
-        """End the jobs whose end time has passed, and begin the jobs that the scheduler decides
-        now; return True if a job has ended, or if blocks wait although no job runs.
+        """End the jobs whose end time has come, and begin the jobs that the scheduler decides now.
+        Return True if a job has ended, or if no job runs although blocks wait to be copied.
 
         Args:
             is_idle: whether no step is in flight.
@@ -246,7 +250,7 @@ class SimulatedCopies:
 def make_copies(
     scheduler: Scheduler, deployment: AssumedDeployment, node: SimulatedNode, rates: CopyRates
 ) -> SimulatedCopies:
-    """Return the copies of a group with this deployment's blocks."""
+    """Return the simulated copies for a group of this deployment."""
     return SimulatedCopies(
         scheduler,
         node,

@@ -1,8 +1,8 @@
 """The loop of one simulated lockstep group. The scheduler, the dispatcher and the decisions about
-graph changes are real.
+graph changes are those of a real engine.
 
-Three parts are simulated: the clock advances by the assumed time of each step, captures always
-succeed, and tokens are meaningless.
+Three things are simulated: each step takes an assumed time, captures always succeed, and the
+generated tokens are meaningless.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
 IDLE_POLL_S = 0.1  # seconds between two graph changes of an idle group
-MAX_VERSIONS = 256  # the result lists only this number of plan versions, the latest
+MAX_VERSIONS = 256  # maximum number of plan versions in the result; the oldest versions are dropped
 STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
-# In ``RankBatch.scheduled``: index of num_logits in a record, and number of integers of a record.
+# ``RankBatch.scheduled`` consists of records. LOGITS is the index of num_logits in a record, and
+# RECORD is the number of integers of a record.
 LOGITS, RECORD = 3, 4
 
 OnProgress = Callable[[], None]
@@ -57,10 +58,10 @@ OnProgress = Callable[[], None]
 
 @dataclass
 class SimulatedRanks:
-    """The ranks of a group. One reply is used for all ranks, and every capture succeeds.
+    """The simulated ranks of a group. One answer stands for all ranks, and every capture succeeds.
 
     Attributes:
-        captures, releases: numbers of captured and of released graphs.
+        captures, releases: number of captured graphs, and number of released graphs.
     """
 
     plan: GraphPlan
@@ -88,7 +89,7 @@ class Counts:
 
     generated_tokens: int = 0
     finished: int = 0
-    # For each class of error, the number of requests that the group refused with it.
+    # Maps the name of an error class to the number of requests that were refused with this error.
     refused: Counter[str] = field(default_factory=Counter)
     lazy_captures: int = 0
     lazy_evictions: int = 0
@@ -101,12 +102,12 @@ class SimulatedGroup:
     """One lockstep group and its clock.
 
     Args:
-        shares_plan_with: number of groups that change their plan together, this group included; the
-            other groups are assumed to have the same traffic.
+        shares_plan_with: number of groups that share one plan and change it together, including
+            this group. The other groups are assumed to have the same traffic as this group.
         accepted: probability that a draft is accepted after all previous drafts were accepted.
-        seed: seed of the random acceptance of drafts.
+        seed: seed of the random numbers that decide whether drafts are accepted.
         node: the files of the node on which the group runs; None if no copies of KV are kept.
-        rates: the rates of copies of KV.
+        rates: the rates at which KV is copied.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class SimulatedGroup:
         self._offers = _probed(deployment, distinct(negotiated.offers))
         self._weight = shares_plan_with
         self._history = TrafficHistory(config.graph, 0.0)
-        self._is_unseen = False  # whether steps have run since the last choice of buckets
+        self._is_unseen = False  # whether any step has run since the last choice of buckets
         self.clock_s = 0.0
         self.tally = Tally()
         self.counts = Counts()
@@ -215,14 +216,14 @@ class SimulatedGroup:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the group has unfinished requests, or requests that it hands over to another
-        group.
+        """Whether the group has unfinished requests, or requests that wait until they can be handed
+        over to another group.
         """
         return self.scheduler.has_work or bool(self._handing_over)
 
     def take_handed_over(self) -> list[Request]:
-        """Remove and return the requests that can be handed over: their blocks are in files, or
-        could not be written.
+        """Remove and return the requests that can be handed over now, because their blocks are in
+        files, or could not be written.
         """
         is_ready = self.scheduler.copies.have_ended
         ready = [request for request in self._handing_over if is_ready(request)]
@@ -230,8 +231,8 @@ class SimulatedGroup:
         return ready
 
     def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
-        """Advance the clock to ``until_s``, and yield the results of each step. If copy jobs begin
-        or end while no step runs, yield empty results.
+        """Advance the clock to ``until_s``, and yield the outputs of each step. Also yield empty
+        outputs if copy jobs begin or end while no step runs.
 
         If ``until_s`` is infinite, stop when all work is done.
         """
@@ -277,13 +278,13 @@ class SimulatedGroup:
         output: Sequence[int] = (),
         source: SimulatedNode | None = None,
     ) -> bool:
-        """Submit a request; return whether the scheduler accepted it.
+        """Submit a request. Return whether the scheduler accepted it.
 
         Args:
-            name: request id, a number as text.
+            name: the request's id, which is a number as text.
             hands_over: whether the group computes only the prompt and the first token.
-            output: the tokens that another group has generated.
-            source: the node of the group that has computed the prompt.
+            output: the tokens that another group has already generated.
+            source: the node of the group that has computed the prompt; None if no other group has.
         """
         prompt = arrival.token_ids(int(name))
         request = Request(
@@ -306,7 +307,7 @@ class SimulatedGroup:
         return True
 
     def _run(self, plan: StepPlan, step: LastStep, on_progress: OnProgress) -> StepOutputs:
-        """Run a decided step; return its outputs.
+        """Run a step that was decided before. Return its outputs.
 
         Args:
             step: the arguments and the result of the dispatcher's call for this step.
@@ -329,10 +330,11 @@ class SimulatedGroup:
         return outputs
 
     def _num_tokens_of(self, num_logits: IntArray) -> IntArray:
-        """Return the number of new tokens of each sampled request: one plus its accepted drafts.
+        """Return, for each sampled request, the number of its new tokens: one plus the number of
+        its accepted drafts.
 
         Args:
-            num_logits: [num_samples], one plus the number of verified drafts.
+            num_logits: [num_samples], for each request: one plus the number of its verified drafts.
         """
         if not self._num_drafts:
             return num_logits
@@ -365,7 +367,7 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Do the captures and releases that are due; return whether anything was captured or
+        """Do the captures and releases that are due. Return whether a graph was captured or
         released.
         """
         ranks, counts = self.ranks, self.counts
@@ -388,7 +390,7 @@ class SimulatedGroup:
         return bool(captures or releases)
 
     def _look_again(self) -> None:
-        """Choose the buckets again if an update is due, as the controller does."""
+        """Like the controller, choose the buckets again if this is due."""
         if not self._history.is_due(self.clock_s):
             return
         self._is_unseen = False
@@ -419,11 +421,11 @@ class SimulatedGroup:
 
 
 def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:
-    """Add to the offers the probes that real ranks would measure for a calibrated
-    budget.
+    """Add probes to the offers: the costs that real ranks would measure for the calibrated budget
+    model.
 
-    With probes, a later choice of buckets depends on the times of steps; without probes, on the
-    tokens of steps.
+    Later choices of buckets depend on the times of steps if the offers have probes, and otherwise
+    on the numbers of tokens.
     """
     config, model = deployment.config, deployment.budget_model
     if model.name != "calibrated":
@@ -449,7 +451,7 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
 
 
 def _times(traffic: Traffic, count: int) -> Traffic:
-    """Return the sum of the traffic of ``count`` groups with equal traffic."""
+    """Return the total traffic of ``count`` groups that all have this traffic."""
     return Traffic(
         decode={tokens: weight * count for tokens, weight in traffic.decode.items()},
         mixed={tokens: weight * count for tokens, weight in traffic.mixed.items()},

@@ -1,4 +1,6 @@
-"""Latencies of a simulation's requests: time to the first token, and time per further token."""
+"""Latencies of the requests in a simulation: the time to the first token, and the time per later
+token.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,20 @@ class Latencies:
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # a preempted request's first token is counted only once
+            if name in self._arrived_s:  # else: the request was preempted after its first token
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:
             request = outputs.requests[index]
             begun_s = self._begun_s.pop(request.request_id, None)
             num_further = len(request.tokens) - request.num_prompt_tokens - 1
-            # None if another group has generated the first token
+            # ``begun_s`` is None if another group has generated the first token
             if num_further and begun_s is not None:
                 self.per_token_s.append((now_s - begun_s) / num_further)
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return mean, median and 99th percentile; all are 0 if there is no value."""
+    """Return the mean, the median and the 99th percentile; all three are 0 without values."""
     found = np.array(seconds or [0.0])
     return {
         "mean": float(found.mean()),

@@ -1,14 +1,14 @@
-"""The load of a simulation: batches or requests, which are read line by line from a trace, or drawn
-at random.
+"""The load of a simulation. It consists of batches or of requests. Both can be read line by line
+from a trace; requests can also be drawn at random.
 
 A trace is a file of JSON lines, or of CSV with a header. Each line is either
 
-- a batch, which is one step of a rank. Columns: ``decode`` (number of requests that decode); or
-  ``num_reqs`` and ``query_len``; or ``tokens`` (a mixture of prefill and decode; if prompts are
-  split, only the rank's tokens); or
-- a request. Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``. Lines are in the order of
-  arrival. Further columns if prompts share prefixes: ``shared_tokens``, the length of the shared
-  prefix, and ``shared``, the number of the prefix if there are several prefixes.
+- a batch, which is one step of a rank. It has one of these sets of columns: ``decode``, the number
+  of requests that decode; ``num_reqs`` and ``query_len``; or ``tokens``, the number of tokens in a
+  mixture of prefill and decode (if prompts are split among ranks, only the tokens of one rank); or
+- a request, with the columns ``arrival_s``, ``prompt_tokens`` and ``output_tokens``. Lines are in
+  the order of arrival. If prompts share a prefix, a line also has ``shared_tokens``, the length of
+  the prefix. If there are several prefixes, ``shared`` is the number of the prefix.
 
 Other columns are ignored. Only one line is in memory at a time.
 """
@@ -30,8 +30,8 @@ from dist_aclgraph.errors import ConfigError
 MAX_LINE_BYTES = 1 << 16
 MAX_TOKENS = 1 << 20  # maximum number of tokens of a batch or a prompt
 SPREAD = 0.7  # standard deviation of the logarithm of drawn lengths
-CHUNK = 1024  # number of requests that are drawn in one call
-SHOWN = 80  # number of characters that an error message shows of an invalid line
+CHUNK = 1024  # number of requests that are drawn at once
+SHOWN = 80  # maximum number of characters of an invalid line in an error message
 
 REQUEST_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 BATCH_COLUMNS = (("decode",), ("num_reqs", "query_len"), ("tokens",))
@@ -43,9 +43,10 @@ Kind = Literal["batches", "requests"]
 
 
 class Batch(NamedTuple):
-    """One step: numbers of live tokens and of requests, and the tokens of each request.
+    """One step of a rank. Padding is not counted in ``num_tokens``.
 
-    ``query_len`` is 0 if requests have different numbers of tokens.
+    ``query_len`` is the number of tokens of each request; 0 if this number differs between
+    requests.
     """
 
     num_tokens: int
@@ -54,7 +55,7 @@ class Batch(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One request. The first ``shared_tokens`` tokens of its prompt are the prefix with the number
+    """One request. Its prompt begins with the first ``shared_tokens`` tokens of prefix number
     ``shared``.
     """
 
@@ -65,12 +66,13 @@ class Arrival(NamedTuple):
     shared_tokens: int = 0
 
     def token_ids(self, number: int) -> list[int]:
-        """Return the prompt with this number.
+        """Return the token ids of the request's prompt.
 
-        All prompts have the same prefix, and different tokens after it.
+        Prompts with the same ``shared`` begin with the same prefix. After the prefix, the tokens of
+        all prompts differ.
 
         Args:
-            number: identifies the request.
+            number: a number that no other request has; the tokens after the prefix depend on it.
         """
         own = self.prompt_tokens - self.shared_tokens
         return [-1 - self.shared] * self.shared_tokens + [number % (1 << 31)] * own
@@ -78,12 +80,12 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Prefixes that prompts share. The n-th prefix is the prefix of 1/n as many prompts as the
-    first.
+    """Prefixes that prompts share. If k prompts have the first prefix, about k / n prompts have the
+    n-th prefix.
 
     Attributes:
         count: number of different prefixes.
-        tokens: number of tokens of each prefix. These tokens are added to each prompt.
+        tokens: number of tokens of each prefix. Each prompt becomes longer by this number.
     """
 
     count: int
@@ -111,8 +113,8 @@ class Load(Generic[Item]):
     """A load that can be iterated several times.
 
     Attributes:
-        begin: returns a new iterator over the load.
-        progress: returns the fraction of the load that has been read, from 0 to 1.
+        begin: a function that returns a new iterator over the load.
+        progress: a function that returns the fraction of the load that has been read, from 0 to 1.
     """
 
     begin: Callable[[], Iterator[Item]]
@@ -120,17 +122,17 @@ class Load(Generic[Item]):
 
 
 class Trace:
-    """A trace file of batches or of requests; the first line determines which.
+    """A trace file. Its first line decides whether it contains batches or requests.
 
     Raises:
         ConfigError: the file cannot be read, or its first line is neither a batch nor a request.
     """
 
     def __init__(self, path: Path, decode_len: int = 1) -> None:
-        """Read the first line.
+        """Read the first line, to find out what the trace contains.
 
         Args:
-            decode_len: number of tokens of a request that decodes.
+            decode_len: number of tokens that a decoding request has in a batch.
         """
         self._path = path
         self._decode_len = decode_len
@@ -246,7 +248,9 @@ class Trace:
         return value
 
     def _count_or_none(self, number: int, text: str, fields: Mapping[str, Any], name: str) -> int:
-        """Return the value of an optional column; 0 if the line has no value."""
+        """Return the count in an optional column. If the line has no value in this column, return
+        0.
+        """
         if fields.get(name) in (None, "", 0, "0"):
             return 0
         return self._count(number, text, fields, name)
@@ -272,10 +276,11 @@ class Poisson:
 
     Attributes:
         rate: mean number of arrivals per second.
-        prompt_tokens, output_tokens: mean numbers of tokens, before they are clipped.
-        max_total_tokens: maximum length of prompt and output together.
+        prompt_tokens, output_tokens: mean lengths in tokens. Lengths above a limit are reduced to
+            the limit, so the real means can be smaller.
+        max_total_tokens: maximum length of prompt and output together, in tokens.
         max_requests, max_seconds: the load ends when one of these limits is reached.
-        seed: equal seeds lead to equal loads.
+        seed: seed of the random numbers; equal seeds lead to equal loads.
     """
 
     rate: float

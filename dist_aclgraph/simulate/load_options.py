@@ -1,4 +1,4 @@
-"""The load to play: its options, and the requests that are drawn according to the options."""
+"""The options of the load to play, and the requests that are drawn according to these options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ DEFAULT_REQUESTS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The load to play: a trace, or ``poisson`` requests per second.
+    """The options of the load: either ``trace``, a file, or ``poisson``, the number of requests per
+    second that are drawn at random.
 
     ``requests`` and ``seconds`` limit the load of the whole deployment. ``beginnings`` is the
-    number of prefixes that drawn prompts share; if there are several groups, the result then also
-    compares routing rules. ``accepted`` is the probability that a draft is accepted after all
-    previous drafts were accepted.
+    number of prefixes that drawn prompts share. If it is not 0 and there are several groups, the
+    result also compares routing rules. ``accepted`` is the probability that a draft is accepted
+    after all previous drafts were accepted.
     """
 
     trace: Path | None = None
@@ -41,7 +42,7 @@ class LoadOptions:
         """Check that the options are valid and fit together.
 
         Raises:
-            ConfigError: the options are invalid; the message has the reason.
+            ConfigError: the options are invalid. The message gives the reason.
         """
         if (self.trace is None) == (self.poisson is None):
             raise ConfigError("a simulation needs a load: either --trace FILE or --poisson RATE")
@@ -78,14 +79,14 @@ def draw_load(
     share: Fraction,
     first: int = 0,
 ) -> Iterator[Arrival]:
-    """Draw a fraction of the load, with the shared prefixes of its prompts.
+    """Draw a fraction of the load. If ``options.beginnings`` is not 0, prompts get shared prefixes.
 
     Args:
         share: fraction of the deployment's load that is drawn.
-        first: index of the group that gets these requests, or of the first of several such groups.
+        first: index of the first group that gets these requests.
 
     Raises:
-        ConfigError: the prefixes are too long.
+        ConfigError: the shared prefixes are too long for a prompt.
     """
     assert options.poisson is not None
     max_total_tokens = _max_total_tokens(deployment, num_blocks)
@@ -113,7 +114,7 @@ def draw_load(
 
 
 def until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]:
-    """Yield the requests that arrive until a given time."""
+    """Yield the requests that arrive in the first ``max_seconds`` seconds."""
     for arrival in arrivals:
         if arrival.arrival_s > max_seconds:
             return
@@ -121,6 +122,8 @@ def until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]:
 
 
 def _max_total_tokens(deployment: AssumedDeployment, num_blocks: int) -> int:
-    """Return the maximum length of a request, which the context or the cache limits."""
+    """Return the maximum number of tokens of a request, which is limited by the context length and
+    the cache.
+    """
     tokens_per_block = Shards.from_config(deployment.config).tokens_per_block
     return min(deployment.planner.max_model_len, (num_blocks - 1) * tokens_per_block + 1)

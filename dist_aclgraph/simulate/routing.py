@@ -1,8 +1,9 @@
-"""Simulates a load that several groups share. The simulation compares two rules for sending
-requests to groups, and a deployment with copies of KV and without copies.
+"""Simulates a load that several groups share. Two comparisons are possible: between two rules that
+choose the group of a request, and between a deployment with copies of KV and one without.
 
-All groups run at the same time, each with its own clock. The group with the earliest clock runs the
-next step. When a request is sent, all groups have been simulated up to the request's arrival.
+All groups run at the same time, but each has its own clock. The group whose clock shows the
+earliest time runs the next step. Before a request is sent, all groups are simulated up to the
+arrival of the request.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WITH_COPIES, WITHOUT_COPIES = "with copies", "without copies"
 
 
 class Routing(Protocol):
-    """A rule that chooses groups for requests. ``RequestRouter`` implements the ingress's rule."""
+    """A rule that chooses groups for requests. The ingress uses the rule of ``RequestRouter``."""
 
     def route(
         self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]
@@ -62,8 +63,8 @@ class RoutedLoad:
     """Plays a load on several groups.
 
     Args:
-        choose_role: chooses whether a request's prompt is computed by a prefill group. None if all
-            groups compute both prompts and answers.
+        choose_role: a function that decides whether a prefill group computes the prompt of a
+            request. None if all groups compute both prompts and outputs.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class RoutedLoad:
         self._routing = routing
         self._groups = {str(index): group for index, group in enumerate(groups)}
         self._choose_role = choose_role
-        self._arrivals: dict[str, Arrival] = {}  # requests that a prefill group is computing
+        self._arrivals: dict[str, Arrival] = {}  # requests at a prefill group
 
     def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
-        """Serve all requests; return the results as values for JSON."""
+        """Serve all requests. Return the results as values for JSON."""
         sent = dict.fromkeys(self._groups, 0)
         for number, coming in enumerate(arrivals):
             self._pass_time(coming.arrival_s)
@@ -96,11 +97,13 @@ class RoutedLoad:
         output: Sequence[int] = (),
         source: SimulatedNode | None = None,
     ) -> str | None:
-        """Send a request to a group; return the group, or None if it has refused the request.
+        """Send a request to a group. Return the group's name; None if the group has refused the
+        request.
 
         Args:
-            output: the tokens that a prefill group has generated.
-            source: the node of this prefill group.
+            output: the tokens that a prefill group has already generated.
+            source: the node of this prefill group; None if no prefill group has computed the
+                prompt.
         """
         prompt = pack_ints([*coming.token_ids(int(name)), *output])
         hands_over, among = False, list(self._groups)
@@ -130,12 +133,12 @@ class RoutedLoad:
                 self._take(outputs)
 
     def _hand_over(self, group: SimulatedGroup) -> None:
-        """Send the requests whose prompts a prefill group has computed to decode groups."""
+        """Send those requests to decode groups whose prompts this prefill group has computed."""
         for request in group.take_handed_over():
             name = request.request_id
             coming = self._arrivals.pop(name)
             for other in self._groups.values():
-                if not other.is_busy:  # the clock of an idle group has not advanced
+                if not other.is_busy:  # the clock of an idle group may be behind
                     for _ in other.play_until(group.clock_s, lambda: None):
                         pass
             output = request.tokens[request.num_prompt_tokens :].tolist()
@@ -188,7 +191,7 @@ class RoutedLoad:
 
 
 def make_router(groups: Sequence[SimulatedGroup]) -> RequestRouter:
-    """Return a router that knows the groups by their indices."""
+    """Return a router for these groups. The router's name of a group is its index as text."""
     router = RequestRouter()
     for index, group in enumerate(groups):
         pools = [rank.pool for rank in group.scheduler.ranks]
@@ -203,14 +206,14 @@ def compare_copies(
     num_prefill: int,
     prefill_from: int,
 ) -> list[dict[str, Any]]:
-    """Play one load with copies of KV, then without copies; return both results in this
-    order.
+    """Play the same load twice: with copies of KV, and without. Return both results in this order.
 
     Args:
-        make_groups: a function that returns new groups. Its argument is whether copies are kept.
-        num_prefill: number of prefill groups, if copies are kept.
-        prefill_from: a prefill group computes a prompt only if it has at least this number of
-            uncached tokens.
+        make_groups: a function that returns new groups. Its argument says whether the groups keep
+            copies.
+        num_prefill: number of prefill groups in the run with copies.
+        prefill_from: a prefill group computes a prompt only if the prompt has at least this number
+            of uncached tokens.
     """
     rows = []
     for name, has_copies in ((WITH_COPIES, True), (WITHOUT_COPIES, False)):
@@ -229,8 +232,8 @@ def compare_routing(
     make_arrivals: Callable[[], Iterable[Arrival]],
     on_arrival: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Play one load with each rule, on new groups each time. Return the results; the first result
-    belongs to the ingress's rule.
+    """Play the same load once with each rule, each time on new groups. Return the results. The
+    first result belongs to the ingress's rule.
     """
     rows = []
     for name in (BY_CACHE, BY_COUNT):

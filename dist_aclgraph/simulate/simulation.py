@@ -1,6 +1,8 @@
-"""A whole simulation: one group for each different plan of a deployment, and the overall result.
+"""A whole simulation: it plays the load on one group for each different plan of a deployment, and
+computes the overall result.
 
-Groups with equal plans get equal shares of the load, so one of these groups represents the others.
+Groups with equal plans get equal shares of the load. So only one of these groups is simulated, and
+it represents the others.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-MAX_GROUPS = 8  # at most this number of groups is simulated, of the kinds with the most groups
+MAX_GROUPS = 8  # maximum number of simulated groups; kinds with many groups come first
 
-# The argument is the fraction of the load that has been played, from 0 to 1.
+# A function that is called with the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]
 
 
@@ -45,7 +47,7 @@ class GroupKind:
 
     Attributes:
         first: index of the group that is simulated.
-        num_groups: number of groups of this kind, the simulated group included.
+        num_groups: number of groups of this kind, including the simulated group.
     """
 
     first: int
@@ -148,8 +150,8 @@ def simulate(
 
 
 def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
-    """Return one kind for each set of groups with equal offers. The kind with the most groups is
-    the first.
+    """Return one kind for each set of groups with equal offers. The kind with the most groups comes
+    first.
     """
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":
@@ -213,8 +215,8 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
 
 
 def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
-    """Return how often drafts were verified, and the mean number of tokens that a verification
-    generates.
+    """Return the number of verifications of drafts, and the mean number of tokens that a
+    verification generates.
     """
     verified = stats["drafts"]
     each = 1 + stats["accepted_tokens"] / verified if verified else 1.0
@@ -262,7 +264,9 @@ def _group_maker(
     times: StepTimes,
     num_blocks: int,
 ) -> Callable[..., SimulatedGroup]:
-    """Return a function that makes a group of this kind from further arguments of the group."""
+    """Return a function that makes a simulated group of this kind. Its arguments are further
+    arguments of ``SimulatedGroup``.
+    """
     return partial(
         SimulatedGroup,
         deployment,
@@ -302,7 +306,7 @@ def _copies(
     num_blocks: int,
     rates: CopyRates,
 ) -> list[dict[str, Any]]:
-    """Play the load on several groups, with copies of KV and without."""
+    """Play the load on several groups twice: with copies of KV, and without."""
     parallel, all_groups = deployment.config.parallel, deployment.layout.lockstep_groups
     num_groups = min(len(all_groups), MAX_GROUPS)
     share = Fraction(num_groups, len(all_groups))

@@ -1,4 +1,6 @@
-"""Predicts the streams of graphs by the budget model, on the rank with the fewest free streams."""
+"""Predicts with the budget model how many streams graphs use, on the rank with the fewest free
+streams.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 
-# Maps names to numbers of streams. Names of families: streams of a family's graphs; "fixed":
-# streams that are used before the first capture; "all": the sum.
+# Maps a name to a number of streams. A family's name stands for the streams of its graphs, "fixed"
+# for the streams that are in use before the first capture, and "all" for the sum.
 Held = dict[str, int]
 
 
 def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) -> StreamOffer:
-    """Return the offer of the rank that has the fewest free streams after the plan's captures."""
+    """Return the offer of the rank that will have the fewest free streams after all graphs of the
+    plan are captured.
+    """
     model = deployment.budget_model
 
     def left(offer: StreamOffer) -> int:
@@ -31,7 +35,9 @@ def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) ->
 def streams_held(
     deployment: AssumedDeployment, offer: StreamOffer
 ) -> Callable[[Iterable[BatchDescriptor]], Held]:
-    """Return a function that predicts how many streams a rank needs for a set of graphs."""
+    """Return a function that predicts how many streams the rank of ``offer`` uses for a set of
+    graphs.
+    """
     planner, model = deployment.planner, deployment.budget_model
     kinds = [*planner.families, *planner.lazy_families]
     families: dict[str, GraphFamily] = {family.name: family for family in kinds}

@@ -1,4 +1,6 @@
-"""Counts the steps of a simulation over time and by batch size, unlike the dispatcher's counts."""
+"""Counts the steps of a simulation over time and by batch size. The dispatcher's own counts contain
+neither.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import Dispatch, Fits, GraphDispatcher, always
 
-MAX_BINS = 128  # maximum number of bins; when a step needs another bin, the width of bins doubles
+MAX_BINS = 128  # maximum number of bins; if more would be needed, all bins become twice as wide
 FIRST_WIDTH_S = 1.0
 
 
 @dataclass
 class Shares:
-    """Numbers of steps and of their tokens."""
+    """Counts of steps and of the tokens in these steps."""
 
     steps: int = 0
     eager_steps: int = 0
@@ -42,7 +44,7 @@ class Shares:
 
     @property
     def padding_share(self) -> float:
-        """Fraction of padding among all replayed tokens."""
+        """Fraction of all tokens in replayed graphs that are padding."""
         replayed = self.live_tokens - self.eager_tokens + self.padded_tokens
         return self.padded_tokens / replayed if replayed else 0.0
 
@@ -75,7 +77,9 @@ class TimeLine:
         found.add(num_tokens, graph)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return the bins that contain a step, each with its start in seconds."""
+        """Return the bins that contain at least one step, each with the time at which it begins, in
+        seconds.
+        """
         return [
             {"from_s": index * self.width_s, **self.bins[index].report()}
             for index in sorted(self.bins)
@@ -91,10 +95,11 @@ class TimeLine:
 
 @dataclass
 class Tally:
-    """Counts all steps of a group, over time and for each pair of live tokens and query
-    length.
+    """Counts all steps of a group, once over time, and once by the batch: its number of tokens
+    without padding, and its query length.
 
-    The query length is 0 if the requests of a batch have different lengths.
+    The query length is the number of tokens of each request in the batch; 0 if this number differs
+    between requests.
     """
 
     over_time: TimeLine = field(default_factory=TimeLine)
@@ -116,7 +121,9 @@ class Tally:
         return found
 
     def by_tokens(self) -> list[dict[str, Any]]:
-        """Return the counts for each number of live tokens, in ascending order."""
+        """Return the counts for each batch size, in ascending order. The batch size is the number
+        of live tokens: tokens that are not padding.
+        """
         found: dict[int, Shares] = {}
         for (num_tokens, _), shares in self.by_batch.items():
             found.setdefault(num_tokens, Shares()).merge(shares)
@@ -125,7 +132,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class LastStep:
-    """The arguments of a call of the dispatcher, and the returned graph."""
+    """The arguments of the last call of the dispatcher, and the graph that it returned."""
 
     num_tokens: int
     query_len: int

@@ -1,7 +1,7 @@
-"""The time of a step in a simulation.
+"""The times of steps in a simulation.
 
-The time is either assumed or measured. An assumed time is a constant, plus a time per padded token.
-Measured times are read from the report of a deployment.
+Times are either assumed or measured. An assumed time is a constant plus a time for each token,
+including padding. Measured times are read from the report of a deployment.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class StepTimes:
     """Seconds of steps and captures.
 
     Attributes:
-        base_s: seconds of each step, independent of its size.
-        token_s: additional seconds per token, padding included.
-        eager: time of steps without a graph. None means that such steps take as long as a graph of
-            the same size.
+        base_s: seconds that each step takes, independent of its size.
+        token_s: additional seconds for each token, including padding.
+        eager: the times of steps without a graph. None means that such a step takes as long as a
+            step of the same size with a graph.
         capture_s: seconds of one capture, during which no step runs.
-        measured: measured times by mode and bucket, which replace ``base_s`` and ``token_s``. Times
-            between two measured sizes are interpolated; above the largest measured size, times are
-            proportional to tokens.
-        source: a text that names the origin of the measured times.
+        measured: measured seconds by mode and bucket, which are used instead of ``base_s`` and
+            ``token_s``. Between two measured sizes, times are interpolated. Above the largest
+            measured size, times are proportional to the number of tokens.
+        source: a text that says where the measured times come from.
     """
 
     base_s: float = STEP_MS / 1e3
@@ -46,7 +46,7 @@ class StepTimes:
     _known: dict[tuple[int, RunMode], float] = field(default_factory=dict, compare=False)
 
     def step_s(self, num_tokens: int, mode: RunMode) -> float:
-        """Return the seconds of a step with ``num_tokens`` tokens, padding included."""
+        """Return how many seconds a step with ``num_tokens`` tokens takes, including padding."""
         key = num_tokens, mode
         if key not in self._known:
             self._known[key] = self._step_s(num_tokens, mode)
@@ -90,14 +90,14 @@ def line_times(
     eager_step_ms: float | None = None,
     eager_token_ms: float | None = None,
 ) -> StepTimes:
-    """Return times that consist of a constant and a time per token.
+    """Return assumed times, which consist of a constant and a time for each token.
 
     Args:
-        eager_step_ms, eager_token_ms: the constant and the time per token of steps without a graph;
-            None means the values of steps with a graph.
+        eager_step_ms, eager_token_ms: the constant and the time per token for steps without a
+            graph. None means the same value as for steps with a graph.
 
     Raises:
-        ConfigError: steps would take no time, or negative time.
+        ConfigError: a step would take no time, or a negative time.
     """
     eager_ms = Line(
         step_ms if eager_step_ms is None else eager_step_ms,
@@ -156,7 +156,9 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
 
 
 def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
-    """Return the mean of linear functions, weighted by numbers of steps; None without steps."""
+    """Return the mean of linear functions, weighted by their numbers of steps; None if there are no
+    steps.
+    """
     steps = sum(count for count, _ in lines)
     if not steps:
         return None
@@ -167,8 +169,8 @@ def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
 
 
 def _groups(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all groups in ``report``, which is a deployment's report or
-    one group's.
+    """Yield the report of each group in ``report``. ``report`` is the report of a deployment or of
+    one group.
     """
     if isinstance(report, dict):
         yield report

@@ -1,8 +1,10 @@
-"""Replaces packages that vllm-ascend imports, and that are not installed with an emulated NPU. If
-this folder is on PYTHONPATH, Python imports this file when it starts (``make test-vllm-ascend``).
+"""Replaces packages that vllm-ascend imports, but that a machine with an emulated NPU does not
+have. If this folder is on PYTHONPATH, Python imports this file when it starts (``make
+test-vllm-ascend``).
 
-vllm-ascend imports pyACL, a part of CANN, for its sleep mode. It also imports models of images,
-whose processors need torchvision. No model of text uses these packages, so they are mocks.
+vllm-ascend imports pyACL, a part of CANN, for its sleep mode. It also imports models for images,
+whose processors need torchvision. Models for text use neither pyACL nor torchvision, so mocks
+replace both.
 """
 
 import sys
@@ -31,7 +33,8 @@ sys.meta_path.insert(0, Mocks())
 
 
 def register() -> None:
-    """Change three parts of vllm-ascend, in each process that loads its plugins.
+    """Change three parts of vllm-ascend. This runs in each process that loads vllm-ascend's
+    plugins.
 
     vllm-ascend's own kernels are imported before the model is compiled; the import fails, because
     the kernels are not built.

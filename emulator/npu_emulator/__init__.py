@@ -1,11 +1,12 @@
 """An Ascend NPU on the CPU: emulated CANN libraries for the real, unmodified torch_npu.
 
 ``npu-emulator run -- python script.py`` runs a program on the emulated NPU. The function ``load``
-loads the emulated NPU into the calling process. ``README.md`` beside the C++ sources describes
-settings and counters.
+loads the emulated NPU into the calling process. ``README.md`` in the folder of the C++ sources
+describes the settings and the counters.
 
 The C++ sources are compiled at the first use. libtorch_npu.so needs CANN libraries with certain
-SONAMEs, and the loader uses libraries with these SONAMEs that the process has already loaded.
+SONAMEs. If the process has already loaded libraries with these SONAMEs, the loader uses them. So
+the emulated libraries are loaded first.
 """
 
 from npu_emulator.building import BUILD, SOURCES, build, is_built, missing_tools

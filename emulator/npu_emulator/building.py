@@ -28,8 +28,9 @@ OnProgress = Callable[[int, int, str], None]
 
 
 def _build_folder() -> Path:
-    """Return the folder of the built libraries: in a clone, a folder next to the sources for each
-    release series of torch; otherwise, a folder in the user's cache for each installation.
+    """Return the folder of the built libraries. In a clone of the repository, it is next to the
+    sources, and each release series of torch has its own folder. Otherwise it is in the user's
+    cache, and each installation has its own folder.
     """
     if _IS_CLONE and os.access(SOURCES, os.W_OK):
         return SOURCES / f"build-{torch_series()}"
@@ -43,7 +44,9 @@ _LOCK = BUILD / "lock"
 
 
 def is_built() -> bool:
-    """Return whether the libraries exist and belong to these sources, wheels and processor."""
+    """Return whether libraries exist that were built from the present sources, with the installed
+    wheels, and for this processor.
+    """
     try:
         return _STAMP.read_text() == _fingerprint()
     except OSError:
@@ -51,15 +54,16 @@ def is_built() -> bool:
 
 
 def build(progress: OnProgress | None = None) -> Path:
-    """Build the libraries if a source, a wheel or the processor changed, and return their folder.
+    """Build the libraries if a source, a wheel or the processor has changed. Return their folder.
 
     If several processes call this at the same time, the first one builds, and the others wait.
 
     Args:
-        progress: called with (number of finished steps, number of all steps, last step).
+        progress: a function that is called with (number of finished steps, number of all steps,
+            name of the last step).
 
     Raises:
-        BuildError: g++ or make is missing, or the compiler failed; the message contains the last
+        BuildError: g++ or make is missing, or the compiler failed. The message contains the last
             lines of the compiler's output.
         EmulatorError: torch or torch_npu is not installed.
     """
@@ -75,7 +79,8 @@ def build(progress: OnProgress | None = None) -> Path:
     with _one_builder():
         if not is_built():
             _STAMP.unlink(missing_ok=True)
-            # Computed before the build, so that the hash omits changes made during the build.
+            # The hash is computed before the build. So if a source changes during the build, the
+            # next call builds again.
             fingerprint = _fingerprint()
             _make(progress)
             _STAMP.write_text(fingerprint)
@@ -83,7 +88,7 @@ def build(progress: OnProgress | None = None) -> Path:
 
 
 def missing_tools() -> list[str]:
-    """Return the programs that a build needs and this machine lacks."""
+    """Return the names of the programs that a build needs, but that this machine does not have."""
     return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 
@@ -95,8 +100,8 @@ def _one_builder() -> Iterator[None]:
 
 
 def _fingerprint() -> str:
-    """Return a hash of the build's inputs: sources, wheels, interpreter, vector units
-    (-march=native).
+    """Return a hash of all inputs of the build: the sources, the wheels, the interpreter, and the
+    processor's vector units (-march=native).
     """
     digest = hashlib.sha256()
     for path in sorted([SOURCES / "Makefile", *SOURCES.glob("src/**/*"), *SOURCES.glob("tools/*")]):
@@ -115,7 +120,8 @@ def _processor_features() -> str:
 
 
 def _make(progress: OnProgress | None) -> None:
-    # Dependency files contain the objects' paths. So in a clone, B must be as in the Makefile.
+    # Dependency files contain the paths of the objects. So in a clone, B must have the same value
+    # as in the Makefile.
     folder = BUILD.name if BUILD.parent == SOURCES else BUILD
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
     command.append(f"B={folder}")

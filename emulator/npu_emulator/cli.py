@@ -14,10 +14,10 @@ from npu_emulator.version import VERSION
 
 
 def main(prog: str = "npu-emulator", packages: Sequence[Path] = ()) -> None:
-    """Build. With ``run``, start a program on the emulated NPU afterwards.
+    """Build the libraries. With ``run``, then start a program on the emulated NPU.
 
     Args:
-        packages: further folders that the program can import from.
+        packages: further folders from which the program can import.
     """
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--version", action="version", version=VERSION)

@@ -25,7 +25,7 @@ def counters(device: int | None = None) -> dict[str, int]:
 
 
 def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
-    """Return how often an emulated device has run each operator on its AI CPU, which is slow.
+    """Return how many times an emulated device has run each operator on its AI CPU, which is slow.
 
     Args and errors as ``counters``.
     """
@@ -33,7 +33,8 @@ def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
 
 
 def unaligned_operators(device: int | None = None) -> dict[str, int]:
-    """Return, by operator, the number of runs on a tensor whose address is no multiple of 32 bytes.
+    """Return, for each operator, how many times it ran with a tensor whose address is no multiple
+    of 32 bytes.
 
     Args and errors as ``counters``.
     """
@@ -41,7 +42,7 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 
 
 def rates() -> dict[str, float]:
-    """Return the rates of modelled time, by name.
+    """Return the rates from which the time model computes a device's times, by name.
 
     Raises:
         EmulatorError: the emulator is not loaded.

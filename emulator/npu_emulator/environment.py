@@ -17,24 +17,29 @@ def cache_directory() -> Path:
 
 
 def build_environment() -> dict[str, str]:
-    """Return this process's environment without the flags of an outer make, for a compiler."""
+    """Return this process's environment for a compiler: without the flags of a make that started
+    this process.
+    """
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
 def disable_backend_autoload() -> None:
-    """Stop torch from importing torch_npu by itself, before the emulated libraries are loaded."""
+    """Prevent torch from importing torch_npu by itself, which would happen before the emulated
+    libraries are loaded.
+    """
     os.environ[AUTOLOAD] = "0"
 
 
 def emulated_environment(
     libraries: Path, packages: Sequence[Path], programs: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return an environment in which a program finds the emulated NPU, whatever it imports first.
+    """Return an environment in which a program finds the emulated NPU, in whatever order it imports
+    modules.
 
     Args:
         libraries: folder of the emulated CANN.
-        packages: folders that the program can import from.
-        programs: folder of this interpreter, with pytest and similar programs.
+        packages: folders from which the program can import.
+        programs: folder of this interpreter, which also contains pytest and similar programs.
         settings: settings of the emulator.
     """
     paths = {"LD_LIBRARY_PATH": [libraries], "PYTHONPATH": packages, "PATH": [programs]}

@@ -2,8 +2,8 @@
 
 
 class EmulatorError(Exception):
-    """The emulated NPU cannot be loaded, or was asked for something that it does not have."""
+    """The emulated NPU cannot be loaded, or does not have what the caller requested."""
 
 
 class BuildError(EmulatorError):
-    """The emulated libraries did not build; the message has the compiler's output."""
+    """The emulated libraries could not be built. The message contains the compiler's output."""

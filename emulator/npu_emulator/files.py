@@ -12,13 +12,13 @@ from npu_emulator.errors import EmulatorError
 
 
 def read_files(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings; the names of files of rates and rules are replaced by the files'
-    contents.
+    """Return the settings. If they name a file of rates or a file of rules, the contents of the
+    file are returned instead of its name.
 
-    A device's rules take precedence over other settings.
+    If a setting is also in the file of rules, the value in the file is used.
 
     Raises:
-        EmulatorError: a file cannot be read, or has another form.
+        EmulatorError: a file cannot be read, or is no file of rates or rules.
     """
     found = {key: value for key, value in settings.items() if key not in ("rates", "rules")}
     if "rates" in settings:
@@ -30,7 +30,7 @@ def read_files(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_rates(path: str | Path) -> dict[str, str]:
-    """Return the rates in a YAML or JSON file. This function does not check names and numbers.
+    """Return the rates in a YAML or JSON file. The names and the numbers are not checked here.
 
     Raises:
         EmulatorError: the file cannot be read, or is not a map of rates.
@@ -47,7 +47,7 @@ def read_rates(path: str | Path) -> dict[str, str]:
 
 
 def read_rules(path: str | Path) -> dict[str, Any]:
-    """Return the tables of a file of rules: ``settings`` and ``answers``.
+    """Return the contents of a file of rules: the tables ``settings`` and ``answers``.
 
     Raises:
         EmulatorError: the file cannot be read, or is no file of rules.
@@ -62,9 +62,10 @@ def read_rules(path: str | Path) -> dict[str, Any]:
 
 
 def _settings_of(rules: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings in a file of rules, without a check of names and values."""
+    """Return the settings in a file of rules. Their names and values are not checked here."""
     return {
-        # The settings are passed as one line of words.
+        # A value must not contain white space, because the settings are passed as one line of
+        # words.
         name: ";".join(quote_plus(str(part)) for part in value)
         if isinstance(value, list)
         else str(value)

@@ -34,7 +34,7 @@ _BEFORE_TORCH = (
     "llm_datadist",
 )
 _AFTER_TORCH = ("hccl", "hcomm", "atb", "opapi", "nnopbase")
-# CANN's Python packages, which set_env.sh of an installed CANN puts on the path.
+# CANN's Python packages. If CANN is installed, its set_env.sh puts them on Python's path.
 _PACKAGES = SOURCES / "python" / "site-packages"
 
 _loaded_settings: dict[str, str] | None = None
@@ -45,7 +45,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     """Load the emulated libraries, torch and torch_npu into this process.
 
     Args:
-        settings: see ``README.md``; they cannot be changed later in this process.
+        settings: see ``README.md``. The settings cannot be changed later in this process.
 
     Raises:
         BuildError: as ``build``.
@@ -69,8 +69,8 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
 
 
 def preload() -> None:
-    """Load all libraries without settings, and open no device. Afterwards ``load`` is fast in a
-    forked process: it only applies the settings.
+    """Load all libraries without settings, and open no device. In a process that is forked
+    afterwards, ``load`` only has to apply the settings, and is fast.
 
     Raises:
         BuildError: as ``build``.
@@ -90,11 +90,11 @@ def is_loaded() -> bool:
 def run(
     command: Sequence[str], settings: Mapping[str, str], packages: Sequence[Path] = ()
 ) -> NoReturn:
-    """Replace this process by ``command``. The command and its children find the emulated NPU,
-    whatever the order of their imports.
+    """Replace this process by ``command``. The command and its child processes find the emulated
+    NPU, in whatever order they import modules.
 
     Args:
-        packages: further folders that the command can import from.
+        packages: further folders from which the command can import.
 
     Raises:
         BuildError: as ``build``.
@@ -114,7 +114,7 @@ def run(
 
 
 def _load_runtime() -> ctypes.CDLL:
-    """Load and return the library with the settings; torch's libraries are loaded after it."""
+    """Load the libraries that must precede torch. Return the first one, which has the settings."""
     check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
@@ -122,7 +122,8 @@ def _load_runtime() -> ctypes.CDLL:
 
 
 def _load_torch() -> None:
-    # Otherwise torch would import torch_npu by itself, before the libraries below are loaded.
+    # Otherwise torch would import torch_npu by itself, before the libraries of the loop below are
+    # loaded.
     disable_backend_autoload()
     import torch  # noqa: F401
 

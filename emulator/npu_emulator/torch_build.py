@@ -1,4 +1,4 @@
-"""The installed torch, and whether torch_npu works with it.
+"""Checks whether torch_npu works with the installed torch.
 
 If torch is built for CUDA, torch_npu 2.13 ends the process with a message that does not name the
 cause. So this module checks the build before torch or torch_npu is imported.
@@ -44,10 +44,12 @@ def _version(name: str) -> str:
 
 
 def cuda_version() -> str:
-    """Return the version of CUDA for which the installed torch is built; "" if none."""
+    """Return the version of CUDA for which the installed torch is built; "" if it is built without
+    CUDA.
+    """
     try:
         found = importlib.util.find_spec("torch")
-    except ValueError:  # the name torch stands for an object that is not a package
+    except ValueError:  # sys.modules contains an object named torch that is no package
         return ""
     if found is None or found.origin is None:
         return ""
@@ -74,7 +76,8 @@ def check_torch() -> None:
     """Check that torch_npu can be imported together with the installed torch.
 
     Raises:
-        EmulatorError: torch is built for CUDA, and this torch_npu does not work with such a torch.
+        EmulatorError: torch is built for CUDA, and the installed torch_npu does not work with such
+            a build.
     """
     if not loads_torch_npu():
         raise EmulatorError(

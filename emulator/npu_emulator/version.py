@@ -1,3 +1,3 @@
-"""The version of this package; ``pyproject.toml`` reads it."""
+"""The version of this package, which ``pyproject.toml`` reads."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,5 @@
-"""The two calls of CANN's pyACL with which Ray counts a node's NPUs, for nodes with emulated NPUs.
+"""Those two calls of CANN's pyACL with which Ray counts the NPUs of a node. Used on nodes with
+emulated NPUs.
 
 Ray imports ``acl`` when a node starts. If the import fails and NPUs are declared, Ray prints two
 tracebacks. This module is on Python's path only while a local Ray starts
@@ -18,7 +19,7 @@ class rt:
 
     @staticmethod
     def get_device_count() -> tuple[int, int]:
-        """Return (number of devices, error code): always 0 devices, because Ray's caller declares
-        the number.
+        """Return (number of devices, error code). The number is always 0, because whoever starts
+        Ray declares the number of NPUs.
         """
         return 0, 0

@@ -1,4 +1,5 @@
-// Shared by the emulated libraries: launching work, device addresses, errors. Not part of CANN.
+// Functions that all emulated libraries use: to launch work, to convert device addresses, and to
+// report errors. They are no part of CANN.
 #pragma once
 
 #include <acl/acl_base.h>
@@ -18,7 +19,7 @@ namespace emu {
 
 using Task = std::function<void()>;
 
-// The kind of a task. Only kernels may be updated through a task group.
+// The kind of a task. Of these kinds, a task group may only update kernels.
 enum class TaskKind {
   Kernel,
   Copy,
@@ -30,23 +31,25 @@ enum class TaskKind {
 };
 
 struct LaunchTraits {
-  // For the counters: the operator's name if each run of the launch is counted, else null.
+  // Two fields for the counters. Each is the operator's name if the runs of this launch are
+  // counted; otherwise null.
   const char *ai_cpu = nullptr;     // the AI CPU runs it
   const char *unaligned = nullptr;  // a tensor does not begin at a multiple of 32 bytes
   // The next two fields are used with modelled time only.
   int64_t ns = 0;                   // time of the launch on the chip
   bool between_host_and_device = false;  // a copy that uses no core
-  // Addresses of the operator's tensors, in the order of the arguments; null unless
-  // `wants_operands`.
+  // Addresses of the operator's tensors, in the order of its arguments; null if `wants_operands` is
+  // false for the operator.
   std::shared_ptr<const std::vector<uintptr_t>> operands;
 };
 
-// Whether a fault may hit the memory of an operator's tensors. If so, the launch must set operands.
+// Whether the settings contain a fault that damages the memory of this operator's tensors. If so, a
+// launch must set `operands`.
 EMU_SHARED bool wants_operands(const char *name);
 
-// Runs `body` on the device. Depending on the stream's state, the task is queued on the stream's
-// worker thread, or is appended to the graph being captured, or (in a task-update section) replaces
-// the body of the next task of the task group.
+// Runs `body` on the device. Usually, the task is queued for the stream's worker thread. If the
+// stream is being captured, the task is appended to the graph. In a task-update section, the task
+// replaces the body of the next task of the task group.
 EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name, Task body,
                            LaunchTraits traits = {});
 
@@ -57,8 +60,9 @@ EMU_SHARED aclError fail(aclError code, const char *format, ...)
 
 constexpr aclError kNotEmulated = 161003;  // of calls that the emulator refuses
 
-// Device addresses are in a window that is PROT_NONE; kernels use an alias mapping of the same
-// pages. So host code that dereferences a device pointer crashes, as with a real device.
+// Device addresses are in a range of addresses that is mapped with PROT_NONE. Kernels use a second
+// mapping of the same pages. So host code that dereferences a device pointer crashes, as with a
+// real device.
 constexpr int kMaxDevices = 64;
 constexpr uintptr_t kDeviceWindow = 0x200000000000ull;
 constexpr uintptr_t kDeviceWindowBytes = 0x100000000000ull;

@@ -1,8 +1,8 @@
-// FRACTAL_NZ: a storage format for weights. It divides a matrix into blocks of 16 rows and of 32
-// bytes of columns. The blocks of one column of blocks follow each other, and the elements of a
-// block are in the order of its rows. So a matrix [rows, columns] is stored as
-// [columns / width, rows / 16, 16, width], where `width` elements have 32 bytes. Zeros fill blocks
-// that the matrix does not fill.
+// FRACTAL_NZ: a storage format for weights. It divides a matrix into blocks; each block has 16
+// rows, and columns of 32 bytes in total. All blocks below each other are stored one after the
+// other. Within a block, the elements are stored row by row. So a matrix [rows, columns] is stored
+// as [columns / width, rows / 16, 16, width], where `width` elements have 32 bytes. Zeros fill
+// blocks that the matrix does not fill.
 // Sources: torch_npu, FormatHelper.cpp (InferShapeNDToNZ); document aclnnNpuFormatCast.
 #pragma once
 
@@ -17,7 +17,8 @@ struct FractalNz {
   int64_t matrices, rows, columns;
   int64_t element_bytes;
 
-  // `sizes` are those of a tensor whose last two dimensions are the rows and columns of matrices.
+  // `sizes` are the sizes of a tensor. Its last two dimensions are the rows and the columns of
+  // matrices.
   FractalNz(const std::vector<int64_t> &sizes, int64_t element_bytes)
       : matrices(1), rows(sizes[sizes.size() - 2]), columns(sizes.back()),
         element_bytes(element_bytes) {

@@ -1,4 +1,4 @@
-// libmetadef.so: the strings in the interfaces of CANN's libraries.
+// libmetadef.so: the string type that the interfaces of CANN's libraries use.
 #include <functional>
 #include <string>
 
@@ -25,7 +25,7 @@ size_t AscendString::Find(const AscendString &part) const {
 }
 size_t AscendString::Hash() const { return std::hash<std::string>()(text_of(name_)); }
 
-// A string without a value is less than all others.
+// A string without a value is less than every string with a value.
 static int compare(const std::shared_ptr<std::string> &a, const std::shared_ptr<std::string> &b) {
   return a && b ? a->compare(*b) : int(bool(a)) - int(bool(b));
 }

@@ -1,5 +1,6 @@
 // The speed of the modelled chip (kernels=timed). rates.cpp and docs/develop/device-time.md list
-// every number with its source; a setting rate.NAME replaces a number by a measured one.
+// every number with its source. A setting rate.NAME replaces a number, for example by a measured
+// number.
 #pragma once
 
 #include "emulator.h"
@@ -11,15 +12,15 @@ namespace emu {
 struct Rates {
   // The chip.
   double bf16_tflops, int8_tflops, hbm_tb_s;
-  // The share of the chip's peak speed that products of n x n matrices reach, and the share that
-  // other work reaches.
+  // The fraction of the chip's peak speed that products of n x n matrices reach, and the fractions
+  // that other work reaches.
   double matmul_1024, matmul_2048, matmul_4096, int8_matmul, attention, latent_attention;
-  // The shares of the memory's bandwidth that kinds of work reach.
+  // The fraction of the memory's bandwidth that each kind of work reaches.
   double weights_memory, cache_memory, vector_memory, softmax_memory, argmax_memory, sort_memory;
-  // The minimum time of a kernel, and the gap between two kernels.
+  // The minimum time of each kind of kernel, and the gap between two kernels, in microseconds.
   double matmul_us, vector_us, decode_attention_us, prefill_attention_us, gap_us;
   double ai_cpu_us, ai_cpu_gb_s;
-  // Times of graphs, and of tasks that are not kernels.
+  // Times in microseconds: of the launch of a graph, and of tasks that are no kernels.
   double graph_launch_us, update_attention_us, update_us, event_us;
   // The speed of copies between host and device.
   double host_copy_us, host_gb_s;
@@ -31,7 +32,8 @@ struct Rates {
   double dispatch_us, dispatch_token_us, combine_us, combine_token_us, doubling_us;
 };
 
-// The rates of the chip that the settings select, after replacements by settings.
+// Returns the rates of the chip that the settings select. Rates that the settings replace have
+// their new values.
 EMU_SHARED const Rates &rates();
 
 bool is_rate(const std::string &name);

@@ -1,4 +1,4 @@
-// The user's settings, made by emulator_configure(key, value) before the first use of the device.
+// The user's settings. emulator_configure(key, value) sets them before the device is first used.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@ namespace emu {
 
 enum class FaultKind { Fail, Stall, Die, Link, Remote, Retry, Memory, Ecc, Uce };
 
-// A fault happens when operator `op` is executed, or recorded into a graph, for the `call`-th time.
-// The name "alloc" means an allocation of device memory during a capture; `op` may also name some
-// calls of the host.
+// A fault happens when the operator `op` is executed, or is recorded into a graph, for the
+// `call`-th time. If `op` is "alloc", the fault happens at an allocation of device memory during a
+// capture. `op` may also be the name of certain calls of the host.
 struct Fault {
   std::string op;
   long call = 1;
@@ -33,8 +33,8 @@ struct Settings {
   std::string soc = "Ascend910B1";
   std::string cann = "8.5.0";
   bool strict = true;         // operators refuse what their documents exclude
-  // How a real device differs from the emulator: parts of the messages of refusals that the device
-  // does not make, and operators that only the device refuses.
+  // How a real device differs from the emulator. `admitted` contains parts of the texts of refusals
+  // that the device does not make. `refused` contains operators that only the device refuses.
   std::vector<std::string> admitted, refused;
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   bool timed = false;         // in addition, streams have clocks with modelled time
@@ -51,18 +51,19 @@ struct Settings {
   bool trace = false;         // print every launch and every error
 
   Fault faults[kFaults];      // each happens once, and counts its calls separately
-  // a file that arms a fault while the file exists; its words are settings of the fault
+  // a file that arms a fault while the file exists; it contains the fault's settings
   std::string fault_file;
   size_t memory_limit_bytes = 0;  // a larger total fails, although hbm_bytes is reported
 };
 
 __attribute__((visibility("default"))) const Settings &settings();
 
-// Sets one setting; throws std::invalid_argument if it does not exist, or the value is invalid.
+// Sets one setting. Throws std::invalid_argument if there is no such setting, or if the value is
+// invalid.
 void set_setting(Settings &s, const std::string &name, const std::string &value);
 
-// Sets all settings in a text: key=value, separated by spaces. Reports the settings that cannot be
-// set.
+// Sets all settings in a text, which consists of key=value pairs with spaces between them. Reports
+// settings that cannot be set.
 void read_settings(Settings &s, const std::string &text, const char *where);
 
 }  // namespace emu

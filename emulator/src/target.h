@@ -1,4 +1,5 @@
-// The chip and the CANN release of the settings. Checks that depend on them use these functions.
+// The chip and the CANN release that the settings name. Checks that depend on the chip or the
+// release use these functions.
 #pragma once
 
 #include "settings.h"
@@ -8,7 +9,8 @@
 
 namespace emu {
 
-// Atlas A2 and A3 are the generations of chips whose documents and sources the checks follow.
+// Atlas A2 and A3 are generations of chips. The emulator's checks follow the documents and sources
+// for these two.
 enum class Chip { A2, A3, Other };
 
 inline Chip chip() {
@@ -18,10 +20,10 @@ inline Chip chip() {
   return name.rfind("Ascend910B", 0) == 0 ? Chip::A2 : Chip::Other;
 }
 
-// Whether the CANN of the settings is older than this release. The releases whose rules differ,
-// with the dates of their operators' sources: 8.5.0 (November 2025), 8.5.1 (December 2025), 9.0
-// (2026), 9.1 (August 2026). If no source describes the behaviour of 8.5.1, the emulator uses the
-// rules of 8.5.0, which are stricter.
+// Whether the CANN release that the settings name is older than this release. The rules differ
+// between the releases 8.5.0 (operators' sources of November 2025), 8.5.1 (December 2025), 9.0
+// (2026) and 9.1 (August 2026). If no source describes the behaviour of 8.5.1, the emulator uses
+// the rules of 8.5.0, which are stricter.
 inline bool cann_before(int major, int minor = 0, int patch = 0) {
   static const std::array<int, 3> found = [] {
     std::array<int, 3> numbers{};

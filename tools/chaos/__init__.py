@@ -1,1 +1,1 @@
-"""The rig of ``make chaos``: it injects faults, which a seed chooses, into a real service."""
+"""The rig of ``make chaos``: it injects faults into a real service. A seed decides which faults."""

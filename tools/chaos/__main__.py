@@ -28,7 +28,7 @@ from tools.chaos.rig import Rig
 from tools.chaos.shapes import SHAPES, Shape
 from tools.namespaces import why_no_nodes
 
-SHARE = 0.05  # a fault is injected before this fraction of all deltas has arrived
+SHARE = 0.05  # each fault is injected before this fraction of all deltas has arrived
 
 
 def run_plan(
@@ -38,9 +38,10 @@ def run_plan(
     console: Console,
     hosts: Hosts | None = None,
 ) -> Iterator[Outcome]:
-    """Inject the faults of a plan; after each fault, print a line and yield its outcome.
+    """Inject the faults of a plan. After each fault, print a line, and yield the outcome of the
+    fault.
 
-    When the iterator is closed, it ends all processes that it has started.
+    If the iterator is closed, all processes that it has started are ended.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
@@ -56,10 +57,11 @@ def run_plan(
 
 
 def chosen_kinds(only: str, shape: Shape, nodes: int) -> tuple[Kind, ...]:
-    """Return the faults whose names are in a comma-separated list; all faults for an empty text.
+    """Return the faults whose names are in ``only``, a comma-separated list. If it is empty, return
+    all faults.
 
     Args:
-        nodes: number of hosts besides the head; 0 for a service on this machine.
+        nodes: number of hosts, not counting the head; 0 for a service on this machine only.
 
     Raises:
         ConfigError: a name is unknown, or the fault needs other hosts.
@@ -86,10 +88,11 @@ def chosen_kinds(only: str, shape: Shape, nodes: int) -> tuple[Kind, ...]:
 
 @contextmanager
 def several_hosts(count: int, shape: Shape) -> Iterator[Hosts | None]:
-    """Yield hosts, in the network of their head; None for no hosts.
+    """Yield ``count`` hosts. This process is in the network of the head within this context. Yield
+    None if ``count`` is 0.
 
     Raises:
-        ConfigError: these hosts are too few for the shape, or not possible on this machine.
+        ConfigError: these hosts are too few for the shape, or this machine cannot have such hosts.
     """
     if not count:
         yield None
@@ -135,7 +138,7 @@ def main(
         try:
             for outcome in run_plan(found, plan, room, console, where):
                 outcomes.append(outcome)
-        finally:  # print the results, however the run ends
+        finally:  # the results are printed, however the run ends
             minutes = (time.monotonic() - began_s) / 60
             what = f"{shape}, {nodes} hosts, seed {seed}" if nodes else f"{shape}, seed {seed}"
             print_table(what, outcomes, minutes, console)

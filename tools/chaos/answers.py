@@ -1,4 +1,4 @@
-"""The answers that clients received, and conclusions from these answers. The module uses no
+"""The answers that clients received, and functions that evaluate these answers. This module uses no
 sockets.
 """
 
@@ -13,14 +13,14 @@ OK, BUSY = 200, (429, 503)
 
 @dataclass
 class Answer:
-    """The received answer of one request. Only one thread writes to it.
+    """The answer that a client received for one request. Only one thread writes to it.
 
     Attributes:
-        body: index of the request's body; requests with equal bodies must get equal texts.
-        status: HTTP status; 0 if there is none.
+        body: index of the request's body. Requests with the same body must get the same text.
+        status: HTTP status of the response; 0 if there was no response.
         retry_after: whether the response has a Retry-After header.
-        num_tokens: number of tokens that the service reports at the end of the answer.
-        times_s: time of arrival of each delta.
+        num_tokens: number of tokens of the answer, as the service reports at its end.
+        times_s: the time at which each delta arrived.
         given_up: whether the client disconnected on purpose.
     """
 
@@ -49,7 +49,8 @@ class Answer:
         return not (self.is_whole or self.is_refused or self.given_up)
 
     def differs(self, wanted: Answer) -> bool:
-        """Whether the tokens differ from those of ``wanted``, the answer without faults.
+        """Whether the tokens differ from the tokens of ``wanted``, the answer in a run without
+        faults.
 
         An incomplete answer must be a prefix of the answer without faults.
         """
@@ -64,7 +65,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pause:
-    """An interval without a delta. Times are in seconds, on the same clock as the deltas."""
+    """An interval in which no delta arrived. Times are in seconds, on the same clock as the times
+    of deltas.
+    """
 
     begin_s: float
     end_s: float
@@ -75,7 +78,7 @@ class Pause:
 
 
 def longest_pause(times_s: Sequence[float], struck_s: float) -> Pause | None:
-    """Return the longest interval without a delta that ended after ``struck_s``, or None."""
+    """Return the longest interval without a delta, of those that ended after ``struck_s``."""
     found = [Pause(a, b) for a, b in pairwise(sorted(times_s)) if b > struck_s]
     return max(found, key=lambda pause: pause.length_s, default=None)
 
@@ -86,5 +89,7 @@ def first_after(times_s: Sequence[float], at_s: float) -> float | None:
 
 
 def count_different(answers: Sequence[Answer], wanted: Sequence[Answer]) -> int:
-    """Count the answers whose tokens differ from the tokens of the same body in ``wanted``."""
+    """Count the answers whose tokens differ from those of the answer for the same body in
+    ``wanted``.
+    """
     return sum(answer.differs(wanted[answer.body]) for answer in answers)

@@ -1,4 +1,4 @@
-"""Clients that stream answers at the same time, one thread for each client, and count deltas."""
+"""Clients that stream answers at the same time, and count deltas. Each client has a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
-TIMEOUT_S = 400.0  # limit of the time between two bytes; longer than requests wait for a group
+TIMEOUT_S = 400.0  # time limit between two bytes; requests wait less for a group
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # each client of httpx needs a context
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 
@@ -23,16 +23,16 @@ BeforeDelta = Callable[[Answer], None]
 
 
 class Hangup(Exception):
-    """Raised to let a client disconnect."""
+    """A ``before_delta`` function raises this to make its client disconnect."""
 
 
 class Clients:
     """Sends all requests at the same time. Owns the answers, and counts the deltas.
 
     Args:
-        bodies: bodies of the requests, by ``Answer.body``.
-        before_delta: called on the client's thread before the client reads a delta; it may wait, or
-            raise Hangup.
+        bodies: the bodies of the requests. ``Answer.body`` is an index in this list.
+        before_delta: a function that is called on the client's thread before the client reads a
+            delta. It may wait, or raise Hangup.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class Clients:
             thread.start()
 
     def wait_for_deltas(self, count: int, timeout_s: float) -> bool:
-        """Wait for ``count`` deltas; return whether all arrived before the last answer ended."""
+        """Wait for ``count`` deltas. Return whether this number arrived before all answers had
+        ended.
+        """
         with self._seen:
             self._seen.wait_for(
                 lambda: self._num_deltas >= count or not self._num_running, timeout_s
@@ -70,12 +72,12 @@ class Clients:
             return self._num_deltas >= count
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for all answers; return whether all have ended."""
+        """Wait for the ends of all answers. Return whether all answers have ended in time."""
         with self._seen:
             return self._seen.wait_for(lambda: not self._num_running, timeout_s)
 
     def _client(self) -> httpx.Client:
-        """Return a client for one thread.
+        """Return an HTTP client that only one thread uses.
 
         A shared client might close a connection while another thread reads from it.
         """

@@ -1,4 +1,6 @@
-"""A small disk for a service's temporary files, so that a full disk affects only the service."""
+"""A small disk for the temporary files of a service. If this disk is full, only the service is
+affected.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FILLING = "filling"
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mount a file system in memory within this context; yield None if that is not allowed."""
+    """Mount a file system in memory within this context, and yield its folder. Yield None if this
+    process may not mount it.
+    """
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=0700", "chaos", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         yield None
@@ -35,7 +39,7 @@ def fill(disk: Path) -> None:
             except OSError as e:
                 if e.errno != errno.ENOSPC:
                     raise
-                while file.write(CHUNK[:4096]):  # fills the last pages, until no page is free
+                while file.write(CHUNK[:4096]):  # this fills the last pages, until no page is free
                     pass
 
 

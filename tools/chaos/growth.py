@@ -1,4 +1,6 @@
-"""Decides whether the resources of a service grow, by the slopes of samples over time."""
+"""Decides whether a service uses more and more resources. The decision depends on the slope of
+samples over time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 from statistics import linear_regression, median
 
 HOUR_S = 3600.0
-WARM_UP = 0.2  # the slope does not include this fraction of the samples at the beginning
+WARM_UP = 0.2  # this fraction of the samples, at the beginning, is ignored for the slope
 FLAT_SHARE = 0.05  # a value is flat if its growth over the run is below this fraction of its median
 # A value is also flat if it grows by less than this amount over the run.
 FLAT_AMOUNTS = {"MiB": 16.0, "files": 16.0, "threads": 8.0, "processes": 1.0}
@@ -16,10 +18,10 @@ COLUMNS = ("resource", "unit", "first", "median", "last", "growth per hour", "fl
 
 @dataclass(frozen=True)
 class Sample:
-    """The resources of a service at one time, at which no request runs.
+    """The resources that a service uses at one time. No request runs at this time.
 
     Attributes:
-        values: value by (resource, unit), such as ("ray::Engine", "MiB").
+        values: the used amounts. A key is (resource, unit), e.g. ("ray::Engine", "MiB").
     """
 
     at_s: float
@@ -45,10 +47,11 @@ class Growth:
 
 
 def growths(samples: Sequence[Sample]) -> Iterator[Growth]:
-    """Yield the growth of each resource; a resource without a value in a sample counts as 0.
+    """Yield the growth of each resource. If a sample has no value for a resource, the value counts
+    as 0.
 
     Args:
-        samples: at least two, in the order of their times.
+        samples: at least two samples, in the order of their times.
     """
     names = sorted({name for sample in samples for name in sample.values})
     warm = samples[min(int(WARM_UP * len(samples)), len(samples) - 2) :]
@@ -71,7 +74,9 @@ def growths(samples: Sequence[Sample]) -> Iterator[Growth]:
 
 
 def sums_over_time(samples: Sequence[Sample], count: int) -> Iterator[list[str]]:
-    """Yield at most ``count`` lines: minutes since the first sample, and the sum for each unit."""
+    """Yield at most ``count`` lines. Each line contains the minutes since the first sample, and the
+    sum over all resources for each unit.
+    """
     step = max(1, -(-len(samples) // count))
     for sample in samples[::step]:
         minutes = (sample.at_s - samples[0].at_s) / 60

@@ -1,7 +1,8 @@
-"""Ray on several hosts. Namespaces of this machine play the hosts, so this needs root.
+"""Ray on several hosts. Each host is a set of Linux namespaces on this machine. Making namespaces
+needs root.
 
-The head has no NPUs. On each host, a shell starts Ray again whenever Ray ends, as systemd does with
-the units in cluster/systemd.
+The head has no NPUs. On each host, a shell starts Ray again whenever Ray has ended, as systemd does
+with the units in cluster/systemd.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from dist_aclgraph.errors import DistAclGraphError
 from tools.namespaces import Node, nodes
 
 ROOT = Path(__file__).parents[2]
-PRIVATE = "/mnt"  # Ray uses the head's file names on all hosts
+PRIVATE = "/mnt"  # Ray uses the same file names on all hosts as on the head
 SHARED_MEMORY = "/dev/shm"
 START_S, ASK_S, PAUSE_S = 400.0, 60.0, 0.5
 KEEP_UP = 'while true; do "$@"; sleep 2; done'
 RAY_PORT = 6379  # Ray's default
-# This program asks Ray's control store only, because the node manager of the head can be dead.
+# This program asks only Ray's control store, because the node manager of the head may be dead.
 COUNT = """
 import sys
 from ray._raylet import GcsClient
@@ -44,16 +45,16 @@ WORKER, ENGINE, CONTROLLER = "ray::Worker", "ray::Engine", "ray::Controller"
 
 
 class HostsError(DistAclGraphError):
-    """A host does not start, or lacks a process."""
+    """A host did not start, or does not run an expected process."""
 
 
 class Hosts:
     """A head, and other hosts with emulated NPUs.
 
     Args:
-        made: the nodes; the first node is the head.
+        made: the nodes on which Ray is started. The first node is the head.
         logs: folder for the output of Ray.
-        npus: number of NPUs of each host except the head.
+        npus: number of NPUs of each host, except the head.
     """
 
     def __init__(self, made: list[Node], logs: Path, npus: int) -> None:
@@ -114,7 +115,7 @@ class Hosts:
         return (node or self.head).start(command, env=env, **{"text": True, **options})
 
     def num_alive(self) -> int:
-        """Return the number of hosts that are alive for Ray; 0 if Ray does not answer."""
+        """Return the number of hosts that Ray considers alive; 0 if Ray does not answer."""
         asked = self.popen(
             [sys.executable, "-c", COUNT, f"{self.head.address}:{RAY_PORT}"],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -129,20 +130,22 @@ class Hosts:
     # ---- faults
 
     def fail(self, node: Node) -> None:
-        """End all processes of a host without a word to the others, like a power failure."""
+        """End all processes of a host at once, like a power failure. Other hosts get no message
+        about it.
+        """
         node.set_link(False)
         folders = f"{SHARED_MEMORY} {PRIVATE} {node.temporary}"
         node.run(["bash", "-c", f"kill -KILL -1; find {folders} -mindepth 1 -delete"], 30)
 
     def come_back(self, node: Node) -> None:
-        """Start a failed host again, as systemd does after a boot."""
+        """Start Ray on a failed host again, as systemd does when a machine boots."""
         node.set_link(True)
         self._keep_up(
             node, "start-worker.sh", self.head.address, EMULATED_NPUS=str(self._npus)
         )  # fmt: skip
 
     def kill(self, node: Node, name: str, number: int = signal.SIGKILL) -> None:
-        """Signal all processes of a host whose command line contains ``name``.
+        """Send a signal to all processes of a host whose command line contains ``name``.
 
         Raises:
             HostsError: there is no such process.
@@ -151,7 +154,7 @@ class Hosts:
             raise HostsError(f"no process of {node.address} is named {name}")
 
     def with_groups(self) -> list[Node]:
-        """Return the hosts that have ranks."""
+        """Return the hosts on which ranks run."""
         return [node for node in self.others if _has(node, WORKER)]
 
     # ---- a service on these hosts; see ``Place``
@@ -175,7 +178,8 @@ class Hosts:
             yield node.files / SHARED_MEMORY[1:], partial(_ids, node)
 
     def temporary(self, folder: Path) -> list[Path]:
-        # On another host, the directory of a killed engine stays until an engine starts there.
+        # Directories of killed engines are removed when an engine starts on their host. So hosts
+        # without an engine are left out.
         with_engines = [node for node in self.others if _has(node, ENGINE)]
         return [node.temporary for node in (self.head, *with_engines)]
 
@@ -204,7 +208,8 @@ def _has(node: Node, name: str) -> bool:
 
 @contextmanager
 def hosts(count: int, npus: int) -> Iterator[Hosts]:
-    """Make a head and ``count`` other hosts with ``npus`` NPUs each; in the end, end them all.
+    """Make a head, and ``count`` other hosts with ``npus`` NPUs each. End all hosts when the
+    context ends.
 
     Raises:
         NoNamespaces: this machine does not permit namespaces.

@@ -1,4 +1,6 @@
-"""Computes the result of an injected fault (a strike) from what clients and watchers observed."""
+"""Computes the outcome of a strike, which is an injected fault, from what clients and watchers have
+observed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class Sight:
 
     Attributes:
         at_s: time of the poll.
-        serving: number of groups that accept requests; 0 if the service does not answer.
+        serving: number of groups that accepted requests; 0 if the service did not answer.
     """
 
     at_s: float
@@ -29,20 +31,22 @@ class Sight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one strike. Times are in seconds since the strike; None if there is no event.
+    """The outcome of one strike. Times are in seconds since the strike. A time is None if its event
+    did not happen.
 
     Attributes:
         tried: number of requests that were sent.
-        lost: number of accepted requests without an answer.
-        refused: number of requests refused with 429 or 503 and Retry-After.
+        lost: number of requests that were accepted, but got no complete answer.
+        refused: number of requests that were refused with status 429 or 503, and Retry-After.
         unready_s: time until ``/ready`` reported fewer groups.
-        new_tokens_s: time until each stream had received a delta again, after the fault was known.
-        pause_s: the longest time without a delta in one stream.
+        new_tokens_s: time until each stream had received a new delta after the service had noticed
+            the fault.
+        pause_s: the longest interval in which a stream received no delta.
         recovered_s: time until all groups served again.
         exit_code: exit code of the service, if it ended.
-        left: files and processes that were left behind.
+        left: files and processes that should not exist any more.
         error: error of the first lost request.
-        said: if the service has ended, its last output line.
+        said: the last output line of the service, if it has ended.
     """
 
     strike: Strike
@@ -61,7 +65,9 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether all answers are right, none is lost, nothing is left, and the service runs."""
+        """Whether all answers are right, no request is lost, no files or processes are left, and
+        the service runs.
+        """
         return not (self.lost or self.different or self.left) and self.exit_code is None
 
 
@@ -78,11 +84,11 @@ def judge(
     left: Sequence[str],
     said: str,
 ) -> Outcome:
-    """Return the result of a strike.
+    """Return the outcome of a strike.
 
     Args:
-        wanted: answers of a run without faults; ``Answer.body`` is the index.
-        struck_s: time of the strike; ``recovered_s`` is on the same clock.
+        wanted: the answers in a run without faults. ``Answer.body`` is the index in this list.
+        struck_s: the time of the strike, on the same clock as ``recovered_s``.
     """
     known_s = first_without(sights, struck_s, num_groups)
     news = [] if known_s is None else [first_after(a.times_s, known_s) for a in answers]

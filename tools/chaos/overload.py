@@ -1,10 +1,11 @@
 """``make bench-overload``: how overload and stalled clients affect clients that read their answers.
 
 The bench starts one service on the emulated NPU, as a user would. First it measures the peak rate,
-with as many clients as the service has slots. Then requests arrive at ten times the peak rate, even
-if the service refuses requests. Then eight clients read while 64 other clients read nothing.
-Finally eight clients read while other clients send huge bodies. Clients and service share this
-machine's cores, so only ratios within one run are meaningful.
+with as many clients as the service has slots. Then requests arrive at ten times the peak rate,
+although the service refuses many of them. Then eight clients read their answers while 64 other
+clients do not read theirs. Finally, eight clients read their answers while other clients send huge
+bodies. Clients and service share this machine's cores, so only ratios within one run are
+meaningful.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 
 PATH = "/v1/completions"
-# Number of tokens of an answer for three clients: a usual client, a stalled client, and a client
-# that reads while other clients stall or send huge bodies.
+# Number of tokens of an answer for each of three kinds of clients: usual clients, stalled clients,
+# and clients that read while other clients stall or send huge bodies.
 TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600
 NUM_PLACES, NUM_WAITING = 72, 8
 NUM_READERS, NUM_STALLED = 8, 64
@@ -57,9 +58,9 @@ SHAPE = replace(
 
 @dataclass
 class Reply:
-    """A client's observations of one request; times are seconds of the monotonic clock.
+    """What a client has observed of one request. Times are in seconds, on the monotonic clock.
 
-    The status is 0 if there is no answer.
+    ``status`` is 0 if there was no answer.
     """
 
     asked_s: float
@@ -79,16 +80,15 @@ class Reply:
 
 
 class Visitor:
-    """Sends each request on a new connection, with little CPU time.
-
-    Clients and service share the machine's cores.
+    """Sends each request on a new connection. Uses little CPU time, because clients and service
+    share the machine's cores.
     """
 
     def __init__(self, port: int) -> None:
         self._port = port
 
     async def ask(self, body: bytes) -> Reply:
-        """Send a request and read its whole answer."""
+        """Send a request, and read the whole answer."""
         reply = Reply(time.monotonic())
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             async with self._sent(body) as reader:
@@ -105,7 +105,7 @@ class Visitor:
         return reply
 
     async def stall(self, body: bytes) -> None:
-        """Send a request and read nothing, until the task is cancelled."""
+        """Send a request, and do not read the answer, until the task is cancelled."""
         async with self._sent(body, limit=1):
             await asyncio.Event().wait()
 
@@ -129,7 +129,7 @@ class Pings:
     """Polls the health of a service, from a process that does nothing else.
 
     Attributes:
-        seconds: the time that each poll took; available after the ``with`` block.
+        seconds: how many seconds each poll took. Available after the ``with`` block.
     """
 
     def __init__(self, port: int) -> None:
@@ -149,7 +149,9 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
-    """Report the start to the parent, poll until it sends a message, and report the durations."""
+    """Tell the parent process that polling begins, poll until the parent sends a message, and send
+    the durations of all polls.
+    """
     found: list[float] = []
     told.send(None)
     while not told.poll(PING_S):
@@ -170,7 +172,7 @@ def body_of(count: int, prompt: Any = None) -> bytes:
 
 
 async def at_the_peak(visitor: Visitor, seconds: float) -> list[Reply]:
-    """Keep all slots busy for the given time."""
+    """Keep all slots of the service busy for ``seconds`` seconds."""
     until_s = time.monotonic() + seconds
     replies: list[Reply] = []
 
@@ -183,7 +185,7 @@ async def at_the_peak(visitor: Visitor, seconds: float) -> list[Reply]:
 
 
 async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list[Reply]:
-    """Send requests at a constant rate, even while earlier requests are unanswered."""
+    """Send requests at a constant rate, without waiting for the answers of earlier requests."""
     tasks: list[asyncio.Task[Reply]] = []
     start_s = time.monotonic()
     while (now_s := time.monotonic() - start_s) < seconds:
@@ -202,7 +204,7 @@ async def readers(visitor: Visitor) -> list[Reply]:
 
 @asynccontextmanager
 async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run ``works`` during the ``with`` block, and cancel them at the block's end."""
+    """Run the coroutines ``works`` during the ``with`` block. Cancel them when the block ends."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield
@@ -213,7 +215,9 @@ async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[No
 
 
 async def send_huge_bodies(visitor: Visitor) -> None:
-    """Repeatedly send too large data: a body, a prompt of many tokens, and a long word."""
+    """Again and again, send data that is too large: a large body, a prompt of many tokens, and a
+    very long word.
+    """
     bodies = [b" " * (32 << 20), body_of(1, [70] * 200_000), body_of(1, "a" * (1 << 20))]
     while True:
         for body in bodies:
@@ -222,7 +226,7 @@ async def send_huge_bodies(visitor: Visitor) -> None:
 
 
 async def measure(service: Service, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return all figures, in seconds, tokens per second and bytes."""
+    """Run all parts of the bench. Return the results, in seconds, tokens per second and bytes."""
     port = int(service.url.rpartition(":")[2])
     visitor = Visitor(port)
     await at_the_peak(visitor, 2.0)  # warm-up
@@ -275,7 +279,9 @@ async def drop(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def wait_for_running(service: Service, count: int) -> None:
-    """Wait until this number of requests runs, but not forever: some requests may have ended."""
+    """Wait until this number of requests runs. The wait is limited, because some requests may have
+    ended before.
+    """
     until_s = time.monotonic() + RUNNING_S
     while (await asyncio.to_thread(service.metrics)).get("num_requests_running", 0) < count:
         if time.monotonic() > until_s:
@@ -298,13 +304,15 @@ def gaps(replies: Iterable[Reply]) -> dict[str, float]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, 99th percentile and maximum; zeros if there is no value."""
+    """Return the median, the 99th percentile and the maximum. If there are no values, all three are
+    0.
+    """
     values = values or [0.0]
     return {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values)}
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the memory of those processes that are still alive."""
+    """Return the resident memory, in bytes, of those processes that are still alive."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for pid in pids:

@@ -1,6 +1,6 @@
-"""A plan: the faults to inject, their order and their times. A seed determines the plan.
+"""A plan says which faults are injected, in which order, and when. A seed determines the plan.
 
-The time of a fault is a logical event, such as the k-th delta of all streams, so that slow and fast
+The time of a fault is given by an event, such as the k-th delta of all streams. So slow and fast
 machines run the same plan.
 """
 
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """A kind of fault; the value is its name in the table."""
+    """The kinds of faults. The value of a kind is its name in the table of results."""
 
     KILL_WORKER = "worker killed"
     PREFILL_DEATH = "worker dies in a prefill"
@@ -79,9 +79,9 @@ class Fault:
     """A fault, or a pair of faults.
 
     Attributes:
-        second: a fault that is injected during the recovery from the first fault. A fault in a
-            capture is injected in a capture; any other fault is injected when the first fault is
-            noticed.
+        second: a fault that is injected during the recovery from the first fault; None if there is
+            no second fault. A fault of a capture is injected during a capture. Any other fault is
+            injected when the first fault is noticed.
     """
 
     kind: Kind
@@ -96,8 +96,9 @@ class Strike:
     """One fault of a plan.
 
     Attributes:
-        after_deltas: number of deltas of all streams before the fault.
-        target: index of the target process; modulo the number of possible processes.
+        after_deltas: the fault is injected when the clients have received this number of deltas,
+            counted over all streams.
+        target: index of the process that is hit, modulo the number of processes that can be hit.
     """
 
     number: int
@@ -112,7 +113,8 @@ class Strike:
 def make_plan(
     seed: int, count: int, *, max_deltas: int, kinds: Sequence[Kind] = FIRSTS
 ) -> list[Strike]:
-    """Return ``count`` strikes: rounds of all faults, each round in a random order.
+    """Return ``count`` strikes. They consist of rounds; each round contains all faults in a random
+    order.
 
     Args:
         max_deltas: the largest possible value of ``Strike.after_deltas``.
@@ -128,7 +130,9 @@ def make_plan(
 
 
 def _round(chance: random.Random, kinds: Sequence[Kind]) -> list[Fault]:
-    """Return every kind alone, and then pairs: a kind that ends a group, with each second kind."""
+    """Return a fault of each kind alone. Then return pairs: for each second kind, a first kind that
+    ends a group.
+    """
     alone = [Fault(kind) for kind in kinds]
     ending = [kind for kind in kinds if kind in GROUP_ENDING]
     pairs = [Fault(chance.choice(ending), second) for second in IN_RECOVERY if ending]

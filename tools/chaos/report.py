@@ -1,4 +1,6 @@
-"""The table of ``make chaos``: each line is for all strikes with one kind of fault."""
+"""The table of ``make chaos``. A line of the table summarises all strikes with the same kind of
+fault.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ TOTAL = "all"
 
 
 def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
-    """Yield a line for each kind of fault, in the order of first strikes, and a line for all kinds.
+    """Yield a line for each kind of fault, in the order in which the kinds first occurred, and then
+    a line for all kinds.
 
-    A time in a line is the longest time of the line's strikes.
+    A time in a line is the longest of all strikes of the line.
     """
     names = list(dict.fromkeys(str(outcome.strike.fault) for outcome in outcomes))
     for name in names:

@@ -28,12 +28,12 @@ from tools.chaos.service import LOOK_S, ChaosError, Service, new_folder, wait_fo
 from tools.chaos.shapes import STALL_S, Shape
 from tools.namespaces import Node
 
-ANSWERS_S = 300.0  # time limit in which all answers must end after a strike
+ANSWERS_S = 300.0  # seconds in which all answers must end after a strike
 RECOVERY_S = 240.0
-KNOWN_S = 90.0  # time limit in which a fault is noticed, and in which an armed fault happens
+KNOWN_S = 90.0  # seconds in which a fault must be noticed, and in which an armed fault must happen
 SETTLE_S = 30.0
-ASK_S = 0.5  # pause between two questions to Ray, each of which starts a process
-FULL_S = 20.0  # time for which the disk stays full
+ASK_S = 0.5  # seconds between two questions to Ray; each question starts a process
+FULL_S = 20.0  # seconds for which the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
 RAYLET, GCS = "raylet", "gcs_server"
 OWNER, INGRESS = "serve:owner", "serve:ingress"
@@ -62,7 +62,7 @@ STOPS = (
     Kind.STOP_RAYLET,
     Kind.STOP_GCS,
 )
-# Time for which the rig cuts a link of a host, or stops the control store of several hosts.
+# Seconds for which the rig cuts the link of a host, or stops Ray's control store.
 DOWN_S = {Kind.FLAP_LINK: 10.0, Kind.CUT_LINK: 60.0, Kind.STOP_GCS: 20.0}
 AWAY = (*HOST_FAULTS, Kind.KILL_RAYLET, Kind.STOP_RAYLET, Kind.STOP_GCS)
 ARMED = (
@@ -78,7 +78,9 @@ Say = Callable[[str], None]
 
 
 def damage(kind: Kind, memory: Path) -> None:
-    """Change the last byte of each file of KV blocks, cut the file in half, or delete it."""
+    """Damage each file of KV blocks, as ``kind`` says: change its last byte, cut it in half, or
+    delete it.
+    """
     for path in (memory / f"{PREFIX}{os.getuid()}").glob("*/*/*"):
         with contextlib.suppress(OSError):  # the service has just deleted the file
             if kind is Kind.LOST_FILES:
@@ -115,19 +117,19 @@ class Watcher:
             self.sights.append(self.service.look())
 
     def knows_since(self, struck_s: float) -> bool:
-        """Whether a poll after ``struck_s`` found that a group was missing."""
+        """Whether a poll after ``struck_s`` has shown that a group was missing."""
         groups = self.service.shape.num_groups
         return any(s.serving < groups and s.at_s >= struck_s for s in list(self.sights))
 
 
 class Rig:
-    """Owns the service under test, and starts another service after it has ended.
+    """Owns the service under test. If this service has ended, starts another one.
 
     Args:
         room: a folder on a small disk for temporary files; None for the system's temporary folder.
-        say: called with one line per event.
-        hosts: the hosts on which the service runs; None for this machine. The caller is in the
-            network of the head.
+        say: a function that is called with one line of text for each event.
+        hosts: the hosts on which the service runs; None if it runs on this machine. If there are
+            hosts, this process must be in the network of the head.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Rig:
     # ---- the service
 
     def service(self) -> Service:
-        """Return a service whose groups all serve, and the answers of a run without faults.
+        """Return a service in which all groups serve, and its answers in a run without faults.
 
         Raises:
             ChaosError: the service did not start, or gives wrong answers without any fault.
@@ -176,7 +178,7 @@ class Rig:
         return clients.answers
 
     def stop(self) -> list[str]:
-        """Stop the service, if one runs; return the files and processes that remain."""
+        """Stop the service if one runs. Return the files and processes that remain."""
         service, self._service = self._service, None
         return [] if service is None else service.end()
 
@@ -242,7 +244,9 @@ class Rig:
         return Clients(service.url, {i: bodies[i] for i in range(count)}, **options)
 
     def _other_clients(self, service: Service, kind: Kind, normal: Clients) -> Clients | None:
-        """If the fault consists of misbehaving clients, return these clients."""
+        """Some faults consist of clients that misbehave. For such a fault, return these clients;
+        otherwise None.
+        """
         bodies = self._shape.bodies()
         few = range(self._shape.num_streams)
         long = range(self._shape.num_streams, len(bodies))
@@ -273,9 +277,11 @@ class Rig:
     def _late_clients(
         self, service: Service, kind: Kind, normal: Clients, watcher: Watcher, struck_s: float
     ) -> Clients | None:
-        """Start clients that send the usual requests while a host is away; None for other faults.
+        """If the fault is the loss of a host, start clients that send the usual requests while the
+        host is away. Return None for other faults.
 
-        The usual answers can end before a host's absence is noticed.
+        These clients are needed because the first answers may end before Ray notices that the host
+        is away.
         """
         if self._hosts is None or kind not in AWAY:
             return None
@@ -292,7 +298,7 @@ class Rig:
         return late
 
     def _victim(self, service: Service, kind: Kind, target: int) -> int | None:
-        """Return the target process of a fault; None for a fault without a target.
+        """Return the process that a fault hits; None if the fault hits no process.
 
         Raises:
             ChaosError: no such process has appeared in time.
@@ -310,7 +316,7 @@ class Rig:
         return pids[target % len(pids)]
 
     def _host(self, kind: Kind, target: int) -> Node | None:
-        """Return the target host of a fault; None for a fault without such a target.
+        """Return the host that a fault hits; None if the fault hits no host.
 
         Raises:
             ChaosError: no such host has appeared in time.
@@ -331,9 +337,11 @@ class Rig:
         return found[target % len(found)]
 
     def _repair(self, kind: Kind, victim: int | None, host: Node | None, struck_s: float) -> bool:
-        """Undo a fault of hosts that no service can undo; return whether this was such a fault.
+        """No service can undo certain faults of hosts. If this is such a fault, undo it. Return
+        whether it was one.
 
-        A host starts again, and a node manager goes on, when Ray has noticed the loss of the host.
+        Only after Ray has noticed that the host is lost, the host is started again, or its stopped
+        node manager continues.
         """
         if self._hosts is None:
             return False
@@ -359,7 +367,7 @@ class Rig:
         return True
 
     def _missing_hosts(self) -> list[str]:
-        """Return a text if Ray on a host is missing."""
+        """If Ray does not run on all hosts, return one line that says so; otherwise, none."""
         if self._hosts is None:
             return []
         count = len(self._hosts.all) - self._hosts.num_alive()
@@ -368,7 +376,7 @@ class Rig:
     def _strike(
         self, service: Service, kind: Kind, victim: int | None, host: Node | None = None
     ) -> list[int]:
-        """Inject a fault; return the processes that the fault has stopped (SIGSTOP)."""
+        """Inject a fault. Return the processes that the fault has stopped by SIGSTOP."""
         match kind:
             case Kind.OPERATOR_FAILS:
                 service.arm(fault_op=self._shape.operator)
@@ -422,7 +430,9 @@ class Rig:
         return [answer for clients in all_clients for answer in clients.answers]
 
     def _wait_for_groups(self, service: Service) -> float | None:
-        """Return the time when all groups served, or None."""
+        """Wait until all groups serve. Return the time at which they served; None if this took too
+        long.
+        """
         groups = self._shape.num_groups
         wait_for(lambda: service.has_ended or service.serving() == groups, RECOVERY_S)
         recovered_s = time.monotonic() if service.serving() == groups else None
@@ -432,7 +442,9 @@ class Rig:
     # ---- remains
 
     def _left(self, service: Service, stopped: Sequence[int]) -> list[str]:
-        """Return the files, processes and requests that a strike left in a running service."""
+        """Return the files, processes and requests in a running service that should have
+        disappeared after a strike.
+        """
         left = []
         if service.disarm():
             left.append("a fault that struck nobody")
@@ -452,7 +464,9 @@ class Rig:
         return {name: found[name] for name in BUSY if found.get(name, 0.0)}
 
     def _things(self) -> dict[str, int]:
-        """Return how many objects exist of each kind that a strike can leave behind."""
+        """A strike can leave behind objects of several kinds. Return how many objects of each kind
+        exist now.
+        """
         assert self._service is not None
         names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}

@@ -1,7 +1,8 @@
-"""A service under test, in separate processes, which the rig starts like a user.
+"""A service under test. It runs in separate processes, which the rig starts as a user would start
+them.
 
-The service leads a process session. On one machine, all temporary files of its processes are in one
-folder. So the rig can distinguish the service's processes and files from other processes and files.
+The service leads a process session, and on each machine, all temporary files of its processes are
+in one folder. So the rig can distinguish the processes and files of the service from others.
 """
 
 from __future__ import annotations
@@ -40,27 +41,29 @@ class ChaosError(DistAclGraphError):
 
 
 class Place(Protocol):
-    """Where a service runs: on this machine, or on several hosts."""
+    """The machines on which a service runs: this machine, or several hosts."""
 
     def start_service(self, command: list[str], folder: Path, log: Any) -> subprocess.Popen[Any]:
-        """Start the service in a new session, with its output in the file ``log``."""
+        """Start the service in a new process session. Its output goes to the file ``log``."""
 
     def stop_service(self, process: subprocess.Popen[Any]) -> None:
-        """Send SIGTERM to the service that ``start_service`` returned."""
+        """Send SIGTERM to the service. ``process`` is the result of ``start_service``."""
 
     def pids_of_service(self, leader: int, folder: Path) -> set[int]:
-        """Return the living processes of the service with this leader of its session."""
+        """Return the living processes of the service whose session has this leader."""
 
     def daemons(self) -> set[int]:
-        """Return the processes of a Ray that is not the service's own."""
+        """Return the daemons of the Ray on which the service runs, if the service has not started
+        this Ray.
+        """
 
     def memories(self) -> Iterator[tuple[Path, Callable[[], set[int]]]]:
-        """For each host, yield the folder of its shared memory, and a function that returns the
-        ids of the host's living processes, as its own processes see them.
+        """For each host, yield the folder of its shared memory, and a function that returns the ids
+        of the host's living processes. The ids are those in the host's own PID namespace.
         """
 
     def temporary(self, folder: Path) -> list[Path]:
-        """Return the folders in which the processes of the service make run directories."""
+        """Return the folders in which processes of the service make their run directories."""
 
 
 class ThisMachine:
@@ -135,7 +138,7 @@ class Service:
             raise ChaosError(f"the service has ended at its start: {self.last_words()}")
 
     def serving(self) -> int:
-        """Return the number of groups that accept requests, 0 if the service does not answer."""
+        """Return the number of groups that accept requests; 0 if the service does not answer."""
         try:
             reply = self._http.get("/ready")
             return int(reply.json()["groups"]["serving"]) if reply.is_success else 0
@@ -147,7 +150,9 @@ class Service:
         return Sight(at_s, self.serving())
 
     def metrics(self) -> dict[str, float]:
-        """Return gauges and counters, summed over their labels; empty without an answer."""
+        """Return the gauges and counters of the service, summed over their labels; empty if it does
+        not answer.
+        """
         try:
             lines = self._http.get("/metrics").text.splitlines()
         except httpx.HTTPError:
@@ -173,21 +178,23 @@ class Service:
         return "\n".join(text.splitlines()[-QUOTED_LINES:])
 
     def error(self) -> str:
-        """Return the last output line that gives the reason for the end of the service, or ""."""
+        """Return the last output line that says why the service has ended, or ""."""
         lines = [line for line in self.last_words().splitlines() if line.startswith("error:")]
         return lines[-1] if lines else ""
 
     # ---- the service's processes
 
     def pids(self, name: str) -> list[int]:
-        """Return the processes whose names begin with the prefix, of the service and of its Ray,
-        oldest first.
+        """Return the processes of the service and of its Ray whose names begin with ``name``. The
+        oldest comes first.
         """
         found = self._all() | self._place.daemons()
         return sorted(p for p in found if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
-        """Return the service's living processes by name; a script has the name of its file."""
+        """Return the living processes of the service, by name. A process that runs a script has the
+        name of the script's file.
+        """
         found: dict[str, list[int]] = {}
         for pid in self._all():
             name = processes.name_of(pid)
@@ -206,9 +213,12 @@ class Service:
         return [memory for memory, _ in self._place.memories()]
 
     def dead_segments(self) -> list[Path]:
-        """Return HCCL's segments that were made since the start by processes that have exited."""
-        # Other services can also make segments, but their processes are alive. The living processes
-        # are listed after the segments, because a new process can make a new segment.
+        """Return those of HCCL's shared memory segments that were made since the start, and whose
+        makers have exited.
+        """
+        # Other services make segments, too, but the makers of their segments are alive. The living
+        # processes are listed after the segments, so that the maker of a new segment is in the
+        # list.
         found = []
         for memory, living in self._place.memories():
             if new := sorted(_segments(memory) - self._segments):
@@ -217,7 +227,7 @@ class Service:
         return found
 
     def segments(self) -> set[Path]:
-        """Return HCCL's segments that were made since the start."""
+        """Return those of HCCL's shared memory segments that were made since the start."""
         return self._all_segments() - self._segments
 
     def _all_segments(self) -> set[Path]:
@@ -236,7 +246,7 @@ class Service:
         return size
 
     def dead_run_directories(self) -> list[str]:
-        """Return directories whose owners have exited."""
+        """Return the run directories whose owners have exited."""
         found = []
         for path in self._run_directories():
             with run_directory.held_if_free(path) as is_free:
@@ -257,7 +267,7 @@ class Service:
         new.rename(self.fault_file)
 
     def disarm(self) -> bool:
-        """Disarm the fault; return true if the fault had not happened yet."""
+        """Disarm the fault. Return whether the fault had not happened yet."""
         try:
             self.fault_file.unlink()
         except FileNotFoundError:
@@ -267,7 +277,9 @@ class Service:
     # ---- the service's end
 
     def end(self) -> list[str]:
-        """Stop the service, and kill it if necessary; return what the service left behind."""
+        """Stop the service, and kill it if necessary. Return the files and processes that it has
+        left behind.
+        """
         self._http.close()
         if not self.has_ended:
             self._place.stop_service(self._process)
@@ -286,9 +298,10 @@ class Service:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
-        """End all living processes; return whether there was none.
+        """End all living processes of the service. Return whether there were none.
 
-        The caller repeats this call, because a process that is being started appears later.
+        The caller repeats this call, because a process that is being started now may appear only
+        later.
         """
         alive = self._all()
         processes.kill_all(alive)
@@ -297,7 +310,7 @@ class Service:
     def _left_behind(self) -> list[str]:
         """Return the files and processes that the ended service has left behind.
 
-        The function first waits a moment, because files and processes can still disappear.
+        First waits a moment, because files and processes may still disappear.
         """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]
@@ -309,7 +322,7 @@ class Service:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, pause_s: float = LOOK_S) -> bool:
-    """Return whether the condition became true within the given time."""
+    """Wait until the condition is true, for at most ``seconds``. Return whether it became true."""
     until_s = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until_s:
@@ -324,7 +337,7 @@ def new_folder(parent: Path | None) -> Path:
 
 
 def _script_of(pid: int) -> str:
-    """Return the file name of the script that a Python process runs, or ""."""
+    """Return the file name of the script that a Python process runs; "" if it runs none."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         return next((Path(word).name for word in words if word.endswith(".py")), "")
@@ -338,7 +351,9 @@ def _segments(memory: Path) -> set[Path]:
 
 
 def _maker_of(segment: Path) -> int:
-    """Return the process that a segment's name identifies; 0 if the name identifies none."""
+    """Return the id of the process that made a segment, which is part of the segment's name; 0 if
+    the name contains none.
+    """
     with contextlib.suppress(ValueError, OSError):
         name = segment.name if segment.name.startswith(SEGMENTS[0]) else segment.read_text()
         return int(name.removeprefix(SEGMENTS[0]).partition("_")[0])

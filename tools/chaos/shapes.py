@@ -1,4 +1,4 @@
-"""The deployments under test, small enough for two cores."""
+"""The deployments under test. They are small enough for a machine with two cores."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LIMIT_S, LINK_S = 20.0, 5.0
 # NUM_LONG slow readers get answers with LONG times the usual number of tokens, so that no buffer
 # can hold a whole answer.
 LONG, NUM_LONG = 2, 2
-STALL_S = 600.0  # longer than any limit, so that only a limit can end the stall
+STALL_S = 600.0  # longer than any time limit, so that a limit ends the stall
 COMMON = (
-    "dtype=float32",  # so that an answer does not depend on other requests
+    "dtype=float32",  # with float32, an answer does not depend on other requests
     "device.kind=emulated",
     "device.emulator.strict=false",
     "kv.num_blocks=64",
-    # If graphs were captured later, the number of captures in a replacement group would vary.
+    # With lazy graphs, the number of captures in a replacement group would vary.
     "graph.lazy='off'",
     "graph.rebucket_s=0",
     "recovery.restarts_per_hour=10000",
@@ -32,14 +32,15 @@ class Shape:
 
     Attributes:
         config: name of a file in ``configs/``.
-        operator, collective: the operators for faults that let an operator or a collective fail or
-            stall.
-        attention, linear: operators for faults of memory; the memory of their second operand (keys,
-            or a weight) becomes faulty.
-        num_streams: number of requests that are sent at once. All bodies are different.
+        operator, collective: names of two operators. Faults that make an operator or a collective
+            fail or stall use them.
+        attention, linear: names of two operators for memory faults. The memory of their second
+            operand (the keys, or a weight) becomes faulty.
+        num_streams: number of requests that are sent at the same time. All their bodies are
+            different.
         has_files: whether copies of KV blocks are kept in files.
-        npus: NPUs of each host, if the deployment runs on several hosts.
-        num_hosts: number of these hosts that all groups need.
+        npus: number of NPUs of each host if the deployment runs on several hosts.
+        num_hosts: number of such hosts that the deployment needs for all its groups.
     """
 
     config: str
@@ -58,7 +59,9 @@ class Shape:
     num_hosts: int = 1
 
     def bodies(self) -> list[dict[str, Any]]:
-        """Return the usual requests, then the slow readers'. Every second request is greedy."""
+        """Return the usual requests, and then the requests of slow readers. Every second request is
+        greedy.
+        """
         chance = random.Random(self.config)
         counts = [self.num_tokens] * self.num_streams + [LONG * self.num_tokens] * NUM_LONG
         return [self._body(i, count, chance) for i, count in enumerate(counts)]
@@ -96,7 +99,7 @@ SHAPES = {
         npus=1,
         num_hosts=2,
     ),
-    # With three hosts, each host has a group, and no NPU is spare.
+    # With three hosts, each host has a group, and no NPU is free.
     "hosts": Shape(
         config="tiny-qwen3",
         num_groups=3,
@@ -165,7 +168,7 @@ SHAPES = {
             "graph.sizes=[16,64]",
             "scheduler.max_num_seqs=64",
             "scheduler.max_waiting=64",
-            "kv.num_blocks=130",  # two blocks per stream, so that the cache is full
+            "kv.num_blocks=130",  # about two blocks per stream, so that the cache is full
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",

@@ -1,7 +1,8 @@
-"""``make soak``: hours of load and faults, which show whether memory, files and threads grow.
+"""``make soak``: hours of load and faults, which show whether memory, files and threads become more
+and more.
 
-The load and the faults are those of ``make chaos``. The resources are sampled between two faults,
-when all groups serve and no request runs, so that samples can be compared.
+The load and the faults are those of ``make chaos``. The resources are always sampled between two
+faults, when all groups serve and no request runs, so that all samples can be compared.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ KINDS = (
 )
 FAULT_COLUMNS = ("fault", "tried", "requests", "lost", "differ", "longest pause, s")
 MAX_FAULTS = 100_000
-SHARE = 0.05  # a fault is injected before this fraction of all deltas has arrived
+SHARE = 0.05  # each fault is injected before this fraction of all deltas has arrived
 SAMPLES_SHOWN = 12
 MIB = 1 << 20
 INTRODUCTION = """\
@@ -86,7 +87,9 @@ def take_sample(service: Service) -> Sample:
 def soak(
     shape: Shape, seconds: float, seed: int, console: Console
 ) -> tuple[list[Sample], list[Outcome], list[str]]:
-    """Run a service; return samples, outcomes, and the files and processes that remain."""
+    """Run a service under load and faults. Return the samples, the outcomes of the faults, and the
+    files and processes that remain.
+    """
     max_deltas = int(SHARE * shape.num_streams * shape.num_tokens)
     plan = make_plan(seed, MAX_FAULTS, max_deltas=max_deltas, kinds=KINDS)
     samples: list[Sample] = []
@@ -129,7 +132,7 @@ def main(
     shape: Annotated[str, typer.Option(help=f"the deployment: {', '.join(SHAPES)}")] = "replicas",
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("docs/operate/soak.md"),
 ) -> None:
-    """Run a service under load and faults; tell which of its resources grow."""
+    """Run a service under load and faults. Print which of its resources grow."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; there are: {', '.join(SHAPES)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -3,8 +3,8 @@
 There are two kinds of changes. A change to a new plan version captures the new graphs one by one in
 quiet steps, and then releases the graphs that the new plan does not contain. A lazy graph is
 captured when the traffic needs it. Steps replay only graphs that exist on every rank. A failed
-capture is undone on all ranks. If the failed graph is a lazy graph that replaced another graph, the
-other graph is captured again.
+capture is undone on all ranks. A lazy graph may take the streams of an older graph. If the capture
+of such a lazy graph fails, the older graph is captured again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
-# Number of steps between two captures, so that no token waits for more than one capture.
+# Minimum number of steps between two captures. With this distance, no token waits for more than one
+# capture.
 STEPS_BETWEEN = 16
 MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds one
 PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
@@ -36,8 +37,8 @@ class ChannelRanks:
 
     Attributes:
         epoch: a function that returns the group's current epoch.
-        pool_bytes: number of bytes that all graphs of a rank use together. The maximum of all
-            ranks.
+        pool_bytes: size of the memory pool that all graphs of a rank share, in bytes. The ranks'
+            sizes differ; this is the largest.
     """
 
     channel: StepSender
@@ -88,7 +89,7 @@ class GraphChanges:
     # ---- any thread
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Begin the change to ``plan``. The change carries out ``actions`` in quiet steps."""
+        """Begin the change to ``plan``. Later calls of ``advance`` carry out ``actions``."""
         self._wanted = (plan, actions)
 
     @property
@@ -101,7 +102,7 @@ class GraphChanges:
         """Return whether the next step should wait for a change.
 
         Args:
-            is_idle: whether the group has no request, so that no client waits for the change.
+            is_idle: whether the group has no request. If it has none, a change delays no client.
             is_quiet: whether no request is about to start.
         """
         lazy = self.dispatcher.lazy
@@ -113,7 +114,8 @@ class GraphChanges:
     def advance(self) -> None:
         """Capture at most one new graph.
 
-        If the capture of a lazy graph fails, the graph that it replaced is captured again.
+        If the capture of a lazy graph fails, the graph that the lazy graph replaced is captured
+        again.
 
         Raises:
             WorkerError: a rank is lost, or the ranks recorded different operators.
@@ -146,8 +148,9 @@ class GraphChanges:
             return
         victim = change.victim
         if victim is not None:
-            # The old graph is released before the capture, because streams are reserved for a fixed
-            # number of graphs.
+            # The old graph is released before the new graph is captured: the reserved streams
+            # suffice for a fixed number of graphs, so the new graph needs the streams of the old
+            # graph.
             self._release(victim)
         is_captured = self._capture(change.graph) is None
         if is_captured:

@@ -3,9 +3,9 @@
 The order is: prepare, vote, capture, vote, commit. Each action has a deadline. A rank's vote after
 the capture contains a digest of the recorded operators. If the digests differ, the graph is
 refused, because ranks with different graphs would hang in the first replay. A capture that fails on
-one rank is undone on all ranks. Then every rank proves that its memory pool has as many bytes as
-before the capture. If the device counts streams, the rank also proves that as many streams are free
-as before.
+one rank is undone on all ranks. Then every rank checks that its memory pool is not larger than
+before the capture. If the device reports its number of free streams, every rank also checks that
+this number is the same as before the capture.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class GraphTransaction:
     """Changes the graphs of one group.
 
     Attributes:
-        vote_s: time limit of an action that does little work: adopt, commit, release.
-        work_s: time limit of preparing a graph, and of capturing it.
+        vote_s: time limit in seconds of the short actions: adopt, commit, release.
+        work_s: time limit in seconds of the long actions: prepare and capture.
     """
 
     ranks: GraphRanks
@@ -78,7 +78,8 @@ class GraphTransaction:
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.
-            CaptureError: a rank undid the capture, but the graph's streams or bytes are not free.
+            CaptureError: a rank undid the capture, but the streams or bytes of the graph are still
+                in use.
             WorkerError: a rank could not commit the graph, or could not undo the capture.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)

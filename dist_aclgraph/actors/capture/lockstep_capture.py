@@ -1,7 +1,7 @@
 """Captures a plan in lockstep: the largest graph first, each graph on all ranks or on no rank.
 
-A graph whose capture fails on one rank is undone on all ranks. Then the plan shrinks to the graphs
-for which all ranks have enough resources. Every rank adopts the new plan before the next capture.
+A graph whose capture fails on one rank is undone on all ranks. Then the plan loses the graphs for
+which a rank does not have enough resources. Every rank adopts the new plan before the next capture.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ class CaptureRecord:
     rollbacks: list[str] = field(default_factory=list)
 
 
-# A function that is called before each capture and at the end. Its arguments are the record so far,
-# and the graph that is captured next (None at the end).
+# A function that is called before each capture, and once after the last capture. Its arguments are
+# the record so far, and the graph that will be captured next (None after the last capture).
 OnCapture = Callable[[CaptureRecord, BatchDescriptor | None], None]
 
 
 def capture_plan(
     transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger], on_graph: OnCapture
 ) -> CaptureRecord:
-    """Capture all graphs of ``plan``; if a capture fails, the plan shrinks.
+    """Capture all graphs of ``plan``. If a capture fails, continue with a smaller plan.
 
     Args:
-        ledgers: the ledgers of all ranks. Each captured graph's cost is written to them.
+        ledgers: the ledgers of all ranks. The cost of each captured graph is written to the
+            ledgers.
 
     Raises:
         CaptureError: no graph can be captured; the message names rank, graph and remedy.
@@ -79,13 +80,13 @@ def agree(
     """Make all groups use the same plan. A group releases the graphs that another group does not
     have.
 
-    If a group cannot capture the common plan, the plans of all groups are compared again. The
-    comparisons end, because the plan shrinks each time.
+    If a group cannot capture the common plan, the plans of all groups are compared again. This
+    repetition ends, because the plan becomes smaller each time.
 
     Args:
         records: the capture record of each group.
-        capture_again: captures a new plan in the group with this index; the plan replaces the
-            group's old plan.
+        capture_again: a function that lets one group, given by its index in ``records``, capture a
+            new plan instead of its old plan.
     """
     left = list(records)
     while True:
@@ -102,7 +103,7 @@ def probe_graphs(
 ) -> list[StreamOffer]:
     """Capture and release each graph; return the offers with each rank's measured costs.
 
-    If a graph is too large for a rank, the offers contain no costs of this graph.
+    If a graph is too large for a rank, the offers contain no costs for that graph.
     """
     probed = list(offers)
     for graph in graphs:
@@ -118,10 +119,11 @@ def probe_graphs(
 
 
 def cost_of(graph: BatchDescriptor, costs: list[CaptureCost]) -> CaptureCost:
-    """Return the highest cost of a graph on any rank; warn if the graph has AI CPU operators.
+    """Return the cost of a graph on the rank where the cost is highest. Warn if the graph contains
+    AI CPU operators.
 
-    Only one rank's operators are checked, because all ranks have recorded the same operators, and
-    have the same kind of chip.
+    Only the operators of one rank are checked, because all ranks have the same kind of chip and
+    have recorded the same operators.
     """
     most = CaptureCost(
         streams=max(cost.streams for cost in costs),

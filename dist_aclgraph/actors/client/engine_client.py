@@ -1,14 +1,14 @@
 """EngineClient connects an ingress or an LLM object to the engines of a deployment.
 
 One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link. The
-client sends these requests to another engine, or lets them wait (``request_table.py``). If no
-engine will be started, the requests end with an error, so that no request hangs. After the loss of
-a link, the client opens a new link to the same engine, and uses the engine again after the engine's
-first answer.
+client sends these requests to another engine, or lets them wait (``request_table.py``). If the
+deployment will start no other engine, the requests end with an error, so that no request hangs.
+After the loss of a link, the client opens a new link to the same engine. The client uses that
+engine again after the engine's first answer.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
-client closes its link to that engine as soon as no request of this client runs there.
+client closes its link to that engine as soon as the engine runs no request of this client.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class EngineClient:
             0, 1, ... until an engine reports their names.
         node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
-        link_s: time limit in seconds; an engine that is silent for longer counts as dead. The value
-            of ``timeouts.link_s``.
-        recovery: how requests wait while no group accepts requests; None if requests do not wait.
+        link_s: the configured ``timeouts.link_s``, in seconds. An engine that is silent for longer
+            counts as dead.
+        recovery: how requests wait while no group accepts requests. If None, requests fail at once.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # If several groups are equally good, replicas of the ingress prefer different groups.
+        # Replicas of the ingress begin with different groups if several groups are equally good.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
@@ -142,15 +142,15 @@ class EngineClient:
         Args:
             params: ``max_tokens`` must be set; only the caller knows the model's context length.
             stop_ids: all token ids that end the output.
-            on_delta: called on the I/O thread, in order, until a delta has a finish reason.
-            seed: used if ``params`` has no seed.
+            on_delta: a function that the I/O thread calls with each delta, in order.
+            seed: the seed for sampling if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
             output: tokens that the request already has, int32; the engine continues after them.
             role: see ``TransferRole``.
             peer: see ``OpenRequest``.
 
         Raises:
-            EngineDeadError: no engine is alive, and no engine will be started.
+            EngineDeadError: no engine is alive, and the deployment will start no other engine.
             InvalidParameterError: the request id is in use, or ``max_tokens`` is not set.
         """
         if params.max_tokens is None:
@@ -183,13 +183,13 @@ class EngineClient:
             return self._table.router.block_names(pack_ints(prompt_ids), cache_salt)
 
     def blocks_of(self, group: str) -> BlockSource | None:
-        """Return where others fetch the blocks of a group; None if this is not possible."""
+        """Return where other groups can fetch the KV blocks of ``group``; None if they cannot."""
         with self._lock:
             found = (each.blocks for each in self._table.engines.values() if each.name == group)
             return next(found, None)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request whose deltas nobody reads; ignore unknown ids."""
+        """Abort a request whose deltas its client will not read. Unknown ids are ignored."""
         with self._lock:
             engine = self._table.forget(request_id)
         if engine is not None:
@@ -206,7 +206,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # Open the query before the check: then a loss after the check also ends the query.
+            # The query is opened before the check, so that a loss after the check ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -218,7 +218,7 @@ class EngineClient:
         return self._queries.wait(asked, timeout_s, self.outage() or STOPPING)
 
     def raise_if_dead(self) -> None:
-        """Raise EngineDeadError with the causes if no engine is alive and none will be started."""
+        """Raise EngineDeadError if no engine is alive and the deployment will not start another."""
         with self._lock:
             capacity = Capacity.of(self._table.engines.values())
             is_alive = capacity.serving + capacity.draining or self._table.outage.may_end
@@ -226,7 +226,7 @@ class EngineClient:
                 raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
-        """Return why no group serves, and the progress of the next start; "" if a group serves.
+        """Return why no group serves, and how far the next group's start is; "" if a group serves.
 
         A group serves if it both accepts and runs requests.
         """
@@ -249,7 +249,7 @@ class EngineClient:
             return self._table.num_held
 
     def num_losses(self) -> dict[LossKind, int]:
-        """Return how many times an engine was lost, by kind of loss."""
+        """Return the number of lost engines for each kind of loss."""
         with self._lock:
             return {kind: self._table.losses[kind] for kind in LOSS_KINDS}
 
@@ -262,11 +262,11 @@ class EngineClient:
             return {engine.name: engine.state for engine in self._table.engines.values()}
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until ``close`` is called, ``timeout_s`` at most; return whether it was called."""
+        """Wait at most ``timeout_s`` for a call of ``close``. Return whether it was called."""
         return self._closing.wait(timeout_s)
 
     def routed(self) -> dict[str, RoutedCounts]:
-        """Return the counts of routed requests, by the group's name."""
+        """Return the counts of the requests that were routed to each group, by the group's name."""
         with self._lock:
             return self._table.routed()
 
@@ -306,7 +306,7 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        # Catch any exception, because all requests must end if this thread fails.
+        # Catch every exception, because all requests must end with an error if this thread fails.
         except Exception as e:
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
@@ -390,7 +390,7 @@ class EngineClient:
         return is_new
 
     def _leave(self, engine: KnownEngine) -> bool:
-        """Remove the engine if it has drained; return whether the engine was removed."""
+        """Remove ``engine`` if it has drained. Return whether it was removed."""
         with self._lock:
             is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
             if not (engine.is_draining and is_over):
@@ -406,7 +406,7 @@ class EngineClient:
     def _follow(self, token: str, node_id: str) -> None:
         """If the token is new, switch to the deployment of this token.
 
-        The versions of the new deployment's group lists begin again at the lowest number.
+        The new deployment numbers its group lists from the start, so the last version is forgotten.
         """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
@@ -458,7 +458,7 @@ class EngineClient:
         """Pass the deltas of a step to the callbacks.
 
         Raises:
-            EngineDeadError: the engine has ended. Requests without a last delta are still open.
+            EngineDeadError: the engine has ended. The engine's unfinished requests are still open.
         """
         with self._lock:  # locked once for all requests of a step
             told, death = self._table.take_deltas(engine, message)
@@ -493,9 +493,9 @@ class EngineClient:
                 self._tell(on_delta, failed(delta.request_id, error))
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
-        """Let other engines continue this engine's requests; end the queries to this engine."""
-        # The lock is held until all requests are moved, so that an abort finds each request at one
-        # engine.
+        """Let other engines continue the requests of ``engine``, and end the queries to it."""
+        # The lock is held until all requests are moved. So an abort never sees a request between
+        # two engines.
         with self._lock:
             is_over = self._closing.is_set()
             over = self._table.lose(engine, reason, time.monotonic(), is_over=is_over)
@@ -510,8 +510,8 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # The link for which the request was queued was lost, and the request was moved to
-            # another engine. So the request must not be sent over the new link.
+            # The request's link was lost, and the client has moved the request to another engine.
+            # So the request must not be sent over the new link to this engine.
             if isinstance(message, Submit) and message.number not in engine.names:
                 continue
             if not engine.link.is_lost:

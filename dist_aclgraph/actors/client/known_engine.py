@@ -1,4 +1,4 @@
-"""What a client knows about the deployment's engines and their capacity."""
+"""The state of each engine as a client knows it, and the number of groups in each state."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class KnownEngine:
         is_draining: whether the engine accepts no new requests.
         added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step since this link was opened.
-        prefill_from: a prefill group computes a prompt for another group if the prompt has at least
-            this number of uncached tokens; 0 for the other groups.
+        prefill_from: a minimum number of uncached tokens; 0 if the engine's group is no prefill
+            group. A prefill group computes a prompt for another group only if the prompt has
+            at least this number.
         blocks: see ``GroupEntry``.
-        is_listed: whether the deployment's last group list contains the engine.
+        is_listed: whether the latest group list of the deployment contains the engine.
         names: maps the number of each request on this engine to the request's id.
     """
 
@@ -66,8 +67,8 @@ class Capacity:
         serving: number of groups that accept requests.
         draining: number of groups that only finish their running requests.
         lost: maps the name of each dead group to the reason of its death.
-        prefill: number of prefill groups that serve. None if the client knows no prefill groups at
-            all; lost groups count as known.
+        prefill: number of prefill groups that accept requests; None if the client knows no prefill
+            group, not even a lost one.
     """
 
     serving: int

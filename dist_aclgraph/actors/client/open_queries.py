@@ -50,7 +50,7 @@ class OpenQueries:
         """End the queries to an engine.
 
         Args:
-            error: why the engine is dead; None if the engine has drained.
+            error: the error that says why the engine is dead; None if the engine has drained.
         """
         with self._lock:
             ended = [self._open.pop(key) for key in list(self._open) if key[0] is engine]
@@ -68,11 +68,11 @@ class OpenQueries:
     def wait(
         self, asked: Sequence[OpenQuery], timeout_s: float, problem: str
     ) -> dict[str, dict[str, Any]]:
-        """Return the answers that arrive before the timeout; the keys are the names of the groups.
+        """Return the answers that arrive before the timeout, by the name of the engine's group.
 
         Args:
-            problem: the error's text if no engine was queried, or if all queried engines were
-                removed.
+            problem: text of the error that is raised if no engine was queried, or if all queried
+                engines were removed.
 
         Raises:
             EngineDeadError: no engine has answered.

@@ -1,4 +1,5 @@
-"""An outage is the time in which no group accepts requests. A client's requests wait meanwhile.
+"""An outage is a period in which no group accepts requests. During an outage, the requests of a
+client wait.
 
 Engines do not respond during an outage, so the client asks the controller about the deployment.
 """
@@ -27,7 +28,8 @@ class Outlook:
     """The controller's answer about its deployment.
 
     Attributes:
-        failure: why no group will ever accept requests again; "" as long as a group might.
+        failure: the reason why no group will ever accept requests again; "" while a group may still
+            accept requests later.
         progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
         token: connection token of the deployment; "" if the token is unchanged.
         node_id: the id of the client's node in this deployment's Ray; "" if the id is unchanged.
@@ -48,9 +50,9 @@ class Recovery:
     """How a client waits for a group.
 
     Attributes:
-        ask: a function that returns an outlook, possibly after a long time. If it raises an error,
-            all waiting requests fail.
-        wait_s: how long a request waits for a group.
+        ask: a function that returns an outlook, possibly after a long time. If the function raises
+            an error, all waiting requests fail.
+        wait_s: how long a request waits for a group, in seconds, before it fails.
     """
 
     ask: AskOutlook
@@ -69,7 +71,7 @@ class Outage:
     The client's lock guards this object. All times are from one monotonic clock.
 
     Args:
-        recovery: how requests wait for a group; None if they do not wait.
+        recovery: how requests wait for a group. If None, requests do not wait, but fail.
     """
 
     def __init__(self, recovery: Recovery | None) -> None:
@@ -93,12 +95,12 @@ class Outage:
         return self._recovery is not None
 
     def deadline_s(self, now_s: float) -> float:
-        """Return the time at which a request that begins to wait now must stop waiting."""
+        """Return the time until which a request may wait if it begins to wait now."""
         return math.inf if self._recovery is None else now_s + self._recovery.wait_s
 
     @property
     def may_end(self) -> bool:
-        """Whether a group can accept requests again."""
+        """Whether a group may accept requests later, so that the outage can end."""
         return self._recovery is not None and not self.outlook.failure
 
     def see(self, now_s: float, *, is_served: bool) -> None:
@@ -119,7 +121,9 @@ class Outage:
         return self._past_s + (0.0 if self._began_s is None else now_s - self._began_s)
 
     def hold(self, request: OpenRequest, now_s: float) -> bool:
-        """Let a request wait for a group; return False if no group can accept requests again."""
+        """Let a request wait for a group. Return False, without waiting, if no group will accept
+        requests again.
+        """
         if not self.may_end:
             return False
         self._requests[request.request_id] = request, self.deadline_s(now_s)
@@ -130,8 +134,9 @@ class Outage:
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests. Requests with more output tokens come first; among
-        requests with equally many output tokens, older requests come first.
+        """Remove and return all waiting requests. Requests with more output tokens come first. If
+        two requests have the same number of output tokens, the request that waits longer comes
+        first.
         """
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
@@ -154,7 +159,7 @@ class Outage:
 
 
 class OutlookPoller:
-    """Owns a thread that requests the controller's outlook as long as the client needs outlooks."""
+    """Owns a thread that asks the controller for its outlook again and again during an outage."""
 
     def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask
@@ -172,7 +177,9 @@ class OutlookPoller:
             self._wanted.clear()
 
     def take_answer(self) -> Outlook | None:
-        """Return the controller's last outlook; None if an earlier call has returned it."""
+        """Return the controller's last outlook; None if an earlier call has already returned that
+        outlook.
+        """
         answer, self._answer = self._answer, None
         return answer
 

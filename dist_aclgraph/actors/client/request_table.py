@@ -43,13 +43,14 @@ class RequestTable:
 
     Args:
         router: chooses among engines by their URLs.
-        recovery: how requests wait while no group accepts requests; None if requests do not wait.
+        recovery: how requests wait while no group accepts requests. If None, requests do not wait,
+            but fail.
         send: queues a request for an engine.
 
     Attributes:
         engines: the engines; the key is the engine's URL, as in the router.
         num_resumed: how many requests were resumed on another engine.
-        losses: how many times an engine was lost, by kind of loss.
+        losses: number of lost engines for each kind of loss.
     """
 
     def __init__(
@@ -117,21 +118,23 @@ class RequestTable:
         return self.outage.outlook.failure or "; ".join(losses) or STOPPING
 
     def routed(self) -> dict[str, RoutedCounts]:
-        """Return the counts of routed requests, by the group's name."""
+        """Return the counts of the requests that were routed to each group, by the group's name."""
         counts = self.router.counts
         return {engine.name: replace(counts[engine.url]) for engine in self.engines.values()}
 
     # ---- requests
 
     def place(self, request: OpenRequest, now_s: float) -> bool:
-        """Send a request to an engine, or let it wait. Return False if neither is possible."""
+        """Send a request to an engine, or let the request wait. Return False if neither is
+        possible.
+        """
         if request.is_suspect and self.taking():
             self._trials.wait(request, self.outage.deadline_s(now_s))
             return True
         return self._give(request) or self.outage.hold(request, now_s)
 
     def forget(self, request_id: str) -> KnownEngine | None:
-        """Remove a request; return the engine on which the request was."""
+        """Remove a request. Return the engine that ran the request; None if no engine ran it."""
         self.outage.forget(request_id)
         self._trials.leave(request_id)
         engine, number = self._owner.pop(request_id, (None, 0))
@@ -146,8 +149,9 @@ class RequestTable:
         """Store the deltas of a step, and remove the requests that have ended.
 
         Returns:
-            The deltas with their callbacks; and why the engine has ended, or "". If the engine has
-            ended, the requests without a last delta are still open.
+            The deltas with their callbacks, and a text that says why the engine has ended. The text
+            is "" if the engine has not ended. If it has ended, its unfinished requests are still
+            open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         engine.is_proven = True
@@ -160,7 +164,7 @@ class RequestTable:
                 self.forget(delta.request_id)
                 request.source = engine.name
                 self._handed_over.append(request)
-                # a last delta has no tokens if an earlier delta had the last token
+                # the delta that ends a request may have no tokens
                 if delta.token_ids:
                     told.append((request.on_delta, replace_fields(delta, finish_reason=None)))
                 continue
@@ -175,8 +179,8 @@ class RequestTable:
         return told, ""
 
     def continue_elsewhere(self, now_s: float) -> list[OpenRequest]:
-        """Let other engines continue the requests whose prompts a prefill group has computed;
-        return the requests that must end, because no engine can run them.
+        """Let other engines continue the requests whose prompts a prefill group has computed.
+        Return the requests that no engine can run, and that must end.
         """
         requests, self._handed_over = self._handed_over, []
         return [request for request in requests if not self.place(request, now_s)]
@@ -198,8 +202,8 @@ class RequestTable:
         engine.dead_because = reason
         engine.link.is_lost = True
         requests = list(engine.requests.values())
-        # Any request that has made no progress on this engine might be the cause of the engine's
-        # death.
+        # If a request has made no progress on this engine, the request may be the cause of the
+        # engine's death.
         untried = [request.request_id for request in requests if not request.has_run]
         alone = self._trials.alone if engine.is_proven else None
         if untried != [alone]:
@@ -223,7 +227,8 @@ class RequestTable:
         """Let waiting requests run if an engine accepts requests; return the requests that end.
 
         Args:
-            outlook: the controller's new outlook; None if it has sent none since the last call.
+            outlook: the controller's new outlook; None if the controller has sent no outlook since
+                the last call.
         """
         over: list[Over] = []
         is_served = bool(self.taking())
@@ -251,7 +256,7 @@ class RequestTable:
         return self.outage.take_all() + self._trials.take_waiting()
 
     def _give(self, request: OpenRequest, among: Sequence[str] = ()) -> bool:
-        """Send a request to an engine; return whether an engine accepts requests.
+        """Send a request to an engine. Return False if no engine accepts requests.
 
         Args:
             among: URLs of the engines to choose from; by default, all engines that accept requests.
@@ -274,16 +279,16 @@ class RequestTable:
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
-        # The request is sent under the lock. So a request that was routed by one version of the
-        # group list is sent before the client confirms the next version.
+        # The request is sent under the lock. So all requests that were routed by one version of the
+        # group list are sent before the client confirms the next version.
         self._send(engine, request.submit(number))
         return True
 
     def _resume(
         self, request: OpenRequest, engine: KnownEngine, now_s: float, *, is_proof: bool
     ) -> bool:
-        """Continue a request of a lost engine on another engine, or let it wait; return False if
-        neither is possible.
+        """Continue a request of a lost engine on another engine, or let the request wait. Return
+        False if neither is possible.
         """
         if request.is_probe:
             return False

@@ -23,8 +23,8 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
 OnDelta = Callable[[RequestDelta], None]
-# The role that an external router has chosen. A "prefill" request ends when its prompt's KV is in
-# files. For a "decode" request, another service has written the prompt's KV to files.
+# The role that an external router has chosen for a request. A "prefill" request ends when the KV of
+# its prompt is in files. A "decode" request uses KV that another service has written to files.
 TransferRole = Literal["", "prefill", "decode"]
 
 
@@ -35,19 +35,20 @@ class OpenRequest:
     Attributes:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client requested.
-        num_deaths: number of engines that died with this request since the request's last progress
-            (``has_run``).
+        num_deaths: number of engines that died while they ran this request, counted since the
+            request's last progress (``has_run``).
         num_deltas: how many times the request's present engine has sent tokens of this request.
         first_death_s: time of the first death that ``num_deaths`` counts.
-        is_cause: whether the client considers the request the cause of the deaths, and does not
-            resume it.
+        is_cause: whether the request counts as the cause of the deaths. If so, the client does not
+            resume the request.
         is_resumed: whether the request has lost an engine, or the link to an engine.
-        hands_over: whether the present engine only computes the prompt and the first token.
+        hands_over: whether the present engine computes the prompt and the first token, and another
+            engine then generates the other tokens.
         source: name of the group that has computed the prompt for another group; "" if the prompt
             was not handed over.
-        role: the role that an external router has chosen; see ``TransferRole``. If the engine of a
-            "prefill" request is lost after the last token, another engine generates one superfluous
-            token.
+        role: the role that an external router has chosen; see ``TransferRole``. A "prefill" request
+            has one output token. If its engine is lost after this token, another engine generates a
+            second token, which is not needed.
         peer: the group of another service that has computed the prompt; None if there is none.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
@@ -98,7 +99,7 @@ class OpenRequest:
 
     @property
     def may_hand_over(self) -> bool:
-        """Whether one group may compute the prompt, and another group the output.
+        """Whether one group may compute the prompt while another group generates the output.
 
         Three kinds of requests stay in one group: requests for log-probabilities of the prompt,
         requests for embeddings, and requests that have a ``role``.
@@ -118,9 +119,10 @@ class OpenRequest:
 
         Args:
             now_s: the present time on a monotonic clock.
-            is_proof: whether this death proves that a suspect is the cause. It is a proof if the
-                engine had started after ``first_death_s``, had run another request before, and ran
-                no other suspect.
+            is_proof: whether this death proves that the request is the cause, if the request was
+                already a suspect. The death is a proof if three things hold: the engine had started
+                after ``first_death_s``, it had already run another request, and it ran no other
+                suspect when it died.
         """
         self.is_cause = is_proof and self.is_suspect
         if not self.is_suspect:
@@ -128,11 +130,11 @@ class OpenRequest:
         self.num_deaths += 1
 
     def note(self, delta: RequestDelta) -> None:
-        """Store the tokens of a delta. The count of deaths returns to 0 after progress."""
+        """Store the tokens of a delta. If the delta shows progress, set ``num_deaths`` to 0."""
         if delta.token_ids:
             self.append(delta.token_ids)
             self.num_deltas += 1
-            if self.num_deltas > 1:  # the property ``has_run``, inlined for speed
+            if self.num_deltas > 1:  # the condition of ``has_run``, repeated here for speed
                 self.num_deaths = 0
 
     def append(self, output: bytes) -> None:
@@ -141,7 +143,9 @@ class OpenRequest:
 
     @classmethod
     def probe(cls, request_id: str) -> OpenRequest:
-        """Return a request that tests an engine: it generates one token, which is not used."""
+        """Return a request that tests an engine. The request generates one token, which no client
+        reads.
+        """
         sampling = row_sampling(
             SamplingParams(max_tokens=1), seed=0, num_prompt_tokens=1, end_ids=()
         )

@@ -1,12 +1,12 @@
 """Trials: requests that lost their engine run in turns, until each of them has made progress.
 
 A request might be the cause of its engine's death. Such a request would end every engine that runs
-it. The client does not know which of an engine's requests was the cause, so the client tries the
-requests in turns. A request that lost two engines without progress runs alone, and only on an
-engine that has started since the request's first loss, because several engines may have died
-together for another reason. If this engine dies, too, the request is the cause. An engine might
-also be broken, so that every request on it fails. To find such an engine, the first turn on each
-engine runs a probe, which is a request that the client makes itself.
+it. The client does not know which request of an engine was the cause, so the client tries the
+requests in turns. A request that lost two engines without progress runs alone. It runs only on an
+engine that started after the request had lost its first engine, because several engines may have
+died together for another reason. If the engine on which the request runs alone dies, the request is
+the cause. An engine might also be broken, so that every request on it fails. To find such an
+engine, the first turn on each engine runs a probe, which is a request that the client makes itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Trials:
     """Owns the requests that wait for their turn. The client's lock guards this object."""
 
     def __init__(self) -> None:
-        # Each item is a request, and the time at which its wait ends.
+        # The keys are request ids. The values are the request, and the time at which its wait ends.
         self._waiting: dict[str, tuple[OpenRequest, float]] = {}
         self._running: set[str] = set()
 
@@ -36,7 +36,9 @@ class Trials:
 
     @property
     def is_turn(self) -> bool:
-        """Whether a turn is running: some of its requests have made no progress yet."""
+        """Whether a turn is running. A turn runs until each of its requests has made progress or
+        has ended.
+        """
         return bool(self._running)
 
     @property
@@ -54,18 +56,18 @@ class Trials:
         self._waiting[request.request_id] = request, until_s
 
     def begin_probes(self, request_ids: Collection[str]) -> None:
-        """Begin a turn that consists of the client's probes."""
+        """Begin a turn whose requests are the client's probes with these ids."""
         self._running.update(request_ids)
 
     def begin_turn(self, has_engine: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Remove the requests of the next turn and return them; an empty list while a turn runs.
+        """Remove and return the requests of the next turn. While a turn runs, return an empty list.
 
-        The turns come in this order: requests that lost one engine; then requests that lost several
-        engines, one request in each turn; then all requests that lost no engine.
+        The first turns contain requests that lost one engine. The next turns contain one request
+        each, which lost several engines. The last turn contains all requests that lost no engine.
 
         Args:
-            has_engine: a function that returns whether there is an engine on which a given request
-                may run.
+            has_engine: a function that returns whether a given request may run on one of the
+                engines.
         """
         if self._running:
             return []
@@ -88,8 +90,8 @@ class Trials:
         """Remove and return the requests that wait for their turn.
 
         Args:
-            now_s: the present time: only requests whose wait has ended by then are returned. None
-                returns all requests.
+            now_s: the present time. A request is returned if its wait ends at this time or earlier.
+                If None, all requests are returned.
         """
         taken = [r for r, until_s in self._waiting.values() if now_s is None or until_s <= now_s]
         for request in taken:

@@ -1,4 +1,6 @@
-"""Chooses how processes are started. No other module depends on whether there is a fork server."""
+"""Chooses whether Ray or a fork server starts processes. No other module needs to know which of the
+two starts them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 def choose_starter(config: Config) -> ProcessStarter:
-    """Return a fork server if there are more processes for emulated NPUs than cores; else Ray's
-    starter.
+    """Return a fork server if NPUs are emulated and the deployment needs more processes than this
+    machine has cores. Otherwise return Ray's starter.
     """
     layout = ParallelLayout.from_config(config.parallel)
     num_processes = layout.world_size + len(layout.lockstep_groups)

@@ -1,9 +1,9 @@
 """Joins an existing Ray cluster, or starts Ray on this machine.
 
-A Ray that this module starts is for this machine only. It listens on loopback and requires a token.
-Signals to the process group of Ray's driver do not reach this Ray. If one of Ray's daemons dies,
-calls to Ray can hang forever. So the process that started Ray watches the daemons, and can kill all
-processes of this Ray.
+A Ray that this module starts serves this machine only: Ray listens on loopback and requires a
+token. Signals to the process group of Ray's driver do not reach this Ray. If one of Ray's daemons
+dies, calls to Ray can hang forever. So the process that started Ray watches the daemons, and can
+kill all processes of this Ray.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ START_ATTEMPTS, TOO_SLOW = 5, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S, ASK_S, RETRY_S = 10.0, 5.0, 1.0
 LOCAL_SILENT_S = 30.0
-# A raylet exits after the control store has been silent for some time. A process that cannot watch
-# the raylet waits for that time plus these seconds.
+# A raylet exits after the control store has been silent for a certain time. A process that cannot
+# watch the raylet waits for that time plus this number of seconds.
 RAYLET_ENDS_S = 30.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 
@@ -77,8 +77,8 @@ class ConnectedRay:
     The death of a daemon is noticed at once. A daemon that hangs is noticed after ``silent_s``.
 
     Args:
-        silent_s: time in seconds after which a silent control store of Ray counts as dead; with
-            ``math.inf``, it never counts as dead.
+        silent_s: if Ray's control store is silent for this number of seconds, Ray counts as dead.
+            With ``math.inf``, silence never counts.
         daemons: names of Ray's daemons on this machine, by process id.
         clock: monotonic, in seconds.
 
@@ -95,12 +95,15 @@ class ConnectedRay:
         self.death = ""
         self._daemons = daemons
         self._stopped = threading.Event()
-        # If Ray does not answer a check, the next check begins about a second later.
+        # The time between two checks of a silent Ray: the timeout of a check, and a pause of a
+        # second.
         self._silence = Silence(silent_s, clock, every_s=ASK_S + RETRY_S)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
 
     def watch(self) -> None:
-        """Watch the daemons on a thread, and call ``_end`` after the first death of a daemon."""
+        """Start a thread that watches the daemons, and that calls ``_end`` when the first daemon
+        dies.
+        """
         names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
 
         def tell(name: str) -> None:
@@ -114,10 +117,12 @@ class ConnectedRay:
         self._stopped.set()
 
     def _end(self) -> None:
-        """Called after a daemon has died. Does nothing for a Ray that another process started."""
+        """React to the death of a daemon. Does nothing here, because another process started this
+        Ray.
+        """
 
     def look(self) -> None:
-        """Ask Ray's control store whether this node's daemon answers; waits ``ASK_S`` at most."""
+        """Ask Ray's control store whether this node's raylet answers. Wait at most ``ASK_S``."""
         try:
             [is_alive] = ray_worker.global_worker.gcs_client.check_alive(
                 [self._node_id], timeout=ASK_S
@@ -151,20 +156,20 @@ class LocalRay(ConnectedRay):
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # Agents run up to a minute longer than their raylet, and cannot be found by their command
-        # lines. So their handles are opened now.
+        # After the end of a raylet, its agents run for up to a minute, and their command lines do
+        # not identify them. So handles of the agents are opened now, while the raylet runs.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
 
     def _end(self) -> None:
-        """Kill all processes of this Ray, because the other daemons would keep engines running.
+        """Kill all processes of this Ray, because the surviving daemons would keep engines running.
 
-        Clients notice the end of the processes at once.
+        The clients of these engines notice the end of the processes at once.
         """
         self.kill()
 
     def kill(self) -> None:
-        """Kill all processes of this Ray now, even processes stopped by SIGSTOP."""
+        """Kill all processes of this Ray at once, including processes that SIGSTOP has stopped."""
         self.unwatch()
         processes.kill_handles(self._handles)
         for _ in range(KILL_ROUNDS):  # new processes can start while others are killed
@@ -192,11 +197,11 @@ def start_ray(
 ) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares the usual number of NPUs of a node, or a larger
-    number if the configuration needs more NPUs.
+    If NPUs are emulated, a local Ray declares as many NPUs as a real node usually has. If the
+    configuration needs more NPUs, Ray declares the needed number.
 
     Args:
-        starter: starts the processes of a local Ray. The returned Ray then owns the starter.
+        starter: starts the processes of a local Ray. The returned object owns the starter.
         waits: whether to wait until the existing cluster answers.
 
     Raises:
@@ -205,16 +210,16 @@ def start_ray(
     address, nodes_wait_s = ray_address(), gcs_wait_s()
     prepare_ray_environment(is_local=address is None, waits_for_gcs=address is not None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
-        # Ray computed this value during its import, before we declared that this Ray is for one
-        # machine.
+        # The import of Ray computed the constants of this module, before we declared that this Ray
+        # is for one machine. So the module is loaded again.
         importlib.reload(ray_constants)
     try:
         if address is not None:
             _join(address, waits=waits)
             return joined(_raylet_of_this_node(), nodes_wait_s)
         is_emulated = resolve_kind(config.device.kind) == "emulated"
-        # The node gets more NPUs than most deployments need, so that this process can start a
-        # second deployment.
+        # The node declares more NPUs than most deployments need, so that this process can start a
+        # second deployment in the same Ray.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)
@@ -261,7 +266,7 @@ def joined(
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the id of the raylet's process; None if the raylet is in another PID namespace."""
+    """Return the process id of this node's raylet; None if the raylet has another PID namespace."""
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)
@@ -271,7 +276,8 @@ def _raylet_of_this_node() -> int | None:
 
 
 def protect_token() -> None:
-    """Create Ray's token file so that only this user can read it, because the token can run code.
+    """Create Ray's token file so that only this user can read the file. A process that knows the
+    token can run any code in this Ray.
 
     If Ray created the file, the umask would decide whether other users can read it.
     """
@@ -322,7 +328,7 @@ def join_ray(local_address: str | None) -> None:
     """Join the Ray cluster that RAY_ADDRESS names, or the cluster that a service started here.
 
     Args:
-        local_address: address of the service's Ray; it has priority over RAY_ADDRESS.
+        local_address: address of the service's Ray. If given, RAY_ADDRESS is ignored.
 
     Raises:
         PlacementError: there is no cluster, or more than one; the message says what to do.
@@ -405,7 +411,7 @@ def _init(address: str, **options: Any) -> None:
     ray_worker._worker_logs_enabled = False
     # Ray's messages about daemons and retries mean nothing to a user who runs a model.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Our log may contain lines of Ray's logger, so Ray must not apply its own format to these
+    # Lines of Ray's logger may be written to our log. So Ray must not change the format of these
     # lines.
     ray.init(
         address=address,
@@ -420,10 +426,10 @@ def _init(address: str, **options: Any) -> None:
 def own_process_group() -> Iterator[None]:
     """Start child processes in another process group, then return to this process's own group.
 
-    ``timeout``, a shell or a supervisor sends signals to whole groups, so Ray's daemons would die
-    before the driver has stopped gracefully. If this process leads its group, the child processes
-    stay in that group. If this process was the last member of its group, for example after a script
-    has ended, this process leads a new group afterwards.
+    ``timeout``, a shell or a supervisor sends signals to whole groups. Without this function, such
+    a signal would end Ray's daemons before the driver has stopped gracefully. If this process leads
+    its group, the child processes stay in that group. If this process was the last member of its
+    group, for example after a script has ended, this process leads a new group after this context.
     """
     group = os.getpgrp()
     if group == os.getpid():

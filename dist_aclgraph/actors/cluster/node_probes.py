@@ -1,7 +1,7 @@
 """Asks all nodes of a Ray cluster at the same time, with one short-lived actor on each node.
 
-A node that did not answer in time gets no more questions, so that later questions do not wait for
-this node.
+If a node does not answer a question in time, the node gets no more questions, so that later
+questions do not wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports that a probe was told to use. The probe listens at each port that was free."""
+    """The requested ports of a probe. The probe listens at those ports that were free."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]
@@ -41,7 +41,7 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Call a function of the package version that is installed on this node."""
+        """Answer a question by a function of the package version that is installed on this node."""
         return question()
 
     def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:
@@ -66,8 +66,8 @@ class NodeProbe:
         return OpenPorts(listening, tuple(in_use))
 
     def unreachable(self, targets: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
-        """Try to connect to each target (address, port); return the targets that failed, with
-        reasons.
+        """Try to connect to each target (address, port). Return the targets that could not be
+        reached, with the reasons.
         """
         with ThreadPoolExecutor(THREADS) as threads:
             reasons = threads.map(_connect, targets)
@@ -87,7 +87,7 @@ class NodeProbes:
 
     Attributes:
         nodes: nodes that have answered all questions so far, by name.
-        silent: why a node did not answer, by the node's name.
+        silent: for each node that did not answer, by its name: the reason.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -147,6 +147,8 @@ def probe_nodes(timeout_s: float) -> Iterator[NodeProbes]:
 
 
 def lost_nodes() -> list[str]:
-    """Return the addresses at which Ray has lost a node and has no living node now."""
+    """Return the addresses of nodes that Ray has lost. An address at which a node lives again is
+    left out.
+    """
     here = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return sorted({node["NodeManagerAddress"] for node in ray.nodes()} - here)

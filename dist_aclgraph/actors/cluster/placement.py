@@ -1,8 +1,9 @@
-"""Reserves NPUs. Each lockstep group has one placement group; the ranks of a bundle share a node.
+"""Reserves NPUs. Each lockstep group has one of Ray's placement groups, which consists of bundles.
 
-Ray never splits a bundle, so a tensor parallel group is one bundle and stays on one node. The pure
-functions decide what to request from Ray, and how ranks are numbered after placement. The other
-functions call Ray, and wait for a limited time.
+Ray never splits a bundle over several nodes. So each tensor parallel group is one bundle, and stays
+on one node, unless ``parallel.tp_across_nodes`` allows several nodes. The functions that do not
+call Ray decide what to request, and how the ranks are numbered after placement. The other functions
+call Ray, and wait for a limited time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dist_aclgraph.topology import ParallelLayout
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
-SWEEP_S = 2.0  # seconds between two calls of ``sweep`` while waiting for free resources
+SWEEP_S = 2.0  # seconds between two calls of ``release_dead`` while ``reserve`` waits
 OF_A_CONTROLLER = re.compile(rf"({CONTROLLER}-[0-9a-f]{{8}})/")
 
 
@@ -43,7 +44,8 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: number of declared NPUs, used and unused. ``free_nodes`` counts only unused NPUs.
+        npus: number of NPUs that the node declares. In the result of ``free_nodes``: number of its
+            unused NPUs.
     """
 
     node_id: str
@@ -60,9 +62,9 @@ class BundleRequest:
     """The resources that one lockstep group requests from Ray.
 
     Attributes:
-        rank: the resources that each rank needs.
+        rank: the resources that each rank needs, by their names in Ray.
         num_bundles, ranks_of_bundle: number of bundles, and number of ranks in each bundle.
-        labels: the labels that a node must have.
+        labels: the labels that a node must have to be used.
     """
 
     rank: dict[str, float]
@@ -78,7 +80,7 @@ class BundleRequest:
 
     @property
     def ranks_of_node(self) -> int:
-        """Number of ranks of a group that must share a node."""
+        """Number of ranks that must be on the same node."""
         return self.size if self.strategy == "STRICT_PACK" else self.ranks_of_bundle
 
     @property
@@ -97,20 +99,21 @@ def plan_bundles(
     tp_across_nodes: bool = False,
     may_be_undeclared: bool = False,
 ) -> BundleRequest:
-    """Choose bundles and strategy. If possible, all ranks of a group are on a single node.
+    """Choose the bundles of one group, and Ray's strategy. If possible, all ranks of a group are on
+    a single node.
 
     Args:
         layout: layout of the whole deployment.
         num_groups: number of groups to place now; NPUs are required only for these groups.
         nodes: the living nodes of the cluster.
         labels: labels that a node must have.
-        tp_across_nodes: whether a tensor parallel group that is too large for every node may span
-            several nodes.
+        tp_across_nodes: whether a tensor parallel group may span several nodes if no node is large
+            enough for the group.
         may_be_undeclared: whether groups may be placed on any node if no node declares NPUs, as
             with emulated NPUs.
 
     Raises:
-        PlacementError: the cluster has too few NPUs, or the NPUs are on too many nodes.
+        PlacementError: the cluster has too few NPUs, or its nodes have too few NPUs each.
     """
     labels = dict(labels or {})
     size = layout.world_size // len(layout.lockstep_groups)
@@ -139,8 +142,8 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # First try bundles with which the whole deployment fits. A lost group was placed in such
-    # bundles, and the group that replaces it can use the same bundles.
+    # First try bundles of such a size that the whole deployment fits. A lost group was placed in
+    # bundles of this size, and the group that replaces it can use the same size.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):
@@ -154,18 +157,21 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether the groups fit on these nodes, in whatever order Ray fills the nodes."""
+    """Return whether the groups fit on these nodes. The answer is True only if the groups fit in
+    every order in which Ray may fill the nodes.
+    """
     if "NPU" not in request.rank:
-        return True  # NPUs are emulated, so any node can be used
+        return True  # no node declares emulated NPUs, so any node can be used
     unit = request.ranks_of_node
     found = sum(node.npus // unit for node in _with_labels(nodes, request.labels))
     return found * unit >= num_groups * request.size
 
 
 def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
-    """Return the workers in rank order: neighbouring ranks get neighbouring NPUs of a node.
+    """Return the workers' indexes in the order of their ranks. Neighbouring ranks get neighbouring
+    NPUs of a node.
 
-    Every node has whole bundles, so a tensor parallel group stays on one node.
+    Ray never splits a bundle, so this order leaves each tensor parallel group on one node.
 
     Args:
         landed: for each worker, the node and the NPUs that Ray has assigned to it.
@@ -217,10 +223,12 @@ def may_have_others(address: str) -> bool:
 
 
 def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) -> bool:
-    """Return whether this number of groups could be placed now, by Ray's count of free NPUs.
+    """Return whether this number of groups could be placed now. The answer uses Ray's count of free
+    NPUs.
 
     Args:
-        wait_s: how long to wait for free NPUs, because Ray counts freed NPUs with a delay.
+        wait_s: how long to wait for free NPUs, in seconds. Ray counts NPUs as free some time after
+            they were freed.
     """
     deadline_s = time.monotonic() + wait_s
     while not (fits := has_places(request, free_nodes(), num_groups)):
@@ -231,7 +239,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
 
 
 def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
-    """Return a text that says how many NPUs each node has, and how many a group needs."""
+    """Return a text that says how many NPUs each node has, and how many NPUs a group needs."""
     nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
         f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
@@ -265,7 +273,8 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
 
 
 def ask_for(request: BundleRequest, name: str) -> PlacementGroup:
-    """Request a placement group, which gets its bundles when enough resources are free.
+    """Request a placement group, and do not wait. Ray places its bundles when enough resources are
+    free.
 
     Args:
         name: name of the placement group; ``release_all`` searches for it.
@@ -280,7 +289,7 @@ def ask_for(request: BundleRequest, name: str) -> PlacementGroup:
 
 
 def is_placed(group: PlacementGroup) -> bool:
-    """Return whether a placement group has all its bundles now, on living nodes."""
+    """Return whether all bundles of a placement group are placed on nodes that are alive now."""
     return bool(placement_group_table(group)["state"] == "CREATED")
 
 
@@ -296,7 +305,7 @@ def release(group: PlacementGroup) -> None:
 
 
 def release_all(prefix: str) -> None:
-    """Free the bundles of a deployment whose controller died before freeing the bundles.
+    """Free the bundles of a deployment whose controller died and could not free them.
 
     Without this call, Ray keeps the bundles until the controller's job ends.
     """

@@ -1,6 +1,6 @@
 """Converts errors of Ray and Ray Serve to our errors. A message is one sentence with a remedy.
 
-The command line, the ingress and LLM show errors to users, so they use this module.
+The command line, the ingress and the class LLM use this module, because they show errors to users.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dist_aclgraph.errors import (
 )
 
 MAX_CHARS = 500
-# These lines of Ray's messages are omitted: stack frames of C++ and Ray, lines with the actor's id,
-# and lines around a traceback.
+# Lines of Ray's messages that ``sentence`` omits: stack frames of C++ and Ray, lines with the
+# actor's id, and lines around a traceback.
 NOISE = re.compile(
     r"^(frame #|\[ERROR\]|ray::|Traceback|File \"|class_name:|actor_id:|pid:|name:|namespace:|ip:"
     r"|Worker exit|The actor (died|is dead)|\x1b)"
@@ -70,10 +70,12 @@ def ours(error: BaseException, doing: str) -> DistAclGraphError:
 
 
 def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
-    """Return the error for a call to a worker; ``rank`` is -1 for a call to another actor."""
+    """Convert an error of a call to an actor. ``rank`` is the worker's rank, or -1 if the actor is
+    no worker.
+    """
     cause = error.cause if isinstance(error, RayTaskError) else error
     if rank >= 0 and isinstance(cause, DeviceError | GraphError):
-        # The message of a device error does not name the rank.
+        # The message of a device error does not name the rank, so the rank is added here.
         return type(cause)(f"rank {rank} in {phase}: {cause}")
     if isinstance(cause, DistAclGraphError):
         return cause
@@ -104,7 +106,7 @@ def death_of(error: BaseException) -> str:
 
 
 def ray_logs() -> str:
-    """Return the folder of Ray's logs; it usually has the same path on all nodes.
+    """Return the folder of Ray's logs. This folder usually has the same path on all nodes.
 
     In a process that is not connected to Ray, this is the folder of the newest Ray of this machine.
     """

@@ -10,10 +10,10 @@ from dist_aclgraph.errors import PlacementError
 
 
 class Spares:
-    """Owns empty placement groups.
+    """Owns placement groups in which no worker runs: the spares.
 
-    After ``give`` has released a placement group, ``refill`` requests another one. Ray places that
-    group when NPUs are free, e.g. after a node has returned.
+    After ``give`` has released a placement group, ``refill`` requests another one. Ray places the
+    requested one when NPUs are free, e.g. after a node has returned.
 
     Args:
         deployment: name of the deployment; names of the placement groups begin with it.
@@ -26,7 +26,8 @@ class Spares:
         self._held: list[PlacementGroup] = []
 
     def hold(self, request: BundleRequest, num_groups: int, timeout_s: float) -> None:
-        """Reserve all spares, and wait for their NPUs, before the deployment's groups are placed.
+        """Reserve all spares, and wait until Ray has placed them. To be called before the groups of
+        the deployment are placed.
 
         Args:
             request: the resources that one group requests.

@@ -51,7 +51,9 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a start or a drain. If ``detail`` is ``BYTES``, the numbers are bytes."""
+    """The progress of a start or a drain. ``done`` and ``total`` count bytes if ``detail`` is
+    ``BYTES``.
+    """
 
     state: str
     done: int = 0
@@ -96,7 +98,9 @@ class Controller:
     # ---- methods that also answer while start() or a change runs
 
     def progress(self) -> Progress:
-        """Return the progress of the start, or of the running change of groups."""
+        """Return the progress of the deployment's start, or of the change of groups that is
+        running.
+        """
         part = "" if self._serving is None else self._serving.part
         found = replace(self._progress, part=part)
         if found.state == State.LOADING.value:
@@ -110,11 +114,13 @@ class Controller:
         return os.getpid()
 
     def failure(self) -> str:
-        """Return why the deployment has ended; "" while a group serves or can serve again."""
+        """Return why no group will ever serve again; "" while a group serves or may serve later."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values that the next controller takes over. The answer is also a heartbeat."""
+        """Return the values that a next controller needs. The caller uses the answer as a
+        heartbeat, too.
+        """
         slowest_s = self._start_limit.slowest_s
         if self._serving is None:
             return Handover(self._config, self._term.num_groups, slowest_s)
@@ -129,16 +135,17 @@ class Controller:
         return Outlook(serving.listed, self.failure(), progress, self._term.token)
 
     def report(self) -> dict[str, Any]:
-        """Return the plan, the ranks and every engine's counters; unknown values are left out.
+        """Return the plan, the ranks, and the counters of every engine. Unknown values are left
+        out.
 
-        ``groups`` contains all groups except the first one; ``lost_groups`` contains the name of
-        each lost group and the reason of its loss.
+        The report has the values of the first group at its top level, and the other groups in
+        ``groups``. ``lost_groups`` contains the name of each lost group and the reason of its loss.
         """
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Read losses and groups before the engines are asked, because dying engines do not always
-        # answer.
+        # Losses and missing groups are read before the engines are asked, because a dying engine
+        # may not answer in time.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}
@@ -154,7 +161,9 @@ class Controller:
         return merged
 
     def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
-        """Ask all engines at once, so that an engine that hangs does not delay other reports."""
+        """Ask all engines for reports at the same time, so that an engine that hangs does not delay
+        the reports of other engines.
+        """
         asked = [g.engine.report.remote() for g in groups if g.engine is not None]
         ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []
         answers = iter(asked)
@@ -258,7 +267,7 @@ class Controller:
     # ---- while it serves
 
     def reach(self) -> Reach:
-        """Return where clients reach the deployment now."""
+        """Return the addresses at which clients reach the deployment now."""
         serving = self._open_groups(State.RECOVERING)
         node_id = ray.get_runtime_context().get_node_id()
         return Reach(serving.addresses, self._term.token, serving.max_model_len, node_id)
@@ -280,7 +289,9 @@ class Controller:
     # ---- the end
 
     def shut_down(self) -> None:
-        """Let engines end the step loops, let workers exit, and then kill all other processes."""
+        """Let the engines end their step loops, and let the workers exit. Then kill all processes
+        that still run.
+        """
         self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
         self._enter(State.STOPPED, only_from=NOT_STOPPED)

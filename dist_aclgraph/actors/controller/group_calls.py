@@ -24,15 +24,16 @@ from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.topology import GroupRank
 
-ANSWER_S = 10.0  # after an engine's own time limit, seconds to wait for its response
+ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
 
 
 def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
-    """Start the step loops of a group's workers; store the engine's address for clients.
+    """Start the step loops of a group's workers. Store the address at which clients reach the
+    engine in ``group.opened_at``.
 
     Args:
         token: the deployment's connection token.
-        controller_s: when the controller began to start groups (``time.monotonic``).
+        controller_s: the time at which the controller began to start groups (``time.monotonic``).
 
     Raises:
         WorkerError: a rank did not start its step loop.
@@ -40,7 +41,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     planner = group.planner
     timeout_s = planner.config.timeouts.join_s
     leader = group.workers.infos[0]
-    # Without other nodes, nothing is fetched, so HIXL need not listen.
+    # HIXL is needed only to fetch KV from other nodes, so HIXL does not listen if there are no
+    # other nodes.
     uses_hixl = planner.config.fetches_by_hixl and placement.may_have_others(leader.node_ip)
     files = GroupFiles.of(
         planner.config, planner.facts, group.workers.node_ids, only_workers=uses_hixl
@@ -78,7 +80,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         report=report,
     )
     serving: Any = group.engine.serve.remote(settings)
-    # The end of a worker's loop also ends this wait, so the wait ends at once if a worker dies.
+    # If a worker dies, its loop ends. This wait also ends with the first loop that ends, so that a
+    # dead worker is noticed at once.
     ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
     if not ready:
         raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
@@ -89,8 +92,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
 
 
 def _files_host(config: Config, node_ip: str) -> str | None:
-    """Return the address at which an engine's server of files listens; None if only processes of
-    the engine's node connect.
+    """Return the address at which an engine listens for peers that fetch files of KV; None if only
+    processes on the engine's own node connect.
 
     Args:
         node_ip: the node's own address, as Ray knows it.
@@ -101,12 +104,12 @@ def _files_host(config: Config, node_ip: str) -> str | None:
 
 
 def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[NodeServer, ...]:
-    """Let workers be responsible for the files of KV blocks on nodes without the group's engine, or
-    on all nodes (``GroupFiles.only_workers``).
+    """Let one worker per node look after the node's files of KV blocks. The engine looks after the
+    files of its own node, unless ``GroupFiles.only_workers`` is set.
 
     Returns:
-        The servers from which other groups fetch the files of these nodes, in the order of
-        ``files.nodes``; empty if nobody fetches files.
+        The servers from which other groups fetch the files of these workers' nodes, in the order of
+        ``files.nodes``. Empty if no other group fetches files.
 
     Raises:
         WorkerError: a worker did not answer in time.
@@ -146,11 +149,11 @@ def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tup
 def drain_groups(
     groups: Sequence[LockstepGroup], version: int
 ) -> Iterator[tuple[LockstepGroup, str]]:
-    """Drain groups at the same time. Yield each group with the reason why the group could not
-    drain; "" if the group has drained.
+    """Drain all groups at the same time. Yield each group with the reason why the group could not
+    drain. The reason is "" if the group has drained.
 
     Args:
-        version: version of the list of groups in which these groups are draining.
+        version: version of the group list. In the list of this version, these groups are draining.
     """
     draining: dict[Any, LockstepGroup] = {}
     for group in groups:
@@ -177,8 +180,8 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """End the loops of engines and workers. Then let one process on each node delete the copies of
-    KV in memory that no other group uses, and kill the remaining processes.
+    """End the loops of engines and workers. Then let one process on each node delete those copies
+    of KV in memory that no other group uses. At last, kill the processes that still run.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
     loops = [ref for group in stopping.values() for ref in group.loops]
@@ -192,7 +195,9 @@ def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
 
 
 def _wait(refs: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Wait until all calls have ended, or until the timeout; return the calls that have ended."""
+    """Wait until all calls have ended, but at most ``timeout_s`` seconds. Return the calls that
+    have ended.
+    """
     if not refs:
         return []
     ended: list[Any] = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]

@@ -8,13 +8,13 @@ from enum import Enum
 class GroupState(Enum):
     """The states of a lockstep group.
 
-    STARTING: the group's ranks start; no client knows of the group.
+    STARTING: the group's ranks start. Clients do not know the group yet.
     SERVING: the group accepts requests.
     DRAINING: the group accepts no new requests, and finishes its running requests.
     LOST: a rank or the engine has failed. Other groups continue the requests. Workers that are
         still alive can join a new group.
-    DETACHED: the surviving workers have left the group, and wait to join a new group.
-    ABANDONED: the group's workers are killed, and its NPUs are free.
+    DETACHED: as LOST; the surviving workers have left the group, and wait to join a new group.
+    ABANDONED: as LOST; all workers of the group were killed, and its NPUs are free.
     """
 
     STARTING = "STARTING"

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Heartbeat:
-    """Regularly asks one actor for a heartbeat; the actor's control thread responds.
+    """Asks one actor for heartbeats again and again. The actor's control thread responds.
 
     Args:
-        ask: a function that sends the actor the heartbeat question with this number.
+        ask: a function that asks the actor for the heartbeat with a given number.
     """
 
     def __init__(self, ask: Callable[[int], Any], link_s: float) -> None:
@@ -44,8 +44,8 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # An error of this call does not prove the actor's death; only the end of the actor's
-            # running call (``_owner``) proves it.
+            # The answer may be an error. This does not prove the actor's death; only the end of the
+            # actor's running call (``_owner``) proves it.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
@@ -53,11 +53,11 @@ class _Heartbeat:
 
 
 class GroupWatch:
-    """Finds lost groups and the reasons, and ends the other processes of these groups.
+    """Notices which groups are lost and why. Ends the remaining processes of a lost group.
 
     Args:
-        link_s: time limit in seconds; if an engine or a worker is silent for longer, it counts as
-            lost. The value of ``timeouts.link_s``.
+        link_s: the configured ``timeouts.link_s``, in seconds. An engine or a worker that is silent
+            for longer counts as lost.
     """
 
     def __init__(self, link_s: float) -> None:
@@ -105,8 +105,8 @@ class GroupWatch:
     def _forget(self, group: LockstepGroup) -> None:
         """Stop watching the running calls of a group's actors.
 
-        The engine still gets heartbeats, because the engine tells its clients why the group was
-        lost.
+        The engine still gets heartbeat questions, because it must live until it has told its
+        clients why the group was lost.
         """
         self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
         self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]
@@ -115,7 +115,9 @@ class GroupWatch:
         self._stopping.set()
 
     def failure(self) -> str:
-        """Return why no watched group serves; "" while at least one watched group serves."""
+        """Return the reasons of the losses if all watched groups are lost; "" while at least one
+        watched group serves.
+        """
         with self._lock:
             groups = list(self._groups)
         lost = [group.lost_because for group in groups if group.is_lost]
@@ -172,7 +174,8 @@ class GroupWatch:
         except DistAclGraphError as e:
             self._lose(group, str(e), rank)
             return
-        # The engine has ended its step loop, and sends the reason to its clients.
+        # The worker's loop ended because the engine has ended its step loop. The engine itself
+        # tells its clients the reason.
         with self._lock:
             self._owner.pop(ended, None)
 
@@ -187,13 +190,15 @@ class GroupWatch:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                # The engine cannot send the reason to its clients, and must not continue later.
+                # The engine hangs, so it cannot tell its clients the reason. It is killed, so that
+                # it does not continue later.
                 ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
-        """End the epoch of a group, and send the reason to the clients of the group's requests.
+        """End the epoch of a group. Let its engine tell the reason to the clients.
 
-        The group's workers are killed, unless some workers can join a new group (``survivors.py``).
+        If no worker of the group can join a new group (``survivors.py``), all its workers are
+        killed.
 
         Args:
             rank: the rank whose process is lost, if known.

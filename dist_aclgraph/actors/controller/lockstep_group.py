@@ -29,7 +29,8 @@ class LockstepGroup:
     """What the controller stores about one lockstep group.
 
     Attributes:
-        planner: planner of this group's configuration; groups may have different configurations.
+        planner: the planner for the configuration of this group. The groups of a deployment may
+            have different configurations.
     """
 
     workers: WorkerGroup
@@ -47,15 +48,15 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
-    number: int = 0  # the group's name for clients; never reused for another group
-    opened_at: Address | None = None  # where clients reach the group's engine
-    blocks_at: BlockSource | None = None  # where other groups fetch the KV of prompts
-    # Workers that are responsible for files of KV on nodes without the engine.
+    number: int = 0  # clients use this number as the group's name; no other group gets it later
+    opened_at: Address | None = None  # address at which clients reach the group's engine
+    blocks_at: BlockSource | None = None  # address at which other groups fetch the KV of prompts
+    # Workers that look after the files of KV blocks on their nodes, instead of the engine.
     file_ranks: list[GroupRank] = field(default_factory=list)
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve
     prefills: bool = False  # whether the group computes prompts for other groups
-    is_rejoined: bool = False  # whether survivors of another group are part of this group
+    is_rejoined: bool = False  # whether workers that survived another group are part of this group
     lost_because: str = ""  # why the group is lost; "" while it is not lost
     lost_s: float = 0.0  # time when the loss was noticed
     lost_ranks: set[GroupRank] = field(default_factory=set)
@@ -69,7 +70,8 @@ class LockstepGroup:
     def enter(self, to: GroupState) -> bool:
         """Enter a state if the table allows the transition; return whether the state was entered.
 
-        Callers must check the result, because the watch's thread can enter LOST at any time.
+        Callers must check the result: the thread of ``GroupWatch`` may have changed the state to
+            LOST meanwhile.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]
@@ -79,7 +81,7 @@ class LockstepGroup:
 
     @property
     def served_s(self) -> float:
-        """Number of seconds for which the lost group had served."""
+        """Number of seconds from the time when the group began to serve until its loss."""
         return self.lost_s - self.opened_s
 
     @property
@@ -127,11 +129,11 @@ class LockstepGroup:
 
     @property
     def name(self) -> str:
-        """Name for messages, e.g. ``the group of ranks 2, 3``."""
+        """The group's name in messages, e.g. ``the group of ranks 2, 3``."""
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
 
     def way_back(self) -> Way:
-        """Return how the lost group can be recovered, by the facts that are known now."""
+        """Return how the lost group can be replaced, according to the facts that are known now."""
         if self.state is GroupState.ABANDONED:
             return "REBUILD"
         recovery = self.planner.config.recovery
@@ -147,7 +149,9 @@ class LockstepGroup:
         )
 
     def give_up(self) -> None:
-        """Kill the workers of a lost group to free its NPUs; the group will not be recovered."""
+        """Kill the workers of a lost group to free its NPUs. No surviving worker will join another
+        group.
+        """
         if self.enter(GroupState.ABANDONED):
             self.workers.kill()
 

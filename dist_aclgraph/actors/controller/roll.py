@@ -1,4 +1,6 @@
-"""Checks which keys a roll changes, and makes the error text of a roll that ended early."""
+"""Checks whether a roll may change the keys that it changes, and makes the error text of a roll
+that ended early.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from dist_aclgraph.errors import ConfigError, DistAclGraphError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.version import build, build_of, hash_sources
 
-# A roll cannot change these keys, because ingress replicas read them at their start.
+# A roll cannot change these keys, because replicas of the ingress read these keys only when they
+# start.
 OF_THE_INGRESS = (
     "model",
     "model_overrides",
@@ -49,7 +52,7 @@ def early_end(
 
     Args:
         taking: the groups that accept requests.
-        planner: planner of the new configuration.
+        planner: the planner for the new configuration.
         num_wanted: how many groups should accept requests.
     """
     new = [g.number for g in taking if g.planner is planner]

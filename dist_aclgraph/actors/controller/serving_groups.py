@@ -1,8 +1,8 @@
 """Opens, adds, drains and replaces groups of a deployment while other groups serve.
 
-The controller sends each change to the engines, and engines send it to clients (``GroupList``). A
-draining group gets no new requests, and finishes its running requests; then its NPUs are freed.
-Only one change runs at a time.
+After each change, the controller sends the new list of groups to the engines, and the engines send
+the list to their clients (``GroupList``). A draining group gets no new requests, and finishes its
+running requests. Then its NPUs are freed. Only one change runs at a time.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ logger = logging.getLogger(__name__)
 
 
 class ServingGroups:
-    """Owns the groups of a deployment as soon as these groups start to serve.
+    """Owns the groups of a deployment from the time when they begin to serve.
 
     Args:
         deployment: name of the deployment; the names of placement groups begin with it.
         term: the values that this controller has received from previous controllers.
-        planner: planner of the first groups.
-        spares: reserved NPUs, for groups that lose their NPUs.
+        planner: the planner for the configuration of the first groups.
+        spares: the NPUs that are reserved for groups that lose their own NPUs.
         starter: starts the processes of groups.
         start_limit: the time limit for the start of these processes.
-        on_phase, on_graph: called with the progress of a change; see ``Startup``.
+        on_phase, on_graph: functions that are called with the progress of a change; see
+            ``Startup``.
 
     Attributes:
         groups: the groups that clients know. A lost group stays until another group replaces it.
@@ -94,7 +95,7 @@ class ServingGroups:
         self._version = term.first_version
         self._next_number = term.first_group
         self._num_ranks = 0
-        self._leaving: LockstepGroup | None = None  # in a roll: the group being replaced
+        self._leaving: LockstepGroup | None = None  # the group that a roll is replacing now
         self.groups: list[LockstepGroup] = []
         self.starting: list[LockstepGroup] = []
         self.num_wanted = term.num_groups or len(planner.layout.lockstep_groups)
@@ -105,7 +106,9 @@ class ServingGroups:
 
     @property
     def config(self) -> Config:
-        """Configuration for added groups: the configuration of the group that started last."""
+        """The configuration that the next added group gets: the configuration of the group that
+        started last.
+        """
         return self._planner.config
 
     @property
@@ -138,7 +141,8 @@ class ServingGroups:
     # ---- changes
 
     def open(self, planner: Planner, scopes: Sequence[list[LockstepGroup]]) -> None:
-        """Start the step loops of groups with captured graphs; tell clients about the groups.
+        """Start the step loops of groups whose graphs are captured. Then tell clients about these
+        groups.
 
         Raises:
             ConfigError: the caches are too small for the context length that clients were promised.
@@ -172,7 +176,9 @@ class ServingGroups:
         self._publish()
 
     def _lacks_prefill(self, config: Config, new: Sequence[LockstepGroup]) -> bool:
-        """Whether too few groups compute prompts, not counting the group that is being replaced."""
+        """Whether the number of groups that compute prompts is lower than the configured number. A
+        group that is being replaced is not counted.
+        """
         stay = [each for each in (*self.taking, *new) if each is not self._leaving]
         return sum(each.prefills for each in stay) < config.parallel.prefill_groups
 
@@ -182,7 +188,7 @@ class ServingGroups:
         Other changes can start while this change waits for free NPUs.
 
         Args:
-            room_s: how long to wait for free NPUs.
+            room_s: how long to wait for free NPUs, in seconds.
 
         Raises:
             ConfigError: ``count`` is not positive.
@@ -204,7 +210,8 @@ class ServingGroups:
             self._drain(surplus(self.taking, count))
 
     def replace_one(self) -> None:
-        """Start a group if a group is missing, and remove a lost group from the clients' list.
+        """Start a group if a group is missing. Remove one lost group from the list that clients
+        get.
 
         If possible, the surviving workers of the lost group become part of the new group.
 
@@ -226,7 +233,9 @@ class ServingGroups:
             self._ask_for_spares()
 
     def _rejoin(self, group: LockstepGroup) -> bool:
-        """Start a new group with this group's survivors; return whether the new group serves."""
+        """Start a new group with the surviving workers of ``group``. Return whether the new group
+        serves.
+        """
         if group.state is not GroupState.DETACHED:
             return False
         lost = group.lost_ranks
@@ -245,10 +254,10 @@ class ServingGroups:
     def roll(self, config: Config) -> None:
         """Replace all groups by groups with another configuration, one after the other.
 
-        If there are NPUs for both groups, the new group starts before the old group is drained.
-        Otherwise the new group starts after the old group has drained. If a previous roll to the
-        same configuration ended early, this call replaces only the groups that still have the old
-        configuration.
+        If there are free NPUs for the new group, the new group starts before the old group is
+        drained. Otherwise the new group starts after the old group has drained. If a previous roll
+        to the same configuration ended early, this call replaces only the groups that still have
+        the old configuration.
 
         Raises:
             ConfigError: a changed key needs a new service; or the new groups cannot run requests
@@ -299,7 +308,9 @@ class ServingGroups:
 
     @contextmanager
     def _change(self, name: str = "", **fields: Any) -> Iterator[None]:
-        """Hold the lock for changes of the groups. A change with a name is written to the log."""
+        """Hold the lock that allows only one change of the groups at a time. If the change has a
+        name, write the change to the log.
+        """
         if not self._changing.acquire(blocking=False):
             raise EngineUnavailableError("the groups are being changed already; try again later")
         try:
@@ -330,7 +341,8 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find NPUs for a missing group: reserved NPUs, free NPUs, or NPUs of surviving workers.
+        """Find NPUs for a missing group. These can be the NPUs of surviving workers, reserved NPUs,
+        or free NPUs.
 
         Other changes can start while this change waits for free NPUs.
 
@@ -353,25 +365,28 @@ class ServingGroups:
             self._starter.command(self.config)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
-        """Free the NPUs of lost groups whose survivors will not be used for another group.
+        """Free the NPUs of lost groups, except those whose surviving workers can join a new group.
 
         Args:
-            are_replaced: whether lost groups will be replaced.
+            are_replaced: whether lost groups will be replaced. If not, there will be no new group
+                that surviving workers could join.
         """
         for group in self.lost:
             if not (are_replaced and self._may_rejoin(group)):
                 group.give_up()
 
     def _may_rejoin(self, group: LockstepGroup) -> bool:
-        # A new group has the newest configuration. Only survivors that were started with this
-        # configuration can join the new group, because they have the weights of this configuration.
+        # A new group has the newest configuration. Workers have the weights of the configuration
+        # with which they were started. So only workers with the newest configuration can join the
+        # new group.
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """If there is a spare, release the spare's NPUs for the group that replaces a lost group.
+        """Get NPUs for the group that replaces a lost group: release a spare, or check that NPUs
+        are free.
 
-        Without a spare, Ray can place the group on a dead node, because Ray notices the death of a
-        node late, and counts the node's NPUs as free until then.
+        Without a spare, Ray may place the group on a dead node: Ray notices the death of a node
+        late, and counts the node's NPUs as free until then.
 
         Raises:
             PlacementError: there is no spare, and there are not enough free NPUs.
@@ -391,7 +406,9 @@ class ServingGroups:
         self._start(planner, lambda startup: startup.run(ranks, deployment=self._deployment))
 
     def _start(self, planner: Planner, run: Callable[[Startup], None]) -> None:
-        """Start groups while other groups serve; if any new group fails, kill all new groups."""
+        """Start groups while other groups serve. If one of the new groups fails, kill all new
+        groups.
+        """
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
@@ -437,7 +454,7 @@ class ServingGroups:
         run_directory.sweep()  # removes directories of engines that died on this node
 
     def _publish(self) -> int:
-        """Tell all engines the list of groups; return the version of the list."""
+        """Send the list of groups to all engines. Return the version of the list."""
         self._version += 1
         listed = self.listed
         for group in self.groups:
@@ -445,7 +462,7 @@ class ServingGroups:
         return self._version
 
     def set_restarts(self, ages_s: Sequence[float]) -> None:
-        """Tell all engines how many seconds ago each restart of the last hour was."""
+        """Tell all engines, for each restart in the last hour, how many seconds ago it was."""
         for group in self.groups:
             group.engine.set_restarts.remote(ages_s)
 
@@ -457,9 +474,10 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 
 
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
-    """Return the groups to drain so that ``count`` groups remain: the newest groups are drained.
+    """Return the groups that must be drained so that ``count`` groups remain.
 
-    Of the remaining groups, as many as possible are prefill groups, and at least one is not.
+    Prefill groups remain first, but at least one other group remains. Of two groups of the same
+    kind, the older one remains first.
 
     Args:
         groups: the groups that accept requests, the oldest first.

@@ -1,7 +1,7 @@
 """The phases from configuration to captured graphs, for all groups of a start in parallel.
 
 Lockstep groups wait for each other only when they make their common plan. Each phase has a
-deadline; an error names the rank and the phase.
+deadline. An error names the rank and the phase.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ from dist_aclgraph.topology import GroupRank, Ranks
 # The first epoch of a group. The epoch grows by 1 each time that the group resumes after a fault.
 EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # trial steps need few blocks, because all their rows are padding
+TRIAL_BLOCKS = 2  # trial steps need few blocks, because all rows of such a step are padding
 
 T = TypeVar("T")
 Job = TypeVar("Job")
 OnPhase = Callable[[State], object]
-# arguments: number of captured graphs, number of all graphs, next graph
+# A function that is called with the number of captured graphs, the number of all graphs, and a text
+# about the next graph.
 OnGraph = Callable[[int, int, str], None]
 
 
@@ -78,7 +79,7 @@ class Startup:
         self._show = on_graph
         self._phase = State.PLACING
         self._moving = threading.Lock()
-        # The command that starts processes; None for Ray's own command.
+        # The command that starts ranks and engines; None for Ray's own command.
         self._python: str | None = None
 
     @property
@@ -100,7 +101,8 @@ class Startup:
         self._come_up()
 
     def rejoin(self, left: WorkerGroup, lost: Collection[GroupRank]) -> None:
-        """Run all phases for one group of survivors; new workers replace the lost ranks.
+        """Run all phases for one group that consists of surviving workers. New workers replace the
+        lost ranks.
 
         Args:
             left: the workers of the lost group, by rank. All ranks that are not in ``lost`` have
@@ -130,7 +132,7 @@ class Startup:
     def _start_command(self) -> str | None:
         """Return the command that starts ranks and engines.
 
-        None means Ray's own command, which is used if there are other nodes.
+        None means Ray's own command, which is always used if the cluster has more than one node.
         """
         if len(placement.cluster_nodes()) > 1:
             return None
@@ -138,7 +140,7 @@ class Startup:
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
-        """The groups by scope: the groups of one scope share one plan."""
+        """The groups of each scope. All groups of a scope share one plan."""
         if self._config.graph.scope == "group":
             return [[group] for group in self._groups]
         return [self._groups]
@@ -148,7 +150,9 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING once the first scope has a plan; other scopes can still negotiate."""
+        """Enter CAPTURING, unless an earlier call has done so. The first scope that has a plan
+        calls this; other scopes may still negotiate.
+        """
         with self._moving:
             if self._phase is State.NEGOTIATING:
                 self._go(State.CAPTURING)
@@ -171,7 +175,8 @@ class Startup:
                     deployment=deployment,
                     python=self._python,
                 )
-            # Raise the error after all groups have responded, so that no started group is lost.
+            # The error is raised after all groups have been placed or have failed. So every placed
+            # group is stored, and its processes can be ended.
             except Exception as e:
                 return e
 
@@ -191,7 +196,9 @@ class Startup:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # Now, the fork server may still be loading libraries. Other processes load them in JOINING.
+        # Processes of a fork server start only after the fork server has loaded its libraries.
+        # Without a fork server, processes load the libraries in the phase JOINING. So the time for
+        # JOINING is added to the limit for a fork server.
         longest_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
         try:
@@ -228,7 +235,7 @@ class Startup:
         )
 
     def _check_nodes(self, group: LockstepGroup) -> None:
-        """Check that each node has the number of ranks that the ranks' chips and CANN require.
+        """Check that each node runs as many ranks as its chips and its CANN version require.
 
         An emulated host may have any number of ranks.
         """
@@ -258,7 +265,9 @@ class Startup:
         group.fusions = loaded[0].fusions
 
     def _neighbour(self, worker: WorkerInfo) -> Neighbour:
-        """Return the worker's index among the workers that load weights on the same node."""
+        """Return the worker's index among the workers that load weights on the same node, and the
+        number of these workers.
+        """
         if worker.has_weights:
             return ALONE
         infos = [info for group in self._groups for info in group.workers.infos]
@@ -269,10 +278,10 @@ class Startup:
     # ---- the plan
 
     def _make_runners(self, group: LockstepGroup) -> None:
-        """Let every rank make a runner for trials. The cache of this runner has few blocks."""
+        """Let every rank make a runner for trial steps; its KV cache has few blocks."""
         timeout_s = self._config.timeouts.negotiate_s
         query_len = self._config.speculative.num_tokens + 1
-        # Run one eager step if no graph will be captured.
+        # The smallest batch, which is used for an eager step if no graph will be captured.
         smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
         largest = self._planner.largest_graphs or [smallest]
         # Each padding row has a length of one token, and CANN 8.5 needs one block for each row.
@@ -283,8 +292,9 @@ class Startup:
             timeout_s,
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
-        # Eager steps create the HCCL domains and side streams, and offers must include these
-        # streams.
+        # To prepare a graph, a rank runs an eager step, which creates the HCCL domains and the side
+        # streams. A rank's offer must include these streams, so all graphs are prepared before the
+        # offers.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):
@@ -292,7 +302,9 @@ class Startup:
                     raise WorkerError(answer.message, rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup) -> None:
-        """Collect the offers; for the calibrated budget model, also measure probe graphs."""
+        """Collect the offers of all ranks. The calibrated budget model also needs measured costs,
+        which come from probe graphs.
+        """
         timeout_s = self._config.timeouts.negotiate_s
         group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
         if self._config.graph.budget_model == "calibrated":
@@ -363,7 +375,8 @@ class Startup:
 
 
 def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
-    """Run ``work`` for all parts at the same time; return the results in the order of ``parts``.
+    """Call ``work`` for all parts at the same time, each in a thread. Return the results in the
+    order of ``parts``.
 
     Raises:
         Exception: the first error. The caller then stops the actors of all parts.
@@ -379,8 +392,8 @@ def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
-    """Return a text with the next graph, the smallest number of free streams of a rank, and the
-    used bytes.
+    """Return a text that shows the next graph, the number of free streams on the rank that has
+    fewest, and the bytes that the graphs use.
     """
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
@@ -402,5 +415,7 @@ def _wait_for_engine(engine: Any, timeout_s: float) -> None:
 
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
-    """Return the arguments of ``Worker.join``: world rank, index in the group, meeting point."""
+    """Return a function that maps a worker's index to the arguments of its ``Worker.join``: its
+    world rank, its index, and the meeting point.
+    """
     return lambda index: (workers.ranks[index], index, rendezvous)

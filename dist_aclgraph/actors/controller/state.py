@@ -16,8 +16,8 @@ class State(Enum):
     NEGOTIATING: one plan is made from the offers; every rank confirms the plan's hash.
     CAPTURING: all ranks capture the buckets in lockstep, the largest bucket first.
     SERVING: steps run.
-    RECOVERING: all groups are lost; new groups are started to replace them; requests wait.
-    DRAINING: no new requests are accepted; running requests end.
+    RECOVERING: all groups are lost. New groups are started instead, and requests wait for them.
+    DRAINING: no new requests are accepted, and running requests are finished.
     STOPPED: all processes have ended.
     """
 
@@ -32,15 +32,15 @@ class State(Enum):
     STOPPED = "STOPPED"
 
 
-# An error can lead from every state to STOPPED. No state follows STOPPED. The deployment's state
-# does not change with the phases of groups that start while the deployment is SERVING or
-# RECOVERING.
+# After an error, STOPPED can follow every state. No state follows STOPPED. While the deployment is
+# SERVING or RECOVERING, new groups also pass through phases such as LOADING, but these phases are
+# not recorded as states of the deployment.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),
     State.LOADING: frozenset({State.NEGOTIATING, State.STOPPED}),
     State.NEGOTIATING: frozenset({State.CAPTURING, State.SERVING, State.STOPPED}),
-    # If the capture of a bucket fails, the plan shrinks, and ranks confirm the new plan.
+    # If the capture of a bucket fails, the plan loses buckets, and the ranks confirm the new plan.
     State.CAPTURING: frozenset({State.NEGOTIATING, State.SERVING, State.STOPPED}),
     State.SERVING: frozenset({State.RECOVERING, State.DRAINING, State.STOPPED}),
     State.RECOVERING: frozenset({State.SERVING, State.STOPPED}),

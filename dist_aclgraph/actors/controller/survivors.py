@@ -1,9 +1,9 @@
 """Finds workers of a lost group that can join another group without loading weights again.
 
-A worker survives if all of the following is true: its process answers; its step loop ended
+A worker is a survivor if all of the following is true: its process answers; its step loop ended
 gracefully or because the engine died; its device can be stopped and used again; the failure has not
-damaged its memory. All other workers are killed. Their bundles are free when ``gather_survivors``
-returns.
+damaged its memory. All other workers are killed. ``gather_survivors`` returns after the bundles of
+these other workers are free.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def gather_survivors(group: LockstepGroup) -> bool:
-    """Let the surviving workers leave their group; record the group's lost ranks.
+    """Let the surviving workers leave their group. Record the lost ranks in ``group.lost_ranks``.
 
     Returns:
-        Whether survivors can join another group. If so, there are survivors, and the NPUs of the
-        lost ranks are free.
+        Whether survivors can join another group. True means that there are survivors, and that the
+        NPUs of the lost ranks are free.
     """
     config = group.planner.config
     timeout_s = min(config.recovery.resume_s, config.timeouts.link_s)
@@ -62,7 +62,9 @@ def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]
 
 
 def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
-    """Return whether a worker's finished call has raised an error other than EngineDeadError."""
+    """Return whether the worker's call ``done``, which has ended, raised an error. EngineDeadError
+    does not count, because only the engine has failed then.
+    """
     world_rank = group.workers.ranks[rank]
     try:
         fetch(done, world_rank, "SERVING")
@@ -75,9 +77,11 @@ def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
 
 
 def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -> list[GroupRank]:
-    """Let workers leave their group; return the ranks that did not leave.
+    """Let these workers leave their group. Return the ranks of the workers that did not leave in
+    time.
 
-    A step loop does not end by itself if the engine hangs, or if the engine's node has died.
+    Each worker is dismissed first: its step loop does not end by itself if the engine hangs, or if
+        the engine's node has died.
     """
     for rank in ranks:
         group.workers.workers[rank].dismiss.remote()
@@ -89,10 +93,11 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 
 
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
-    """Kill workers; return whether all of them have ended.
+    """Kill workers. Return whether the processes of all these workers have ended.
 
-    As soon as Ray is asked to kill an actor, Ray counts the actor as dead, so the process may still
-    run. Ray notices the death of a node late. So survivors kill the processes on their own node.
+    Ray counts an actor as dead as soon as it is asked to kill the actor, although the process may
+    still run. Ray also notices the death of a node late. So Ray's answers do not show whether a
+    process has ended, and a survivor on the same node kills the process and waits for its end.
     """
     workers, infos = group.workers.workers, group.workers.infos
     ending = []

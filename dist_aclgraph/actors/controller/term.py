@@ -1,4 +1,4 @@
-"""The values that each controller of a deployment takes over from previous controllers."""
+"""The values that a deployment's next controller takes over after a controller has died."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config
 
-# Each term begins to number groups and versions at a multiple of these values. A controller makes
-# fewer groups and versions, so two terms never use the same number.
+# Each controller begins to number its groups and its versions at a multiple of these values. A
+# controller makes fewer groups and versions than these values, so no two controllers use the same
+# number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
@@ -18,10 +19,11 @@ class Term:
     Attributes:
         number: how many previous controllers there were.
         token: the deployment's connection token, which its clients know.
-        max_model_len: the context length that clients were promised; 0 before the first promise.
+        max_model_len: the context length that clients were promised; 0 if no controller has
+            promised one yet.
         num_groups: how many groups should accept requests; 0 for the number in the configuration.
-        slowest_start_s: how long the slowest start of a group's processes took; None before any
-            start. This time limits later starts (``StartLimit``).
+        slowest_start_s: how long the slowest start of a group's processes took, in seconds; None if
+            no group has started yet. The time limit of later starts depends on it (``StartLimit``).
     """
 
     number: int
@@ -32,12 +34,16 @@ class Term:
 
     @property
     def first_group(self) -> int:
-        """The number of this term's first group. Two terms never use the same number."""
+        """The number of this controller's first group. No other controller of the deployment uses
+        it.
+        """
         return self.number * GROUPS_OF_A_TERM
 
     @property
     def first_version(self) -> int:
-        """The first version of this term's group lists, because clients ignore older versions."""
+        """The version of this controller's first group list. It is higher than all versions of
+        previous controllers, because clients ignore lower versions.
+        """
         return self.number * VERSIONS_OF_A_TERM
 
     def next(self, handover: Handover) -> Term:

@@ -18,12 +18,15 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# A watch waits this long for the answers of all groups. Then it uses the answers that have arrived.
+# Seconds that a watch waits for the answers of all groups. After this time, the watch uses only the
+# answers that have arrived.
 ANSWER_S = 10.0
 
 
 def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
-    """Return each graph's step time in the group that is slowest for this graph."""
+    """Return each graph's step time in seconds, as measured in the group in which the graph is
+    slowest.
+    """
     found: dict[BatchDescriptor, float] = {}
     for group in seen:
         for graph, seconds in group.step_seconds.items():
@@ -32,7 +35,8 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 
 
 class TrafficWatch:
-    """Records the traffic of groups that share one plan, and sends a better plan to these groups.
+    """Records the traffic of groups that share one plan. Sends a better plan to these groups when
+    it finds one.
 
     A watch never waits for a group: one call of ``look`` requests the traffic from the groups, and
     a later call collects the answers.
@@ -51,15 +55,18 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add groups; the next ``look`` gives them the common plan. Any thread may call this."""
+        """Add groups. A later ``look`` gives them the plan of the other groups. Any thread may call
+        this method.
+        """
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group; any thread may call this."""
+        """Remove a group. Any thread may call this method."""
         self._groups = [known for known in self._groups if known is not group]
 
     def look(self, now_s: float) -> None:
-        """If a check is due, read the traffic; change to a better plan if there is such a plan.
+        """If a check is due, read the traffic. If another plan is better for this traffic, change
+        to that plan.
 
         A group that is still changing its plan gets no further change. If the groups have
         different plans because a capture failed, all groups get one common plan again.
@@ -126,7 +133,9 @@ class TrafficWatches:
         self._watches = [(p, watch) for p, watch in self._watches if not watch.is_over]
 
     def look(self, now_s: float) -> None:
-        """See ``TrafficWatch.look``. Not called on the thread that changes groups."""
+        """Call ``TrafficWatch.look`` of all watches. This does not run on the thread that changes
+        groups.
+        """
         for _, watch in self._watches:
             watch.look(now_s)
 

@@ -1,8 +1,9 @@
 """The regular work of a serving deployment, on a private thread.
 
-The work is: replace lost groups; add and drain groups for the load (``serve.autoscale``); choose
-graphs for the traffic; remove the directories of dead engines on this node; replace a dead fork
-server. The thread never waits for an engine, because an engine that hangs would delay all work.
+The work consists of five tasks: replace lost groups; add or drain groups when the load changes
+(``serve.autoscale``); choose graphs that fit the traffic; remove the directories of dead engines on
+this node; replace a dead fork server. The thread never waits for an engine, because an engine that
+hangs would delay all work.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 COUNT_S = 1.0  # seconds between two counts of running and waiting requests
-# after the first failed attempt to add a group, seconds until the next attempt
+# seconds between the first failed attempt to add a group and the next attempt
 GROWTH_PAUSE_S = 30.0
 
 
@@ -119,7 +120,9 @@ class Upkeep:
 
     @property
     def ends_recovery(self) -> str:
-        """Why no lost group will be replaced; "" while a group is starting or may be started."""
+        """The reason why no lost group will be replaced; "" while a group is starting or may be
+        started.
+        """
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
         if self._num_returned(self._serving.lost):
@@ -137,9 +140,12 @@ class Upkeep:
 
     @property
     def failure(self) -> str:
-        """Why the deployment has ended; "" while a group serves or can serve again."""
+        """The reason why no group will ever serve again; "" while a group serves or may serve
+        later.
+        """
         watch = self._serving.watch
-        # Check ``serves`` first, because a group serves for a moment before it is watched.
+        # ``serves`` is checked first: a new group serves for a moment before ``watch`` knows the
+        # group.
         if self._serving.serves or watch.trouble:
             return watch.trouble
         failure, end = watch.failure(), self.ends_recovery
@@ -171,14 +177,18 @@ class Upkeep:
             self._complain(self.trouble or self._spent)
 
     def _num_returned(self, lost: Sequence[LockstepGroup]) -> int:
-        """Return how many restarts ``_give_back`` returns to the budget for these lost groups."""
+        """Return the number of restarts that ``_give_back`` would add to the budget for these lost
+        groups.
+        """
         return sum(g.served_s >= SOUND_S and g.number not in self._seen_lost for g in lost)
 
     def _give_back(self) -> None:
-        """Return a restart to the budget for each newly lost group that had served for ``SOUND_S``.
+        """Add a restart to the budget for each newly lost group that had served for at least
+        ``SOUND_S``.
 
-        The budget is for faults that a restart does not remove. Such a fault ends every new group
-        within ``SOUND_S``. A group that has served for longer was ended by another fault.
+        The budget limits restarts that do not help, because the fault is still there. Such a fault
+        ends every new group within ``SOUND_S``. If a group served for longer, the restart had
+        helped, and is not counted.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):
@@ -186,7 +196,7 @@ class Upkeep:
         self._seen_lost = {group.number for group in lost}
 
     def _replace(self) -> None:
-        """Start a missing group; if the start fails, a later call of ``look`` tries again."""
+        """Start a missing group. If the start fails, a later call of ``look`` tries again."""
         has_begun = False
         try:
             self._serving.find_place()
@@ -247,7 +257,7 @@ class Upkeep:
 
     def _scale(self, count: int) -> None:
         try:
-            # Do not wait for NPUs: autoscaling tries again later.
+            # The call does not wait for free NPUs, because autoscaling tries again later.
             self._serving.scale(count, room_s=0.0)
         except (DistAclGraphError, RayError) as e:
             self._growth.failed(self._clock())

@@ -1,8 +1,8 @@
 """The driver checks that the controller answers, and replaces a dead controller.
 
-When a controller dies, Ray ends all actors that this controller has started. So the next controller
-starts the same number of groups with the latest configuration. Meanwhile, the requests of the lost
-groups wait in the clients.
+When a controller dies, Ray ends all actors that the controller has started. So the next controller
+starts the same number of groups again, with the latest configuration. The requests of the lost
+groups wait in the clients until a group serves.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
 POLL_S = 0.1
 LOOK_S = 1.0
-JOIN_S = 5.0  # seconds to wait for the keeper's thread; longer than the keeper waits for an answer
+JOIN_S = 5.0  # seconds to wait for the end of the keeper's thread
 NAME_S = 30.0  # seconds that Ray might need to free the name of a dead controller
-LEASES = 2  # a controller must answer within 2 times the lease time of engines
+LEASES = 2  # a controller must answer within this multiple of ``timeouts.link_s``
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,12 @@ OnProgress = Callable[[Progress], None]
 def make_controller(
     config: Config, name: str, term: Term, starter: ProcessStarter | None = None
 ) -> Any:
-    """Start a controller's process on this node, so that no other node's death can end it.
+    """Start a controller's process on this node, so that the death of another node cannot end it.
 
     Args:
-        starter: starts the controller and its workers. None on a cluster that another process has
-            started; the controller then chooses a starter for its workers.
+        starter: starts the controller and its workers. None if another process has started the
+            cluster. In this case Ray starts the controller, and the controller chooses a starter
+            for its workers.
 
     Raises:
         RayError: the process cannot be started.
@@ -76,8 +77,9 @@ def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
     """Yield the controller's progress again and again until ``work`` is done. Yield None while the
     progress is unknown.
 
-    A late answer is no failure, because a controller's process can start slowly on a busy machine.
-    ``work`` has its own time limits. If the controller dies, ``work`` ends with an error.
+    A late answer does not count as a failure, because a controller's process can start slowly on a
+    busy machine. ``work``, a call to the controller, has its own time limits, and ends with an
+    error if the controller dies.
     """
     asked = None
     while not ray.wait([work], timeout=POLL_S)[0]:
@@ -90,7 +92,7 @@ def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
 
 
 class ControllerKeeper:
-    """Owns a deployment's controller as soon as the deployment serves.
+    """Owns a deployment's controller from the time when the deployment begins to serve.
 
     Args:
         controller: the first controller, which serves.
@@ -102,9 +104,10 @@ class ControllerKeeper:
 
     Attributes:
         controller: the current controller; it might be dead already.
-        progress: progress of another controller's start; "" while no controller is being started.
-        failure: why no other controller will be started; "" while another controller may be
+        progress: a text about the start of the next controller; "" while no controller is being
             started.
+        failure: the reason why no other controller will be started; "" while another controller may
+            be started.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        # held while a controller is made, so that none is made after ``stop``
+        # locked while a controller is made, so that no controller is made after ``stop``
         self._making = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
@@ -138,20 +141,23 @@ class ControllerKeeper:
 
     @property
     def restarts_left(self) -> int:
-        """How many more controllers may be started within this hour; any thread may read it."""
+        """How many more controllers may be started within this hour. Any thread may read this
+        value.
+        """
         return self._restarts.num_left(time.monotonic())
 
     def stop(self) -> Any:
         """Stop the checks, start no other controller, and return the last controller."""
         with self._making:
             self._stopping.set()
-        self._thread.join(JOIN_S)  # a call after ray.shutdown() would start another Ray
+        self._thread.join(JOIN_S)  # its calls after ray.shutdown() would start another Ray
         return self.controller
 
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # Ray can only ask a forked process to end, and a stopped (SIGSTOP) process does not react.
+        # Ray can only ask a process of a fork server to end. A process that SIGSTOP has stopped
+        # does not react to this.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:
@@ -166,7 +172,9 @@ class ControllerKeeper:
                 logger.exception("looking after the controller failed")
 
     def _look(self) -> str:
-        """Ask the controller for its handover; return why it counts as dead, or "" if it lives."""
+        """Ask the controller for its handover. Return why the controller counts as dead; "" if it
+        lives.
+        """
         asked = self.controller.handover.remote()
         self._silence.heard()
         while not ray.wait([asked], timeout=beat_s(self._silence.limit_s))[0]:
@@ -193,7 +201,7 @@ class ControllerKeeper:
                 return
             try:
                 self._start_another()
-            # Catch any exception, because the budget limits repeated failures.
+            # Catch any exception and try again; the restart budget limits the number of attempts.
             except Exception as e:
                 event(logger, "controller_start_failed", logging.ERROR, cause=str(e))
                 death = f"{death}, and starting another failed: {e}"

@@ -40,19 +40,21 @@ from dist_aclgraph.topology import NO_RANK
 
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
-# The controller has not answered: it is dead or busy, or Ray cannot reach it, for example because
-# the control store is silent. The keeper of the controller, or the check of Ray, finds the reason.
+# Errors that mean that the controller has not answered. The controller is dead or busy, or Ray
+# cannot reach it, for example because the control store does not answer. The keeper of the
+# controller finds the reason, or the check of Ray does.
 UNKNOWN = (ActorDiedError, ActorUnavailableError, GetTimeoutError)
 
 
 class RayDeployment(Deployment):
     """A deployment whose processes are actors of Ray.
 
-    Owns the keeper of its controller, and the connection to Ray if this process made it.
+    Owns the keeper of its controller. Also owns the connection to Ray if this process made the
+    connection for this deployment.
 
     Args:
-        connected: the Ray to which this process has connected; None if this process was connected
-            before.
+        connected: the Ray to which this process connected for this deployment; None if this process
+            was connected to Ray before.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class RayDeployment(Deployment):
         return self._keeper.controller
 
     def reach(self) -> Reach:
-        """Return where clients reach the deployment now.
+        """Return the addresses at which clients reach the deployment now.
 
         Raises:
             EngineDeadError: the deployment does not serve.
@@ -82,8 +84,8 @@ class RayDeployment(Deployment):
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return the plan, buckets with counters, eager steps by reason, the ranks and their
-        memory.
+        """Return the plan, the buckets with their counters, the number of eager steps for each
+        reason, and the ranks with their memory.
         """
         try:
             return dict(ray.get(self._controller.report.remote(), timeout=2 * ANSWER_S))
@@ -97,7 +99,8 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        self._raise_end()  # first, because calls to Ray can hang without a control store
+        # This is checked first, because calls to Ray hang if its control store is dead.
+        self._raise_end()
         if self._connected is not None:
             self._connected.look()
             self._raise_end()
@@ -114,7 +117,7 @@ class RayDeployment(Deployment):
             raise EngineDeadError(failure)
 
     def outlook(self) -> Outlook:
-        """Return the deployment's status, for clients that know no serving group.
+        """Return the deployment's status, which a client needs while it knows no serving group.
 
         Raises:
             EngineDeadError: the deployment has ended.
@@ -152,7 +155,7 @@ class RayDeployment(Deployment):
         fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups with another configuration; no request fails.
+        """Replace all groups by groups with another configuration. No request fails because of it.
 
         Raises:
             DistAclGraphError: the change failed; all groups that served continue to serve.
@@ -174,10 +177,10 @@ class RayDeployment(Deployment):
 
 
 def check_startable(config: Config) -> None:
-    """Check before the start what this process can check: the model's files, and the torch build.
+    """Check the model's files and the build of torch, before anything is started.
 
     Raises:
-        ConfigError, ModelError: the model, or the model with this configuration, cannot be served.
+        ConfigError, ModelError: the model cannot be served, or not with this configuration.
         DeviceError: torch is built for CUDA.
     """
     Planner.from_config(config)
@@ -196,7 +199,7 @@ def start(
 ) -> RayDeployment:
     """Start a deployment on this process's Ray cluster, or on the cluster from ``start_ray``.
 
-    Errors in the model's files are raised before anything is built or started.
+    Errors in the model's files are raised before any process is started.
 
     Args:
         starter: starts the processes of a Ray that this process starts now, or has started.
@@ -204,7 +207,7 @@ def start(
 
     Raises:
         ConfigError, ModelError: the model, or the model with this configuration, cannot be served.
-        DeviceError: torch is built for CUDA, or there is no such device.
+        DeviceError: torch is built for CUDA, or this machine does not have the configured device.
         RayDiedError: the Ray that was started for the deployment has died.
         DistAclGraphError: any other error; if a worker failed, the message names rank and phase.
             After an error, no process of the deployment runs.
@@ -213,7 +216,8 @@ def start(
     check_startable(config)
     PeersKey.read(config)  # a file that cannot be used is reported before anything is started
     owns_connection = not ray.is_initialized()
-    # In an existing cluster, this node needs no device, and workers check their own devices.
+    # Only a local Ray uses the devices of this node. In an existing cluster, this node may have no
+    # device, and the workers check their devices.
     is_local = owns_connection and ray_address() is None
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":

@@ -1,4 +1,4 @@
-"""The interface of a deployment for an ingress or an LLM object."""
+"""The interface through which an ingress or an LLM object uses a deployment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class Deployment(Protocol):
     node_id: str  # Ray's id of this process's node
 
     def reach(self) -> Reach:
-        """Return where clients reach the deployment; raise EngineDeadError if it does not serve."""
+        """Return the addresses at which clients reach the deployment. Raise EngineDeadError if it
+        does not serve.
+        """
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -26,11 +28,11 @@ class Deployment(Protocol):
         ...
 
     def outlook(self) -> Outlook:
-        """Return the deployment's status, for clients that know no serving group."""
+        """Return the deployment's status, which a client needs while it knows no serving group."""
         ...
 
     def restarts_left(self) -> int:
-        """Return how many lost controllers may still be replaced within this hour; thread-safe."""
+        """Return how many lost controllers may still be replaced within this hour. Thread-safe."""
         ...
 
     def shut_down(self) -> None:

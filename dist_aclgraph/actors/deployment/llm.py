@@ -81,13 +81,13 @@ class _Choice:
 
 
 class LLM:
-    """Owns a deployment from construction to ``close``; a context manager.
+    """Owns a deployment from construction to ``close``. The object is a context manager.
 
     Args:
         model: a model's directory, a model's name, a configuration, or the path of a configuration
             file.
-        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They have priority.
-        start: starts the deployment; the default starts the deployment on Ray.
+        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They replace other values.
+        start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.
 
@@ -159,8 +159,8 @@ class LLM:
             prompts: one prompt or several prompts. A prompt is a text, a list of token ids,
                 ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A mapping may also have
                 ``cache_salt``: only prompts with the same salt share cached blocks.
-            sampling_params: one object for all prompts, or one object for each prompt; the default
-                is the model's recommended parameters.
+            sampling_params: one object for all prompts, or one object for each prompt. None uses
+                the parameters that the model recommends.
             use_tqdm: show the progress on stderr, if stderr is a terminal.
             lora_request: must be None, because LoRA is not offered.
             priority: has no effect.
@@ -195,8 +195,8 @@ class LLM:
         Args:
             lora_request: must be None, because LoRA is not offered.
             chat_template: name of one of the checkpoint's templates.
-            chat_template_content_format: has no effect, because the template's code shows whether
-                the template reads texts or parts.
+            chat_template_content_format: has no effect; the template's code shows whether it reads
+                texts or lists of parts.
             chat_template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
             mm_processor_kwargs: must be None.
 
@@ -277,11 +277,11 @@ class LLM:
         """Return the relevance of documents for queries, in the order of the documents.
 
         Args:
-            text_1: one query for all documents, or one query per document.
+            text_1: one query for all documents, or a list with one query for each document.
             text_2: one or more documents.
-            instruction: the task for which documents are to be relevant; None means a web search.
-            truncate_prompt_tokens: maximum number of tokens of a prompt; the end of a longer
-                document is cut off; -1 uses as many tokens as the context allows.
+            instruction: text that says which documents are relevant; None means a web search.
+            truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means as many as the
+                context allows. If a prompt is longer, the end of its document is cut off.
             pooling_params: must be None.
 
         Raises:
@@ -320,8 +320,8 @@ class LLM:
         return SamplingParams(**self._sampling_defaults)
 
     def report(self) -> dict[str, Any]:
-        """Return the plan, buckets with counters, eager steps by reason, the ranks and their
-        memory.
+        """Return the plan, the buckets with their counters, the number of eager steps for each
+        reason, and the ranks' memory.
         """
         if self._deployment is None:
             raise EngineUnavailableError("this LLM is closed")
@@ -396,12 +396,12 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # If a stop string has ended the choice, the engine still runs the request.
+                        # if a stop string has ended the choice, the engine still runs the request
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
             if self._deployment is not None:
-                self._deployment.raise_if_dead()  # raises an error with the cause, if known
+                self._deployment.raise_if_dead()  # raises an error with its cause, if it is known
             raise
         finally:
             for engine_id in running:
@@ -421,13 +421,13 @@ class LLM:
         return with_structure(found, self._grammars)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text. The text may be too long, because it may be truncated later."""
+        """Return the token ids of a text of any length, because ids may be cut off later."""
         return self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )
 
     def _prepare(self, given: GivenPrompt, params: SamplingParams) -> list[_Choice]:
-        """Check a prompt; return its choices."""
+        """Check a prompt, and return one choice for each output that ``params`` requests."""
         ids = self._encode(given.text or "") if given.ids is None else token_ids(given.ids)
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
@@ -452,7 +452,7 @@ class LLM:
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
             if index:
-                # The first choice returns the prompt's log-probabilities.
+                # Only the first choice requests the prompt's log-probabilities.
                 own = replace(own, prompt_logprobs=None)
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
@@ -461,7 +461,7 @@ class LLM:
         return choices
 
     def _advance(self, choice: _Choice, delta: RequestDelta) -> bool:
-        """Append new tokens; return whether the choice has ended."""
+        """Append the new tokens of ``delta``. Return whether the choice has ended."""
         if delta.finish_reason == "error":
             raise error_of(delta)
         if delta.finish_reason == "abort":

@@ -15,8 +15,8 @@ class Logprob:
     """The log-probability of a token at one position.
 
     Attributes:
-        rank: rank of the token by its probability; 1 is the most probable token.
-        decoded_token: the text that the token adds to the output.
+        rank: 1 for the most probable token at this position, 2 for the next, and so on.
+        decoded_token: the text that this token would add to the output.
     """
 
     logprob: float
@@ -29,11 +29,11 @@ class CompletionOutput:
     """One output for a prompt.
 
     Attributes:
-        index: index among the ``n`` outputs for the prompt.
+        index: index of this output among the ``n`` outputs for the prompt.
         text: the text before the stop token or the stop string.
         token_ids: ids of the generated tokens, including the stop token.
-        cumulative_logprob: sum of the generated tokens' log-probabilities; None if ``logprobs`` is
-            None.
+        cumulative_logprob: sum of the log-probabilities of all generated tokens; None if
+            ``logprobs`` is None.
         logprobs: for each generated token, the log-probabilities of this token and of the most
             probable tokens; None if not requested.
         finish_reason: "stop" or "length".
@@ -131,7 +131,7 @@ class ScoringOutput:
 
 @dataclass(frozen=True)
 class ScoringRequestOutput:
-    """The prompt of a query and a document, and its score."""
+    """The prompt that contains a query and a document, and the document's score."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -140,7 +140,7 @@ class ScoringRequestOutput:
 
 
 def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return log-probabilities by token id: first the chosen token, then the most probable ones."""
+    """Return log-probabilities by token id: the chosen token first, then the most probable."""
     return {
         token_id: Logprob(logprob, rank, tokenizer.own_text(token_id))
         for token_id, (logprob, rank) in row.ranked().items()

@@ -1,7 +1,7 @@
 """An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket, so that the successor of a dead
-process uses the same socket. The ingress repeats a question that got no answer.
+The supervisor of both processes holds the listening socket. If one of the processes dies, its
+successor uses the same socket. The ingress repeats a question if it got no answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # length of the listen queue, which also contains connections that have timed out
+WAITING = 64  # length of the listen queue, which also holds connections that timed out
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call to Ray
-# Seconds to wait for an answer that needs calls to Ray. Longer than the deployment's time limits.
+# Seconds to wait for an answer for which the owner calls Ray. Longer than the time limits of these
+# calls.
 SEARCH_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question of an ingress; ``is_open`` says whether the ingress admits requests."""
+    """A question of an ingress. ``is_open`` says whether the ingress admits requests at present."""
 
     what: Literal["admission", "reach", "outlook"]
     is_open: bool = False
@@ -48,7 +49,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     Attributes:
         end: why the ingress must admit no more requests; "" while it may admit requests.
-        drain_s: how long the running requests may take to end.
+        drain_s: how long the running requests may take to end, in seconds.
         restarts_left: how many lost controllers and owners may still be replaced within this hour;
             the keys are ``controller`` and ``owner``. A key is missing if its number is unknown.
     """
@@ -59,19 +60,21 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class OwnerAnswers(Protocol):
-    """The owner's answers; any thread may ask for them."""
+    """The methods that answer the questions of an ingress. Any thread may call them."""
 
     def admission(self, is_open: bool) -> Admission: ...
 
     def reach(self) -> Reach | None:
-        """Return where clients reach the deployment; None while no engine can be reached."""
+        """Return the addresses at which clients reach the deployment; None while no engine can be
+        reached.
+        """
         ...
 
     def outlook(self) -> Outlook: ...
 
 
 def listen_for_ingress(path: str) -> socket.socket:
-    """Return a listening socket, which every later owner of the deployment uses, too."""
+    """Return a listening socket. All later owners of the deployment use the same socket."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(WAITING)
@@ -80,7 +83,8 @@ def listen_for_ingress(path: str) -> socket.socket:
 
 
 class OwnerLink:
-    """The owner's side of the link, as a context manager. Each connection has a thread.
+    """The owner's side of the link. The object is a context manager. One thread serves each
+    connection.
 
     Args:
         listener: a socket from ``listen_for_ingress``; the caller closes it.
@@ -151,8 +155,8 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The ingress's side of the link, for one thread. After the owner's death, the client connects
-    to the next owner.
+    """The ingress's side of the link, which only one thread may use. After the owner's death, this
+    object connects to the next owner.
     """
 
     def __init__(self, path: str) -> None:
@@ -166,8 +170,8 @@ class OwnerClient:
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
-        """Return where clients reach the deployment; None if the owner does not answer, or if no
-        engine can be reached.
+        """Return the addresses at which clients reach the deployment; None if the owner does not
+        answer, or if no engine can be reached.
         """
         return self._ask(Question("reach"), Reach | None, SEARCH_S)  # type: ignore[arg-type]
 
@@ -176,7 +180,7 @@ class OwnerClient:
         return found or Outlook(progress="the deployment is being started again")
 
     def close(self) -> None:
-        """Disconnect. A question in progress then gets no answer. Thread-safe and idempotent."""
+        """Disconnect. A question that waits for its answer fails. Thread-safe, idempotent."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()

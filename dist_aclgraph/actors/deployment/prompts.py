@@ -12,7 +12,7 @@ from dist_aclgraph.errors import InvalidParameterError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 FORMS = "a prompt must be text or a list of token ids"
-# The keys are arguments of vLLM that must be None. The values say why.
+# The keys are arguments of vLLM that must be None. The values are the reasons.
 ABSENT = {
     "lora_request": "LoRA is not offered: merge the weights into the checkpoint",
     "mm_processor_kwargs": "prompts are texts",
@@ -34,7 +34,7 @@ class GivenPrompt:
 
 
 def check_absent(**given: object) -> None:
-    """Refuse arguments of ``ABSENT`` that have a value."""
+    """Raise an error if an argument that ``ABSENT`` names is not None."""
     for name, value in given.items():
         if value is not None:
             raise InvalidParameterError(f"{name} is given, but {ABSENT[name]}", name)
@@ -53,7 +53,7 @@ def listed(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
 
 
 def token_ids(given: Iterable[int]) -> list[int]:
-    """Return token ids, which may be integers of numpy, as a list of integers."""
+    """Return token ids as a list of Python integers. The given ids may be integers of numpy."""
     try:
         return [operator.index(token_id) for token_id in given]
     except TypeError:
@@ -61,7 +61,7 @@ def token_ids(given: Iterable[int]) -> list[int]:
 
 
 def as_prompt(prompt: Prompt) -> GivenPrompt:
-    """Return what a user's prompt contains.
+    """Return the text or the token ids of a user's prompt, and its cache salt.
 
     Raises:
         InvalidParameterError: the prompt contains something else, or neither text nor token ids.

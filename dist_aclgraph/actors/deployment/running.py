@@ -20,7 +20,9 @@ from dist_aclgraph.topology import NO_RANK
 
 
 class RunningDeployment:
-    """The controller of a deployment that another process has started and will stop."""
+    """A deployment that another process has started and will stop. Owns nothing but the
+    controller's handle.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,7 +37,8 @@ class RunningDeployment:
         self._wait_for(self._controller.roll.remote(config), on_progress)
 
     def _wait_for(self, change: Any, on_progress: OnProgress) -> None:
-        """Report the progress of a change, until the change has ended.
+        """Wait until a change has ended. Meanwhile, call ``on_progress`` with the controller's
+        progress.
 
         Raises:
             DistAclGraphError: the change failed; all groups that served continue to serve.
@@ -58,8 +61,8 @@ def running_deployment(
             started a Ray.
 
     Raises:
-        PlacementError: there is no cluster or no such deployment; or there are several clusters or
-            several deployments.
+        PlacementError: there is no cluster, or no such deployment; or there are several clusters,
+            but ``local_ray`` is None; or there are several deployments, but ``name`` is None.
     """
     with joined_ray(local_ray):
         try:
@@ -70,7 +73,8 @@ def running_deployment(
 
 
 def choose_deployment(names: list[str], wanted: str | None) -> str:
-    """Return the deployment with the wanted name; if no name is wanted, the only deployment.
+    """Return ``wanted`` if a deployment has this name. If ``wanted`` is None, return the name of
+    the only deployment.
 
     Raises:
         PlacementError: there is no such deployment, or there are several and no name is given.

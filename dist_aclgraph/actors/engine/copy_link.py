@@ -1,8 +1,8 @@
 """CopyLink: sends copy jobs to the workers, and receives the jobs' results.
 
-The link sends a message when jobs begin. While jobs run, it also sends a message whenever all
-workers have answered the last message. Each message lets the workers continue their jobs between
-two steps. Workers send only answers to these messages.
+The link sends a message when jobs begin. While jobs run, the link also sends a message whenever all
+workers have answered its previous message. A message makes the workers continue their jobs between
+two steps. Workers send messages only as answers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class CopyLink:
 
     Args:
         timeout_s: time limit in seconds. If no job of a data-parallel rank ends in this time, the
-            rank's requests stop waiting for jobs, and the tokens of these requests are computed.
-            The blocks of the jobs stay reserved, because workers may still write to the blocks.
+            requests of the rank stop waiting for copies, and their tokens are computed instead. The
+            blocks of the jobs stay reserved, because workers may still write to these blocks.
     """
 
     def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
@@ -37,19 +37,20 @@ class CopyLink:
         self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
         self._waits_for: set[int] = set()  # workers that have not answered the last message
         self._touched_s = time.monotonic()
-        # the last known ``num_ended`` of each rank
+        # the last known ``num_ended`` of each data-parallel rank
         self._num_ended = [0] * len(scheduler.copies.ranks)
-        # when each rank's ``num_ended`` last changed
+        # the time at which ``num_ended`` of each rank last changed
         self._progress_s = [self._touched_s] * len(scheduler.copies.ranks)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy job runs, or files are looked up."""
+        """Whether a copy job runs, or a worker searches for files."""
         return self._scheduler.copies.is_running or self._scheduler.copies.is_looking
 
     def num_read(self) -> dict[str, int]:
-        """Return how many blocks were read from each tier, by the tier's name. If several workers
-        keep parts of the same blocks, only the first worker is counted. Any thread may call this.
+        """Return how many blocks were read from each tier, by the tier's name. If each of several
+        workers reads a part of the same blocks, only one worker is counted. Any thread may call
+        this.
         """
         found: Counter[str] = Counter()
         for rank in self._scheduler.owners:
@@ -57,8 +58,8 @@ class CopyLink:
         return dict(found)
 
     def fetched(self) -> dict[str, int]:
-        """Return the sums of ``FetchCounts`` over all workers that fetch files. Any thread may call
-        this.
+        """Return the counts of ``FetchCounts``, summed over all workers that fetch files. Any
+        thread may call this.
         """
         found: Counter[str] = Counter()
         for counts in list(self._fetched.values()):
@@ -101,7 +102,8 @@ class CopyLink:
         """If no job of a rank has ended for ``timeout_s``, the rank's requests stop waiting for
         jobs.
 
-        A job counts as ended when all workers have ended it, so a single slow worker is noticed.
+        A job counts as ended when all workers have ended the job. So a single slow worker is
+        noticed.
         """
         for rank, copies in enumerate(self._scheduler.copies.ranks):
             if not copies.num_running or copies.num_ended != self._num_ended[rank]:
@@ -112,6 +114,6 @@ class CopyLink:
                 event(logger, "copies_are_late", logging.WARNING, dp_rank=rank, requests=freed)
 
     def reset(self) -> None:
-        """Expect no more answers to the last message, because workers have dropped all jobs."""
+        """Wait no longer for answers to the last message: the workers have dropped all jobs."""
         self._waits_for.clear()
         self._progress_s = [time.monotonic()] * len(self._progress_s)

@@ -1,4 +1,6 @@
-"""The engine actor of one lockstep group: runs the loop on a thread, and answers the controller."""
+"""The engine actor of one lockstep group. A thread runs the loop; other threads answer the
+controller.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ class EngineSettings:
     # the servers of files that workers run, see ``GroupFiles.servers``
     servers: tuple[NodeServer, ...]
     token: str
-    # the address at which the engine's server of files listens; None if only its node connects
+    # address at which the engine serves files; None if only processes of its node connect
     files_host: str | None
     report: dict[str, Any]
 
@@ -99,7 +101,9 @@ class EngineSockets:
 
 @dataclass(frozen=True)
 class SeenTraffic:
-    """A group's plan (None while the plan changes), the group's traffic, and the step times."""
+    """A group's plan (None while the plan changes), its traffic, and the mean step time of each
+    graph.
+    """
 
     plan: GraphPlan | None
     traffic: Traffic
@@ -109,7 +113,8 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory.
 
-    The engine starts at the same time as the workers, and gets the workers' handles by ``open``.
+    The engine starts at the same time as the workers. So it gets the handles of the workers later,
+    from the call of ``open``.
     """
 
     def __init__(self, config: Config) -> None:
@@ -136,7 +141,7 @@ class Engine:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:
-        """Respond to the controller's heartbeat question, which renews the lease."""
+        """Respond to the controller's heartbeat question, and renew the engine's lease."""
         self._lease.renew(number)
         if (now_s := time.monotonic()) >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
@@ -157,11 +162,12 @@ class Engine:
 
         Args:
             node_id: Ray's id of this actor's node.
-            workers_host: this node's address if workers might be on other nodes; else None.
-            clients_host: this node's address if clients might be on other nodes; else None.
+            workers_host: this node's address if workers are on other nodes, too; otherwise None.
+            clients_host: this node's address if clients may be on other nodes; otherwise None.
 
         Returns:
-            The URL of a file. If all workers are on this node, they form the HCCL groups with it.
+            The URL of a file. If all workers are on this node, they use this file to form the HCCL
+            groups.
         """
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
@@ -178,7 +184,7 @@ class Engine:
         return f"file://{self._directory.path}/rendezvous"
 
     def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
-        """Return where each rank connects to the step channel."""
+        """Return, for each rank, the address at which the rank connects to the step channel."""
         assert self._channel is not None
         return [
             self._channel.address_for(node_id, GroupRank(rank))
@@ -268,7 +274,8 @@ class Engine:
                 "restarts_left": self._restarts.num_left(time.monotonic()),
             },
         )
-        # All objects up to here live until the engine ends, so garbage collections skip them.
+        # The objects that exist now live until the engine ends, so later garbage collections skip
+        # these objects.
         gc.collect()
         gc.freeze()
         self._log.group, self._log.get_epoch = settings.group, lambda: scheduler.epoch
@@ -278,11 +285,11 @@ class Engine:
         return EngineSockets(clients.address, blocks)
 
     def _share_blocks(self, settings: EngineSettings, files: GroupFiles) -> BlockSource | None:
-        """If groups or services fetch files from each other, serve the files of blocks on this node
-        to other nodes, and prepare to fetch files from other nodes. Return where others fetch the
-        group's files.
+        """If groups or services fetch files from each other, begin to serve this node's files of
+        blocks to other nodes, and prepare to fetch files from other nodes. Return the addresses
+        from which others fetch the group's files.
 
-        If only workers fetch files, the engine only tells them from where.
+        If only workers fetch files, the engine fetches none, and tells the workers the addresses.
         """
         config, at, place = self._config, self._clients_at, files.places[0]
         if not config.sends_files:
@@ -326,8 +333,8 @@ class Engine:
         self._restarts.adopt(ages_s, time.monotonic())
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all running requests have ended, and until other groups have fetched the KV of
-        the last prompts; see ``EngineLoop.drain``.
+        """Wait until all running requests have ended. If the group computes prompts for other
+        groups, also wait until these groups have fetched the last KV. See ``EngineLoop.drain``.
         """
         assert self._loop is not None
         end_s = time.monotonic() + timeout_s
@@ -363,7 +370,8 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
-        # These threads can hang in a file system. The limit leaves time for ``leave_copies``.
+        # These threads can hang in a file system, so the wait is limited. The limit leaves time for
+        # the later call of ``leave_copies``.
         limit_s = self._config.timeouts.stop_s / 4
         if self._fetches is not None:
             self._fetches.close(limit_s)
@@ -372,8 +380,8 @@ class Engine:
         self._directory.remove()
 
     def leave_copies(self) -> None:
-        """Delete the copies in memory if no other group uses them. All workers' loops have ended,
-        so no worker writes copies any longer.
+        """Delete the copies of KV in memory if no other group uses them. To be called after the
+        loops of all workers have ended, so that no worker writes copies.
         """
         if self._copies is not None:
             self._copies.leave()

@@ -75,8 +75,8 @@ class _Sent:
     """A step in flight.
 
     Attributes:
-        delayed_s: seconds that the decision waited for further requests.
-        schedule_s, send_s: seconds that the decision and the sending of the step took.
+        delayed_s: seconds for which the decision of the step waited for further requests.
+        schedule_s, send_s: seconds that it took to decide the step, and to send it.
         at_s: time when the step was sent.
     """
 
@@ -92,17 +92,17 @@ class EngineLoop:
 
     Args:
         vocab_size: number of token ids of the model; a prompt with another token id is refused.
-        changes: changes the group's graphs while the group serves.
-        resumption: makes the group run again after a fault of a device or a link.
-        report: returns the facts about the ranks, which are part of every report.
-        steps_in_flight: maximum number of steps whose results have not arrived.
+        changes: an object that changes the group's graphs while the group serves.
+        resumption: an object that makes the group run again after a fault of a device or a link.
+        report: a function that returns facts about the ranks; every report contains these facts.
+        steps_in_flight: maximum number of sent steps whose results have not arrived.
         step_timeout_s: time limit of a step; a step that takes longer ends the epoch.
         turn_timeout_s: time limit of the host's work between two waits; if the work takes longer,
             the loop counts as stuck. Waits have their own time limits.
-        is_held: a function: whether this engine holds the group's lease. Without the lease, the
-            engine sends nothing to workers or clients.
-        kv_events: publishes the changes of the prefix caches; None if they are not published. The
-            loop closes it when the group ends.
+        is_held: a function that returns whether this engine holds the group's lease. Without the
+            lease, the engine sends nothing to workers or clients.
+        kv_events: publishes the changes of the prefix caches; None if changes are not published.
+            The loop closes this object when the group ends.
         fetches: fetches blocks from groups on other nodes; None if nothing is fetched.
         late_decisions: computes how long a decision may wait for further requests; None means that
             steps are decided at once.
@@ -164,7 +164,7 @@ class EngineLoop:
     # ---- any thread
 
     def fail(self, reason: str) -> None:
-        """End all requests and refuse later requests. The errors say why a worker is lost."""
+        """End all requests, and refuse later requests. Their errors contain ``reason``."""
         if not (self._failure or self._stopping):
             event(logger, "epoch_failed", logging.ERROR, step=self._num_steps, cause=reason)
         self._failure = self._failure or reason
@@ -173,16 +173,16 @@ class EngineLoop:
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # If the whole process was stopped, the lease is not held, and the loop does not count as
-        # stuck.
+        # If the whole process was stopped for a while, the lease has expired. In this case the loop
+        # does not count as stuck.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group runs no step until it is resumed; "" if the group runs.
+        """Return why the group has paused, until it is resumed; "" if the group runs steps.
 
-        The result is also "" while the group pauses only briefly.
+        A short pause does not count: the result is "".
         """
         return self._resumption.pause_now()
 
@@ -204,8 +204,8 @@ class EngineLoop:
     def drain(self, version: int, timeout_s: float) -> bool:
         """Wait until all requests have ended, and all clients use this version of the group list.
 
-        The group list of this version marks this group as draining, so clients that use the list
-        send no requests to this engine. Returns False after ``timeout_s``.
+        The group list of this version marks this group as draining. So clients that use the list
+        send no requests to this engine. Returns False if this takes longer than ``timeout_s``.
         """
         self._drains_from = version
         return self._drained.wait(timeout_s)
@@ -234,8 +234,8 @@ class EngineLoop:
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     def eager_times(self) -> dict[str, float]:
-        """Return the straight line that fits the times of eager steps; empty if there were too few
-        steps.
+        """Return the line (base, time per token) that fits the times of eager steps best; empty if
+        there were too few steps.
         """
         if self._eager_times.count < MEAN_FROM:
             return {}
@@ -272,7 +272,7 @@ class EngineLoop:
                     outputs = self._resume(e)
                 except DistAclGraphError as e:
                     self.fail(str(e))
-                except Exception as e:  # any exception: clients must get the reason
+                except Exception as e:  # any exception, because clients must get the reason
                     self.fail(f"{type(e).__name__}: {e}")
         finally:
             self._dismiss_workers()
@@ -280,7 +280,7 @@ class EngineLoop:
             self._links.close()
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
-        """Decide one step, deliver ``outputs``, return the outputs of the next finished step."""
+        """Decide a step, deliver ``outputs``, and return the outputs of a finished step."""
         began_s = time.perf_counter()
         self._take(0)
         is_due = self._changes.is_due(
@@ -362,7 +362,7 @@ class EngineLoop:
         return outputs
 
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
-        """Try to resume the group; return empty outputs, because interrupted steps run again."""
+        """Try to resume the group. Return empty outputs, because interrupted steps run again."""
         try:
             comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
@@ -377,7 +377,7 @@ class EngineLoop:
         return StepOutputs()
 
     def raise_if_dead(self) -> None:
-        """Raise an error, which ends the wait for a step, if a worker is lost or the loop stops.
+        """Raise an error if a worker is lost or the loop stops. The error ends the wait for a step.
 
         Raises:
             WorkerLostError: a worker is lost.
@@ -396,8 +396,8 @@ class EngineLoop:
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": sent.schedule_s * 1e6,
-            # The difference can be negative: a worker begins a step before it sends the previous
-            # result.
+            # The difference can be negative, because a worker begins a step before it sends the
+            # result of the previous step.
             "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,
@@ -492,7 +492,7 @@ class EngineLoop:
         return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
 
     def report(self) -> dict[str, Any]:
-        """Return the plan, buckets with counters, eager steps by reason, and ranks; see
+        """Return the plan, the buckets with their counters, and facts about the ranks; see
         ``LLM.report``.
         """
         ranks_report = self._report()

@@ -25,7 +25,7 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    # numbers of resumptions, by the fault that had stopped a device
+    # number of resumptions for each kind of fault that had stopped a device
     resumptions: Mapping[DeviceFault, int]
     num_read: Mapping[str, int]  # for each tier, the number of KV blocks that were read from it
     fetched: Mapping[str, int]  # counts of the workers on other nodes; see ``FetchCounts``
@@ -34,7 +34,8 @@ class LoopCounts:
 def group_metrics(
     scheduler: Scheduler, counts: LoopCounts, costs: Costs, ranks_report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a group's counters and gauges. Each value is a number, or an object of numbers.
+    """Return a group's counters and gauges. Each value is a number, or a mapping from a label to a
+    number.
 
     Args:
         costs: costs of all graphs that exist.
@@ -96,7 +97,7 @@ def host_metrics(ranks_report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the memory and open files of the group's processes on this host, and the host's
     memory.
 
-    Processes on other hosts are left out. The call takes about 10 us for each process.
+    Processes on other hosts are left out. The call takes about 10 µs per process.
     """
     host = socket.gethostname()
     pids = {
@@ -138,8 +139,8 @@ def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """Return each rank's number of streams. ``which`` selects the offered, predicted or measured
-    number.
+    """Return a number of streams for each rank: the offered, the predicted or the measured number,
+    as ``which`` says.
     """
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}

@@ -1,8 +1,9 @@
 """HandOvers: requests whose prompt this group computes, and which another group continues.
 
-The group computes the prompt and the first token, and sends the token at once. The group sends the
-request's end when the prompt's blocks are written to files, or could not be written. Then the
-client submits the request to another group, which reads the prompt's KV from these files.
+The group computes the prompt and the first token, and sends the token at once. It tells the client
+that the request has ended only after it has written the prompt's blocks to files, or has failed to
+write them. Then the client submits the request to another group, which reads the prompt's KV from
+these files.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from dist_aclgraph.steps.delta import Note, StepDeltas
 
 
 class HandOvers:
-    """Owns the requests whose first token was sent, and whose end waits for copies of blocks."""
+    """Owns the requests whose first token was sent, and whose end is delayed until their blocks are
+    copied.
+    """
 
     def __init__(self, copies: GroupCopies, recipients: Recipients) -> None:
         self._copies = copies
         self._recipients = recipients
-        # Each request is stored with its client, because a later request can have the same id.
+        # Each request is stored with its client and its number there, because a later request can
+        # have the same id.
         self._waiting: list[tuple[Request, tuple[ClientLink, int] | None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def keep(self, outputs: StepOutputs) -> StepOutputs:
-        """Store the requests that have ended here and that another group will continue. Return the
-        outputs without the finish reasons of these requests, so that their clients wait.
+        """Store the requests that have ended here, but that another group will continue. Return the
+        outputs without the finish reasons of these requests, so that their clients keep waiting.
         """
         kept = {
             index
@@ -49,7 +53,9 @@ class HandOvers:
         return replace(outputs, finish_reasons=reasons)
 
     def take_ready(self) -> Iterator[tuple[ClientLink, StepDeltas]]:
-        """Yield the delayed ends of requests whose blocks are written, with the clients' links."""
+        """Yield the links of clients with the ends of their requests. A request's end is yielded
+        after its blocks were written.
+        """
         waiting, self._waiting = self._waiting, []
         for request, client in waiting:
             if client is None or self._recipients.find(request.request_id) != client:

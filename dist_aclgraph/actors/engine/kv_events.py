@@ -13,12 +13,13 @@ from dist_aclgraph.kv.events import CacheEvents
 class KVEvents:
     """Owns one publisher for each cache of a group. Only the engine loop's thread may use it.
 
-    The first message of each publisher has the event AllBlocksCleared, because subscribers may know
-    blocks of an earlier group at the same port.
+    The first message of each publisher contains the event AllBlocksCleared. Subscribers may still
+    have a list of blocks from an earlier group that published at the same port, and must empty this
+    list.
 
     Args:
-        caches: the events of the group's block pools, one object for each data-parallel rank. The
-            pools must be empty.
+        caches: one object for each data-parallel rank, which records the changes of the rank's
+            block pool. The pools must be empty.
 
     Raises:
         PlacementError: there are too few free ports.
@@ -30,8 +31,8 @@ class KVEvents:
         self.publish()
 
     def publish(self) -> None:
-        """For each cache that has changed since the last call, send one message with
-        these changes.
+        """For each cache that has changed since the last call, send one message with all its
+        changes.
         """
         for index, cache in enumerate(self._caches):
             publisher = self._publishers[index]
@@ -47,7 +48,7 @@ class KVEvents:
 
 
 def publisher_place(config: KVEventsConfig) -> PublisherPlace:
-    """Return where the publishers of this configuration listen."""
+    """Return the address, ports and topic that the publishers of this configuration use."""
     return PublisherPlace(
         config.host,
         config.port_range,

@@ -1,9 +1,10 @@
-"""LateDecisions: tells how long the engine may wait before it decides the next step (ADR 36).
+"""LateDecisions: computes how long the engine may wait before it decides the next step (ADR 36).
 
 While step n runs, the engine decides step n + 1, and the workers queue step n + 1 on the devices. A
-request that arrives after this decision starts in step n + 2. So the engine decides as late as the
-devices allow. Each worker queues enough of step n + 1, and then waits for the result of step n. The
-decision could have been later by the duration of this wait (``StepResult.waited_us``).
+request that arrives after this decision starts in step n + 2. So the engine decides as late as
+possible without a pause of the devices. A worker queues the beginning of step n + 1, and then waits
+for the result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could
+have been made later by t.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import StepPlan
 
-# The known time is how long a decision could have waited after earlier steps of the same kind. The
-# delay is shorter by at least LEAST_SPARE_S, and by at least the fraction SPARE_PART.
+# For each kind of step, the stored time is the time for which the next decision could have waited
+# in earlier steps. The next delay is shorter than this time by LEAST_SPARE_S, or by the fraction
+# SPARE_PART of this time, whichever is more.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
-# A shorter measured time replaces the known time at once. A longer measured time increases the
-# known time by this fraction of the difference, so that the fastest steps determine the delay.
+# A shorter measured time replaces the stored time at once. A longer measured time increases the
+# stored time by only this fraction of the difference. So the fastest steps determine the delay.
 GROWTH = 0.03
 # eager steps of about the same size count as one kind
 SIZES_PER_DOUBLING = 4
@@ -25,14 +27,16 @@ Kind = BatchDescriptor | tuple[int, int]
 
 
 class LateDecisions:
-    """Stores, for each kind of running step, how long the decision of the next step may wait."""
+    """Stores, for each kind of step, how long the decision of the next step may wait while such a
+    step runs.
+    """
 
     def __init__(self) -> None:
         self._spare_s: dict[Kind, float] = {}
 
     def delay_s(self, running: StepPlan) -> float:
-        """Return how long the next decision may wait. The wait begins when ``running`` is the only
-        step in flight.
+        """Return how many seconds the next decision may wait, from the time when ``running`` is the
+        only step in flight.
         """
         spare_s = self._spare_s.get(_kind(running), 0.0)
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))
@@ -41,15 +45,15 @@ class LateDecisions:
         """Learn from a step that has ended while the next step is in flight.
 
         Args:
-            delayed_s: how long the decision of the next step waited.
-            waited_s: how many seconds the ranks waited in ``ended`` (``StepResult.waited_us``); the
+            delayed_s: how many seconds the decision of the next step waited.
+            waited_s: how many seconds each rank waited in ``ended`` (``StepResult.waited_us``); the
                 smallest value of all ranks.
         """
         kind = _kind(ended)
         known_s = self._spare_s.get(kind)
         spare_s = delayed_s + waited_s
         if waited_s < LEAST_SPARE_S / 2:
-            # nothing was spare: the decision was too late by an unknown time
+            # no rank had to wait, so the decision came too late by an unknown time
             spare_s = delayed_s / 2
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH

@@ -1,4 +1,4 @@
-"""Stores which client gets the outputs of each request, by the request's key."""
+"""Stores, by the request's key, which client gets the outputs of a request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FIRST_CAPACITY = 64
 class Recipients:
     """Knows which client waits for each request. Only the loop's thread uses this object.
 
-    Each request has a key, a small integer, which is the index of the request in arrays. Pending
-    outputs can contain the key of a request that has ended. So a key is used for another request
-    only after these outputs were delivered.
+    Each request has a key, which is a small integer. The key is the index of the request in arrays.
+    Outputs that are not delivered yet can contain the key of a request that has ended. So a key is
+    used for another request only after such outputs were delivered.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Recipients:
         # For each key, the number that the client gave to the request.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
-        # Keys of requests that have ended, but that pending outputs can still contain.
+        # Keys of requests that have ended, but whose outputs may not be delivered yet.
         self._left: list[int] = []
 
     def add(self, request_id: str, link: ClientLink, number: int) -> int:
@@ -60,7 +60,9 @@ class Recipients:
         self._left.append(key)
 
     def pop(self, request_id: str) -> tuple[ClientLink, int]:
-        """Remove a request; return its link, and the number that the client gave to it."""
+        """Remove a request. Return its client's link, and the number that the client gave to the
+        request.
+        """
         found = self.find(request_id)
         assert found is not None, "each request has a client"
         self.remove(request_id)
@@ -78,7 +80,9 @@ class Recipients:
         return requests
 
     def remove_all(self) -> Iterator[tuple[ClientLink, int]]:
-        """Remove all requests; yield each request's link, and the number that the client gave."""
+        """Remove all requests. For each, yield its client's link, and the number that the client
+        gave to it.
+        """
         for request_id in list(self._key_of):
             yield self.pop(request_id)
 

@@ -1,11 +1,12 @@
-"""Resumes a group after a fault of a device or a link, if all processes are alive.
+"""Resumes a group after a fault of a device, or of a link between devices, if all processes are
+alive.
 
-First, each rank aborts the work on its device. The rank does this on its control thread, because
-the thread that runs steps might be waiting for the device. After all ranks have aborted, each rank
+First, each rank aborts the work on its device. The control thread does this, because the thread
+that runs steps may be waiting for the device. After all ranks have aborted their work, each rank
 resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
-valid. The engine decides the interrupted steps again, so requests keep their progress. But if KV
-was in faulty memory, requests are computed again from their first token. If resuming fails or a
-rank takes too long, the group's epoch ends, as after a worker's death.
+valid. The engine decides the interrupted steps again, so requests keep their progress. But if a
+part of the KV was in faulty memory, requests are computed again from their first token. If resuming
+fails or a rank takes too long, the group's epoch ends, as after a worker's death.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ class Comeback(NamedTuple):
 
 
 class Resumption:
-    """Counts how often the group was resumed, and decides whether the group may be resumed again.
+    """Resumes the group. Counts the resumptions, and decides whether the group may be resumed
+    again.
 
     Attributes:
-        counts: how often the group was resumed, by the fault that had stopped a device.
+        counts: number of resumptions for each kind of fault that had stopped a device.
 
     Args:
         stop: see ``StopDevices``.
-        timeout_s: time limit for resuming; with 0, the group is never resumed.
+        timeout_s: time limit for resuming, in seconds. If 0, the group is never resumed.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Resumption:
         self.counts: Counter[DeviceFault] = Counter()
 
     def pause_now(self) -> str:
-        """Return why the group runs no step; "" if steps run or the pause is short. Thread-safe."""
+        """Return why the group has paused; "" if steps run or the pause is short. Thread-safe."""
         begun = self._begun
         if begun is None or time.monotonic() - begun[0] < MOMENT_S:
             return ""
@@ -86,7 +88,8 @@ class Resumption:
             self._in_a_row = 0
 
     def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
-        """Resume the group in its next epoch. Workers begin this epoch without rows.
+        """Resume the group in its next epoch. When this epoch begins, the batch of the workers is
+        empty.
 
         Args:
             error: the error that the first failed rank has reported.

@@ -1,7 +1,7 @@
-"""The fork server's client. Ray starts this program in place of Python, and gets a forked worker.
+"""The fork server's client. Ray starts this program instead of Python, and so gets a forked worker.
 
 Ray runs this file by its path. The program needs only the standard library. If the server does not
-answer, this program replaces itself by a new Python, which imports all libraries itself.
+answer, this program replaces itself by a new Python process, which must import all libraries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 STREAMS = (0, 1, 2)
-WAIT_S = 120.0  # time limit in seconds, longer than a server loads its libraries on a busy machine
+WAIT_S = 120.0  # time limit in seconds; enough to load a server's libraries on a busy machine
 
 
 def hand_over(path: str, arguments: list[str]) -> bool:

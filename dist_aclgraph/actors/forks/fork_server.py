@@ -1,12 +1,12 @@
 """Forks workers from one process that has imported the libraries of workers.
 
-The import of Ray, torch and torch_npu keeps a core busy for seconds in every worker. On a machine
-with fewer cores than starting processes, the processes compete for the cores. On such a machine,
-the fork server imports the libraries once, and all workers are forked from the server, at the start
-and at each replacement. The server opens no device and has no threads, so a forked process is like
-a new process. Ray starts ``fork_client.py`` (``py_executable`` in the workers' runtime environment)
-instead of Python. This program sends arguments, environment and output streams to the server. Ray
-does everything else as usual.
+The import of Ray, torch and torch_npu keeps a core busy for seconds in every worker. If more
+processes start than the machine has cores, they compete for the cores. On such a machine, the fork
+server imports the libraries once. All workers are then forked from the server, also those that
+later replace dead workers. The server opens no device and has no threads, so a forked process is
+like a new process. Instead of Python, Ray starts ``fork_client.py``, because ``py_executable`` in
+the workers' runtime environment names it. ``fork_client.py`` sends its arguments, environment and
+output streams to the server. Everything else in Ray is as usual.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native library reads two environment variables only once, when the server loads the library.
-# The server can start before Ray, so the job's id must be known in advance. Therefore the server
-# uses the id of Ray's first job, and forks only processes of this job. The other variable is the
-# process id of the raylet to watch. The server sets this variable to the id of a process that never
-# ends, because forked processes watch their raylets themselves.
+# One is the id of the Ray job. The server can start before Ray, so it uses the id of Ray's first
+# job, and forks only processes of this job. The other variable is the process id of the raylet that
+# the library watches. Forked processes watch their raylets without the library, so the server sets
+# this variable to the id of a process that never ends.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -72,7 +72,7 @@ class ForkAddress:
     Attributes:
         path: path of the server's socket.
         start: start time of the server's process; see ``processes.start_of``.
-        variables: the server's environment variables that affect how libraries load.
+        variables: those environment variables of the server that change how libraries are loaded.
     """
 
     path: str
@@ -82,7 +82,7 @@ class ForkAddress:
 
     @property
     def command(self) -> str:
-        """The command that Ray runs in place of Python to start a process."""
+        """The command that Ray runs instead of Python to start a process."""
         return shlex.join([sys.executable, "-I", "-S", str(CLIENT), self.path])
 
     def serves(self, config: Config) -> bool:
@@ -93,7 +93,7 @@ class ForkAddress:
     def end_forked(self) -> None:
         """Kill the processes that the server has forked, and wait some seconds for their end.
 
-        After the server's death, these processes cannot be found.
+        Does nothing after the server's death, because the forked processes cannot be found then.
         """
         until_s = time.monotonic() + STOP_S
         while self._lives and (forked := processes.children(self.pid)):
@@ -108,7 +108,7 @@ class ForkAddress:
 
 
 class ForkServer:
-    """Owns a server that forks processes on this machine; these processes outlive the server."""
+    """Owns a server that forks processes on this machine. These processes outlive the server."""
 
     def __init__(self, config: Config) -> None:
         variables = SERVER_VARIABLES | python_environment(config)
@@ -142,7 +142,7 @@ class ForkServer:
         self.address = ForkAddress(path, pid, start, child_environment(config))
 
     def disown(self) -> None:
-        """Forget the server in a forked process; its parent still owns the server."""
+        """To be called in a forked process: forget the server, which the parent still owns."""
         self._directory.disown()
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class ForkRequest(msgspec.Struct):
 
 
 def load() -> None:
-    """Import everything that workers and engines import before they serve; open no device."""
+    """Import all modules that workers and engines import before they serve. Open no device."""
     from dist_aclgraph.device.npu import load_torch_npu
 
     load_torch_npu("emulated")
@@ -175,13 +175,13 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
     Args:
         parent: handle of the process that started the server; the server ends when this process
             ends.
-        job: id of a Ray job; processes of other jobs are not forked.
+        job: id of a Ray job. The server forks only processes of this job.
 
     Returns:
         In each forked process: the client's request and standard streams. In the server: None,
         after the parent has ended.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forked processes do not become zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes that end do not become zombies
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(parent, select.POLLIN)
@@ -192,9 +192,9 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
             try:
                 request, streams = _receive(connection)
             except (OSError, ValueError):
-                continue  # a client without a response replaces itself by a new Python
+                continue  # the client gets no response, and replaces itself by a new Python
             is_ours = request.environment.get(JOB_VARIABLE, job) == job
-            # A client that has waited too long has replaced itself by a new Python.
+            # If the client has left, it waited too long, and has replaced itself by a new Python.
             pid = _fork() if is_ours and not _has_left(connection) else -1
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -244,7 +244,7 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
 
 
 def become(request: ForkRequest, streams: list[int]) -> None:
-    """Run the client's program as a new Python would."""
+    """Run the client's program in this process, as a new Python process would run it."""
     os.setpgid(0, 0)
     for target, fd in enumerate(streams):
         os.dup2(fd, target)
@@ -276,9 +276,9 @@ def main() -> None:
         gc.disable()
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:
-            return  # a library has started a thread; a forked process would not have this thread
+            return  # a library has started a thread, which a forked process would not have
         gc.collect()
-        gc.freeze()  # so that garbage collections in forked processes do not copy shared memory
+        gc.freeze()  # Garbage collections in forked processes then do not copy shared memory.
         gc.enable()
         forked = serve(listener, parent, sys.argv[3])
     if forked is not None:

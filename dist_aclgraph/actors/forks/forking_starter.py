@@ -28,12 +28,13 @@ logger = logging.getLogger(__name__)
 class ForkingStarter(ProcessStarter):
     """Owns a fork server from the first command until ``close``. Any thread may call all methods.
 
-    If this object is sent to another process, the copy uses the server that the last command used.
+    If this object is sent to another process, the copy uses the same server as the last call of
+    ``command`` here.
 
     Args:
-        lent: a fork server that another process owns and that ends later than this process. This
-            object uses the lent server as long as the server serves, and then starts its own
-            server.
+        lent: a fork server that another process owns, and that ends later than this process. This
+            object uses the lent server while that server serves, and otherwise starts a server of
+            its own.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:
@@ -50,14 +51,15 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Return Python's path, not None: for an actor without a command, Ray uses the command of
-        # the process that starts the actor, and this process may be a forked process.
+        # Python's path is returned instead of None. With None, the actor would have no command, and
+        # Ray would use the command of the process that starts the actor. This process may be
+        # forked, so its command would fork again.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:
         """Return the fork server for this configuration; None if there is no such server."""
         if not is_emulated_here(config.device.kind):
-            # After a roll, the devices can be real. Processes for real devices are not forked.
+            # Processes for real devices are not forked. After a roll, the devices may be real.
             return None
         with self._lock:
             if self._lent is not None and self._lent.serves(config):
@@ -73,12 +75,13 @@ class ForkingStarter(ProcessStarter):
 
     @contextmanager
     def ray_settings(self) -> Iterator[dict[str, Any]]:
-        """Let Ray start workers with our setup program in place of Ray's own."""
+        """Let Ray start workers with our setup program (``worker_setup.py``) instead of its own."""
         name = ray_constants.SETUP_WORKER_FILENAME
         # Ray joins a folder and this path. The folder has no effect, because the path is absolute.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
-            # Ray must not start workers in advance: these would not be forked, and never be used.
+            # Ray must not start workers in advance, because such workers would not be forked, and
+            # Ray would never use them.
             yield {"prestart_worker_first_driver": False}
         finally:
             ray_constants.SETUP_WORKER_FILENAME = name

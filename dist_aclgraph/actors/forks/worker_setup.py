@@ -1,8 +1,8 @@
 """The first program of each worker's process, in a Ray that this package has started.
 
 Ray's own first program imports all of Ray, sets a few variables, and replaces itself by the worker,
-which imports all of Ray again. This program imports only the standard library. Ray runs this file
-by its path.
+which imports all of Ray again. To save the first import, this program imports only the standard
+library. Ray runs this file by its path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
-    """Return the shell command for a Python worker; None if only Ray's own program can start it.
+    """Return the shell command that starts a worker; None if only Ray's own program can start it.
 
     Args:
         context: Ray's ``RuntimeEnvContext``.
@@ -42,7 +42,7 @@ def take_over(variables: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Replace this program by the worker."""
+    """Replace this program by the worker's program."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--serialized-runtime-env-context", dest="context", default="{}")
     parser.add_argument("--language")

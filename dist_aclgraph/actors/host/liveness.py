@@ -2,7 +2,7 @@
 
 - ``Silence`` measures how long a peer has sent no heartbeat over a link.
 - ``SharedHeartbeat`` is memory in which a child process shows its heartbeats to its parent.
-- A *process watch* learns at once from the kernel that a process has ended.
+- A *process watch* notices the end of a process at once, because the kernel reports the end.
 - ``Lease`` allows a process to act only while another process regularly requests heartbeats.
 """
 
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 def beat_s(limit_s: float) -> float:
-    """Return the interval between heartbeats, for a silence limit in seconds."""
+    """Return the seconds between two heartbeats if a silence of ``limit_s`` is too long."""
     return limit_s / BEATS_OF_A_SILENCE
 
 
 class Silence:
     """Measures how long a peer has been silent while this process listened.
 
-    Time in which this process itself was stopped or got no CPU time does not count.
+    If this process was stopped or got no CPU time for a while, this time does not count as silence.
 
     Args:
         limit_s: maximum silence in seconds.
         clock: monotonic, in seconds.
-        every_s: usual time between two calls of ``listen``; one call adds at most twice this time
-            to the silence. By default, the interval between heartbeats.
+        every_s: usual number of seconds between two calls of ``listen``, by default the interval
+            between heartbeats. One call adds at most twice this time to the silence.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Silence:
         self.silent_s, self._turned_s = 0.0, self._clock()
 
     def listen(self) -> bool:
-        """Count an interval without a heartbeat; return whether the silence is too long.
+        """Add the time since the last call to the silence. Return whether the silence is too long.
 
         Must be called about every ``every_s`` seconds.
         """
@@ -68,13 +68,14 @@ class Silence:
 
 
 class Beat(Protocol):
-    """Shows a heartbeat of this process, and whether the process serves."""
+    """A function that shows a heartbeat of this process, and whether the process serves."""
 
     def __call__(self, *, serves: bool = True) -> None: ...
 
 
 class SharedHeartbeat:
-    """A byte in memory that a child process shares with its parent; the child changes it regularly.
+    """A byte in memory that a parent process shares with its child. The child changes the byte
+    again and again as a heartbeat.
 
     The parent makes this object before it forks the child. Only the parent calls ``begin`` and
     ``listen``.
@@ -87,7 +88,7 @@ class SharedHeartbeat:
         served_before: whether a previous child process has served.
     """
 
-    REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no heartbeat is expected
+    REST, FIRST, LAST = 0, 1, 255  # Values of the byte. REST means that no heartbeat is expected.
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         # The first byte is the heartbeat. The second byte is 1 if the process has served.
@@ -103,7 +104,9 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Show heartbeats on a thread within this context. The body must limit its own time."""
+        """Show heartbeats on a thread within this context. The thread would hide a hang, so the
+        body of the context must limit its own time.
+        """
         has_ended = threading.Event()
 
         def run() -> None:
@@ -125,7 +128,7 @@ class SharedHeartbeat:
         self._shared[0] = self.REST
 
     def begin(self) -> None:
-        """Prepare for the next child process, whose first heartbeat is expected at once."""
+        """Prepare for the next child process. Its first heartbeat is expected at once."""
         self.served_before |= self.has_served
         self._shared[:] = bytes([self.FIRST, False])
         self._seen = self.REST
@@ -133,11 +136,11 @@ class SharedHeartbeat:
 
     @property
     def has_served(self) -> bool:
-        """Whether the process has reported that it serves."""
+        """Whether the current child process has reported that it serves."""
         return bool(self._shared[1])
 
     def listen(self) -> bool:
-        """Check for a heartbeat; return whether the silence is too long.
+        """Check whether the child has shown a heartbeat. Return whether its silence is too long.
 
         Must be called about every ``beat_s`` seconds.
         """
@@ -151,14 +154,14 @@ class SharedHeartbeat:
 class Lease:
     """Says whether this process (the holder) may act, e.g. as a group's engine. Thread-safe.
 
-    The process that gave the lease (the giver) renews the lease with numbered questions. The giver
+    The process that gave the lease (the giver) renews the lease by numbered questions. The giver
     sends a question after the previous question was answered. The lease begins with the first
-    question. After ``limit_s`` without a question, the lease is not held, and the holder does
-    nothing. After ``2 * limit_s``, the lease is over.
+    question. After ``limit_s`` without a question, the lease is not held, and the holder must do
+    nothing. After ``2 * limit_s`` without a question, the lease is over.
 
-    While the holder is stopped, the giver can replace the holder by another process. When the
-    holder runs again, the first question that it reads may be an old one, sent before the
-    replacement. So only the second question after the stop renews the lease.
+    While the holder is stopped (SIGSTOP), the giver may replace the holder by another process. When
+    the holder runs again, the first question that the holder reads may be old: the giver may have
+    sent it before the replacement. So only the second question after the stop renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
@@ -177,13 +180,12 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Counts silence only while the holder runs. After a stop, the giver can renew the lease.
+        # Counts silence only while the holder runs. So the lease is not over after a stop, and the
+        # giver can renew it.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
-        """Record that a question has arrived, and renew the lease unless the question may be an old
-        one.
-        """
+        """Record that a question has arrived. Renew the lease, unless the question may be old."""
         with self._lock:
             now_s = self._see()
             self._number = number
@@ -209,21 +211,23 @@ class Lease:
             return self._silence.listen()
 
     def _see(self) -> float:
-        """Return the time; also notice whether this process was stopped since the last call."""
+        """Return the present time. Also notice whether this process was stopped since the last
+        call.
+        """
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
-            # The next question may have been sent during the stop, so only the question after it
-            # counts.
+            # The giver may have sent the next question during the stop. So only the question after
+            # that one renews the lease.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s
 
 
 def leave_with(lease: Lease, who: str, clean: Callable[[], None] = lambda: None) -> None:
-    """End this process when the lease is over; a thread checks the lease.
+    """Start a thread that checks the lease, and that ends this process when the lease is over.
 
     Args:
-        clean: removes what this process would leave behind; called before the end.
+        clean: a function that removes the files of this process; called before the end.
     """
 
     def watch() -> None:
@@ -239,7 +243,9 @@ def leave_with(lease: Lease, who: str, clean: Callable[[], None] = lambda: None)
 
 
 def leave_with_raylet() -> None:
-    """End this process when its raylet ends. If it has no raylet, end it when its parent ends."""
+    """End this process when its raylet ends. If there is no raylet, end this process when its
+    parent ends.
+    """
 
     def leave(name: str) -> None:
         os._exit(1)
@@ -250,7 +256,8 @@ def leave_with_raylet() -> None:
 def watch_processes(
     names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
 ) -> None:
-    """Watch processes on a thread; if one of them ends, call ``on_death`` once with its name.
+    """Watch processes on a thread. When the first of them ends, call ``on_death`` once with its
+    name.
 
     Args:
         names: maps process ids to names of processes.

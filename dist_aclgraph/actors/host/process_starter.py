@@ -10,38 +10,42 @@ from dist_aclgraph.config import Config
 
 
 class ProcessStarter:
-    """Starts processes as Ray does: each process is a new Python, which Ray can end.
+    """Starts processes as Ray does: each process is a new Python process, and Ray can end it.
 
     Subclasses start processes in other ways; ``choose_starter`` chooses the class. A starter may be
     sent to another process. In a forked process, call ``disown`` before any other method.
     """
 
     def command(self, config: Config) -> str | None:
-        """Return the command that Ray runs in place of Python for a process; None for Python
-        itself.
+        """Return the command that Ray runs instead of Python to start a process; None if Ray runs
+        Python.
         """
         return None
 
     @contextmanager
     def ray_settings(self) -> Iterator[dict[str, Any]]:
-        """Yield the settings for a Ray that is started within this context."""
+        """Yield options of ``ray.init`` for a Ray that is started within this context."""
         yield {}
 
     def open_handles(self, pid: int) -> list[int]:
         """Return handles with which ``processes.kill_handles`` can kill a process.
 
-        The list is empty if Ray itself started the process, because Ray can kill this process.
+        The list is empty if Ray itself started the process: then Ray can kill the process.
         """
         return []
 
     def renew(self) -> None:
-        """Replace the fork server, because it can hang. Does nothing without a fork server."""
+        """Replace the fork server by a new one, in case it hangs. Does nothing without a fork
+        server.
+        """
 
     def end_started(self) -> None:
-        """Kill all processes that Ray has not started itself."""
+        """Kill all processes that this object has started without Ray."""
 
     def disown(self) -> None:
-        """In a forked process, forget what this object owns; the parent still owns it."""
+        """To be called in a forked process: forget all that this object owns. The parent process
+        still owns it.
+        """
 
     def close(self) -> None:
         """Start no more processes, and free everything that this object owns."""

@@ -23,7 +23,9 @@ def set_name(name: str) -> None:
 
 
 def signal_with_parent(number: signal.Signals, parent: int) -> None:
-    """Let this process receive a signal when its parent ends, or now if the parent has ended."""
+    """Let this process receive a signal when its parent ends, or at once if the parent has already
+    ended.
+    """
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -39,12 +41,12 @@ def _prctl(option: int, value: object) -> None:
 
 
 def children(parent: int) -> set[int]:
-    """Return the processes that ``parent`` started and that still exist."""
+    """Return the ids of the processes that ``parent`` started and that still exist."""
     return {pid for pid in _all() if _parent_of(pid) == parent}
 
 
 def living() -> set[int]:
-    """Return all processes on this machine, without zombies."""
+    """Return the ids of all processes on this machine, except zombies."""
     return {pid for pid in _all() if _stat_of(pid)[:1] not in ([], ["Z"])}
 
 
@@ -70,7 +72,7 @@ def name_of(pid: int) -> str:
 
 
 def with_variable(name: str, value: str) -> set[int]:
-    """Return this user's processes whose environment had this variable when they started."""
+    """Return the ids of this user's processes that started with this environment variable."""
     wanted = f"{name}={value}".encode()
     found = set()
     for pid in _all():
@@ -121,14 +123,16 @@ def resident_bytes(pid: int) -> int:
 
 
 def count_open_files(pid: int) -> int:
-    """Return how many files a process has open; 0 if it has ended or is another user's."""
+    """Return how many files a process has open; 0 if the process has ended or is another user's."""
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))
     return 0
 
 
 def host_memory() -> tuple[int, int]:
-    """Return this machine's memory, and the memory that programs can still get, in bytes."""
+    """Return the size of this machine's memory, and how much of it programs can still get, in
+    bytes.
+    """
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     sizes = {name: int(kib) << 10 for name, kib, *_ in lines}
     return sizes["MemTotal:"], sizes["MemAvailable:"]
@@ -144,7 +148,9 @@ def _parent_of(pid: int) -> int:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat, beginning with the state; empty without a process."""
+    """Return the fields of /proc/PID/stat, beginning with the process's state; empty if there is no
+    such process.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,13 +1,13 @@
 """A directory for socket files. Only this user may enter it.
 
 The path of the directory is short, because the system limits the length of a socket's path. The
-owner holds a lock in the directory until the owner ends. A process id would not show whether the
-owner is alive, because several containers can share one temporary folder, and each container has
-its own process ids.
+owner holds a lock in the directory until the owner ends. A stored process id would not show whether
+the owner is alive: several containers can share one temporary folder, and each container has its
+own process ids.
 
-A directory has a hidden name while it is created or removed. If such a directory is unlocked, its
-process was killed, or the process has just begun to create the directory. In both cases ``sweep``
-removes the directory. In the second case the process creates another directory.
+While a directory is created or removed, it has a hidden name. If a directory with a hidden name is
+not locked, either its process was killed, or its process has just begun to create it. ``sweep``
+removes the directory in both cases. In the second case, the process creates another directory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ SWEEP_S = 10.0  # time between two calls of ``sweep`` in a process that calls it
 
 
 class RunDirectory:
-    """Owns a new directory with mode 0700 in the system's temporary folder, and the lock in it.
+    """Owns a new directory in the system's temporary folder, and the lock in this directory. Its
+    mode is 0700.
 
-    First removes the directories whose owners have ended.
+    The constructor first removes the directories of owners that have ended.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class RunDirectory:
         try:
             lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Rename after the lock, so that no other process removes the directory.
+            # The directory gets its name after it is locked, so that no other process removes it.
             os.rename(new, path)
         except FileNotFoundError:
             if lock >= 0:
@@ -55,7 +56,9 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """Forget the directory in a forked process; its parent still owns the directory."""
+        """To be called in a forked process: forget the directory, which the parent process still
+        owns.
+        """
         os.close(self._lock)
         self._lock = -1
 
@@ -76,7 +79,7 @@ def sweep() -> None:
 
 
 def directories(folder: Path) -> list[Path]:
-    """Return the directories of all owners in a temporary folder, even unfinished directories."""
+    """Return the directories of all owners in a temporary folder, also those with hidden names."""
     return [path for prefix in (PREFIX, UNFINISHED) for path in folder.glob(f"{prefix}*")]
 
 
@@ -89,7 +92,9 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Lock a directory within this context; yield whether it is this user's and has no owner."""
+    """Lock a directory within this context. Yield whether the lock succeeded: the directory must
+    belong to this user and have no owner.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):
         flags |= os.O_CREAT  # the lock file may not exist yet, or may have been removed

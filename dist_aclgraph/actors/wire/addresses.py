@@ -1,4 +1,4 @@
-"""Decides where the sockets of channels listen, by one rule for all channels.
+"""Decides at which addresses the sockets of channels listen. All channels follow the same rule.
 
 Peers on the engine's node connect to a socket file in a directory that only this user may enter.
 Peers on other nodes connect over TCP with CURVE keys, which they receive through Ray. The engine
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-# While all ports are in use, the pause between two attempts grows from the first to the second
-# number of seconds.
+# The pause between two attempts to find a free port, in seconds. It grows from FIRST_DELAY_S to
+# MOST_DELAY_S.
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 REMEDY = "start Ray there with its own --node-ip-address"
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
@@ -61,7 +61,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Address:
-    """Where peers reach a socket of an engine.
+    """The addresses at which peers reach a socket of an engine.
 
     Attributes:
         node_id: Ray's id of the engine's node.
@@ -77,7 +77,8 @@ class Address:
         """Return the endpoint for a peer on a node.
 
         Raises:
-            PlacementError: the engine expects peers on its own node only.
+            PlacementError: the peer is on another node, but the engine expects peers on its own
+                node only.
         """
         if node_id == self.node_id:
             return self.file
@@ -103,7 +104,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node, if the engine listens only on its own node."""
+    """Return the error for a peer on another node, if the engine expects no such peers."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"
@@ -112,14 +113,16 @@ def reached_here_alone(engines: str, other: str) -> PlacementError:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine's sockets listen.
+    """The directory, the address and the ports at which an engine's sockets listen.
 
     Attributes:
         node_id: Ray's id of the engine's node.
         directory: directory of the socket files.
-        host: the node's own address, for peers on other nodes; None if there are no such peers.
+        host: the node's own address, for peers on other nodes; None if there are no peers on other
+            nodes.
         ports: the ports to choose from; None for any free port.
-        remedy: what the user must change if this machine does not have the address ``host``.
+        remedy: text for an error message: what the user must change if this machine does not have
+            the address ``host``.
     """
 
     node_id: str
@@ -130,12 +133,14 @@ class Place:
 
 
 class Listener:
-    """Binds the sockets of one channel; they share one server key pair and one client key pair.
+    """Binds the sockets of one channel. All these sockets use one server key pair, and accept one
+    client key pair.
 
     Owns the thread that checks the keys of connecting peers.
 
     Args:
-        other_client: a public client key, in Z85, that is also accepted; None if there is none.
+        other_client: a second public client key, in Z85, that is accepted, too; None if there is
+            none.
     """
 
     def __init__(self, context: Context, place: Place, other_client: bytes | None = None) -> None:
@@ -146,23 +151,25 @@ class Listener:
         self._clients = {client_public, other_client}
         self._authenticator: ThreadAuthenticator | None = None
         if place.host is not None:
-            # CURVE proves only that a client has some key pair; the authenticator checks the key.
+            # CURVE proves only that a client has a key pair. The authenticator checks that it is
+            # the channel's client key.
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.configure_curve_callback(DOMAIN, self)
             self._authenticator.start()
 
     def callback(self, domain: str, client_key: bytes) -> bool:
-        """Return whether a client may connect. The authenticator calls this."""
+        """Return whether a client with this key may connect. Called by the authenticator."""
         return client_key in self._clients
 
     def bind(
         self, owned: zmq.Socket[bytes], name: str, max_bytes: int = MAX_MESSAGE_BYTES
     ) -> Address:
-        """Let a socket listen; return the address where it listens.
+        """Let a socket listen. Return the address at which it listens.
 
         Args:
             name: name of the socket file.
-            max_bytes: the connection of a peer that announces a longer frame is closed.
+            max_bytes: maximum length of a frame. If a peer announces a longer frame, its connection
+                is closed.
 
         Raises:
             PlacementError: none of the ports is free.
@@ -175,8 +182,8 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # Socket options apply only to addresses that are bound later, so these options apply only
-        # to TCP.
+        # Socket options apply only to addresses that are bound later. The socket file is already
+        # bound, so these options apply only to TCP.
         owned.curve_server = True
         # Without this option, any key would be accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -201,10 +208,11 @@ class Listener:
 
 
 def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.socket:
-    """Return a socket that listens at ``host``, so that the ranks of a group meet there.
+    """Return a socket that listens at ``host``. The ranks of a group connect to this socket to form
+    the HCCL groups.
 
-    If all ports are in use, a port can soon become free, so the ports are tried again until
-    ``timeout_s`` has passed.
+    If all ports are in use, one of them may soon become free. So the ports are tried again and
+    again, until ``timeout_s`` has passed.
 
     Raises:
         PlacementError: no port became free.
@@ -232,10 +240,10 @@ def bind_to_one(
     keys: str = "cluster.ports, of which each lockstep group takes up to five",
     remedy: str = REMEDY,
 ) -> None:
-    """Call ``bind`` with one port after another until a port is free; port 0 means any port.
+    """Call ``bind`` with one port after another until a port is free. Port 0 means any free port.
 
     Args:
-        keys: the configuration's keys from which the ports come, for the error message.
+        keys: the names of the configuration keys that define the ports, for the error message.
         remedy: what the user must change if this machine does not have the address, for the error
             message.
 
@@ -259,5 +267,5 @@ def bind_to_one(
 
 
 def url_host(host: str) -> str:
-    """Return an address in the form that a URL needs."""
+    """Return ``host`` in the form that a URL needs: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host

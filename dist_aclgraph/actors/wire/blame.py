@@ -1,7 +1,7 @@
-"""Finds out what the silent ranks do, and which of these ranks is to blame.
+"""Finds out what each silent rank does, and which of the silent ranks causes the failure.
 
-A rank that waits for its device might be waiting for other ranks in a collective. The rank to blame
-is stuck on its host, or does not answer at all.
+A rank that waits for its device may in fact wait for other ranks, in a collective. So a rank is to
+blame if it is stuck on its host, or does not answer at all.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank to blame, and the operations of the silent ranks.
+    """The rank that causes a failure, and what the silent ranks do.
 
     Attributes:
-        rank: the rank to blame; NO_RANK if several ranks might be to blame.
+        rank: the rank that causes the failure; NO_RANK if it can be one of several ranks.
         silent: a text that names the ranks that did not answer, e.g. ``rank 4, 5``.
         where: a text that says what each silent rank waits for.
-        doing: the operation of the silent ranks; "" if no rank reports its operation.
+        doing: the operation that the silent ranks run; "" if no rank reports its operation.
     """
 
     rank: WorldRank

@@ -1,8 +1,8 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups to this node.
 
 A few threads copy files into the first tier of this node. A file gets its final name when it is
-complete. From then on, requests find the file in the same way as a file that was written on this
-node. If a fetch fails, more tokens of the prompt are computed. No request waits longer than
+complete. From then on, requests find the file like a file that was written on this node. If a fetch
+fails, this group computes the missing tokens of the prompt. No request waits longer than
 ``QUEUE_S`` plus ``LIMIT_S``.
 """
 
@@ -33,26 +33,26 @@ from dist_aclgraph.kv.look_ups import Answer, FetchBlocks, Source
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.logs import event
 
-QUEUE_S = 5.0  # maximum time that a request waits for a free thread
-LIMIT_S = 20.0  # maximum time of a fetch, from its beginning until the request runs
-SILENCE_S = 3.0  # a source that sends no file for this time counts as silent
-PAUSE_S = 30.0  # after a source was silent, nothing is fetched from it for this time
+QUEUE_S = 5.0  # maximum number of seconds that a request waits for a free thread
+LIMIT_S = 20.0  # maximum number of seconds from the beginning of a fetch until the request runs
+SILENCE_S = 3.0  # a source that sends no file for this number of seconds counts as silent
+PAUSE_S = 30.0  # for this number of seconds, nothing is fetched from a source that was silent
 NUM_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
-# Maps a file's kind and the index of its place to the node from which a fetch reads the file; see
-# ``Route``.
+# Maps a file's kind and the index of its place to the node from which a fetch reads the file. None
+# is this node. See ``Route``.
 Endpoints = Mapping[FileKind, Mapping[int, Endpoint | None]]
 
 
 @dataclass
 class FetchCounts:
-    """Counts since the start of an engine."""
+    """Counts of fetched blocks, since the start of an engine or a worker."""
 
     blocks: int = 0
     num_bytes: int = 0
-    # Fetches whose source was silent or sent no valid answer, and fetches that took too long.
+    # Number of fetches that took too long, or whose source was silent or sent an invalid answer.
     failures: int = 0
 
 
@@ -61,13 +61,13 @@ class _Fetch:
     """The blocks that a request lacks.
 
     Attributes:
-        place: the part of the cache that the source's first worker keeps.
+        place: the part of the KV cache that the source's first worker stores.
         ways: the routes by which the files can be read, see ``routes``. A later route is used for
             the blocks that earlier routes did not find.
         names: the hashes of the blocks, in the order of the prompt.
         depth: number of blocks before the first of these blocks in the prompt.
         is_wanted: a function that returns whether the request still waits.
-        token: what the source expects in requests.
+        token: the token that the source expects in each request.
         deadline_s: the time at which the request stops waiting for a free thread, or for the end of
             the fetch.
     """
@@ -83,16 +83,16 @@ class _Fetch:
 
 
 class BlockFetches:
-    """Owns the threads, and knows the groups from which files can be fetched. Any thread may call
-    the methods.
+    """Owns the threads that fetch. Knows the groups from which files can be fetched. Any thread may
+    call the methods.
 
     Args:
         node_id: Ray's id of this node.
         token: the deployment's token.
-        places: the places of the group's workers on this node; only files that these workers can
-            use are fetched.
+        places: the parts of the KV cache that the group's workers on this node store. Only files
+            that these workers can use are fetched.
         group: name of this group, from which nothing is fetched.
-        turn: see ``routes``.
+        turn: argument of ``routes``.
         reader: reads files in the memory of other nodes; None if the nodes send the files.
     """
 
@@ -116,7 +116,7 @@ class BlockFetches:
         self._turn = turn
         self._reader = reader
         self._clock = clock
-        self._version = 0  # version of the group list from which the sources were read
+        self._version = 0  # version of the group list that contained ``_sources``
         self._sources: dict[str, BlockSource] = {}
         self._others: set[str] = set()  # groups whose blocks this group cannot read
         self._paused: dict[str, float] = {}  # for each URL, the end of the pause after a failure
@@ -135,10 +135,10 @@ class BlockFetches:
             thread.start()
 
     def set_groups(self, groups: GroupList) -> None:
-        """Let blocks be fetched from the prefill groups in the list whose blocks this group can
-        read.
+        """From now on, allow fetches from those prefill groups in the list whose blocks this group
+        can read.
 
-        Calls can arrive in any order: the list with the highest version is used.
+        Calls can arrive in any order. Of all lists, the one with the highest version is used.
         """
         prefill = [each for each in groups.groups if each.prefill_from]
         offers = {each.name: each.blocks for each in prefill if each.blocks is not None}
@@ -160,13 +160,14 @@ class BlockFetches:
     def ways_from(
         self, group: str | BlockSource, is_wanted: Callable[[], bool]
     ) -> tuple[FetchBlocks | None, Source | None]:
-        """Return the function with which this node fetches blocks from a group, and the source from
-        which the other nodes of this group fetch blocks. Both are None if the group is no source;
-        the function is also None if this node needs no file of the source.
+        """Return two values. The first is a function with which this node fetches blocks from
+        ``group``; None if this node needs no file of that group. The second is the source from
+        which the other nodes of this group fetch blocks. Both values are None if no blocks can be
+        fetched from ``group``.
 
         Args:
-            group: name of the group that has computed the blocks; or the source, if another
-                service has computed them.
+            group: name of the group that has computed the blocks. If another service has computed
+                them, its ``BlockSource``.
             is_wanted: see ``fetch_of``.
         """
         source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)
@@ -176,7 +177,9 @@ class BlockFetches:
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def _of_peer(self, source: BlockSource) -> BlockSource | None:
-        """Return the source of another service, if this node has equal files of the model."""
+        """Return ``source``, a group of another service; None if the model's files here are not the
+        same as there.
+        """
         if source.identity == self._identity:
             return source
         self._warn_once(
@@ -186,8 +189,8 @@ class BlockFetches:
         return None
 
     def decode_source(self, message: bytes) -> BlockSource | None:
-        """Return the source in a message of the group's engine; None if the message is empty, or if
-        this node's files of the model are not those of the source.
+        """Return the source that a message of the group's engine contains; None if the message is
+        empty, or if the model's files on this node are not the same as those of the source.
         """
         if not message:
             return None
@@ -220,7 +223,9 @@ class BlockFetches:
         return partial(self._begin, source, ways, is_wanted) if ways else None
 
     def _resolve(self, source: BlockSource, route: Route) -> Endpoints | None:
-        """Return the endpoints of a route; None if a node cannot be reached from this node."""
+        """Return the endpoints of the nodes of a route; None if one of them cannot be reached from
+        this node.
+        """
         try:
             at = {node: source.addresses[node].seen_from(self._node_id) for node in route.nodes}
         except PlacementError:  # the node expects only peers on its own node
@@ -250,7 +255,8 @@ class BlockFetches:
         return partial(self._has_ended, fetch)
 
     def _has_ended(self, fetch: _Fetch) -> bool | None:
-        # After the deadline, do not wait for the thread, because it may hang in a file system.
+        # After the deadline, the request stops waiting, because the thread may hang in a file
+        # system.
         if self._clock() > fetch.deadline_s:
             self._count_failure()
             return True
@@ -261,14 +267,14 @@ class BlockFetches:
             self.counts.failures += 1
 
     def _hangs(self) -> bool:
-        """Whether all threads hang in a file system. Then requests would wait in vain, and fetches
-        would fill the queue.
+        """Whether all threads hang in a file system. If so, no new fetch may begin: its request
+        would wait in vain, and the queue would fill up.
         """
         late_s = self._clock() - SILENCE_S
         return all(each is not None and late_s > each.deadline_s for each in self._running)
 
     def close(self, timeout_s: float = SILENCE_S) -> None:
-        """Let the threads end after at most one further file."""
+        """End the threads. Each thread may still finish the file that it is fetching."""
         self._is_closing = True
         for _ in self._threads:
             self._fetches.put(None)
@@ -284,7 +290,7 @@ class BlockFetches:
                 self._running[index] = fetch
                 try:
                     self._run(context, fetch)
-                except Exception:  # the engine then computes the tokens itself
+                except Exception:  # the group then computes the tokens itself
                     logger.exception("fetching KV blocks failed")
                 self._running[index] = None
                 fetch.done.set()
@@ -309,7 +315,8 @@ class BlockFetches:
 
     def _pause(self, url: str) -> None:
         now_s = self._clock()
-        # Sources come and go, so that the pauses that have ended would fill the memory.
+        # Pauses that have ended are removed. Otherwise they would fill the memory, because groups
+        # come and go.
         self._paused = {each: end_s for each, end_s in self._paused.items() if end_s > now_s}
         self._paused[url] = now_s + PAUSE_S
 
@@ -325,8 +332,8 @@ class BlockFetches:
         files: Mapping[FileKind, Sequence[KVTiers]],
         first: int,
     ) -> int:
-        """Fetch the blocks from index ``first`` on by one route. Return the number of leading
-        blocks, among these blocks, that have all files.
+        """Fetch the blocks from index ``first`` on by one route. Return how many of these blocks,
+        counted from ``first``, have all their files on this node afterwards.
         """
         blocks, states = (
             {place: files[kind][place] for place in sorted(way[kind])}
@@ -342,10 +349,12 @@ class BlockFetches:
         return count
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-        """Return this node's folders for files that have the source's layout."""
+        """Return this node's folders for files of the source's layout, by the kind of file and the
+        index of the place.
+        """
         if place not in self._files:
-            # The engine's own identity is used, because the model's files may have been replaced
-            # since the engine started.
+            # The identity that was computed at the start is used, because the model's files may
+            # have been replaced since then.
             self._files[place] = tiers_of(self._config, place, self._identity)
         return self._files[place]
 
@@ -361,8 +370,9 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
-        """Fetch the last checkpoint that the source has for these blocks; return the number of
-        blocks up to this checkpoint. Without recurrent state, return the number of blocks.
+        """Fetch the last checkpoint that the source has for these blocks. Return the number of
+        blocks up to this checkpoint. If the model has no recurrent state, there are no checkpoints,
+        and the number of all blocks is returned.
         """
         count = len(names)
         while count and places and self._goes_on(fetch):
@@ -381,15 +391,15 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
-        """Fetch the files of blocks that are missing on this node, until a fetch fails. Return the
-        number of leading blocks that have all files.
+        """Fetch those files of blocks that are missing on this node, until a fetch fails. Return
+        the number of blocks, from the first on, that have all their files on this node.
 
-        The first place's file of a block is fetched last. Look-ups check only this file, so they
-        find only blocks that have all files.
+        Of the files of one block, the file of the first place is fetched last. Look-ups check only
+        this file, so they find a block only if it has all its files.
 
         Args:
-            places: for the index of each place that this node needs, this node's folder for the
-                place's files.
+            places: this node's folders for files. The keys are the indexes of the places that this
+                node needs.
         """
         missing = (
             FileKey(position, place)

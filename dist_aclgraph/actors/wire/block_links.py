@@ -25,11 +25,13 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 
 _numbers = msgspec.msgpack.Decoder(int)
 _lent_files = msgspec.msgpack.Decoder(LentFile)
-LINGER_MS = 1000  # maximum time in which the last messages to a source are sent
+LINGER_MS = 1000  # milliseconds that the last messages to a source may take
 
 
 class FileKey(NamedTuple):
-    """Identifies a file by the index of its block in the names of a fetch, and by its place."""
+    """Identifies a file in a fetch: by the index of its block among the fetch's names, and by the
+    index of its place.
+    """
 
     position: int
     place: int
@@ -39,7 +41,7 @@ class SourceError(Exception):
     """A node of a source has sent no file in time, or has sent an invalid answer.
 
     Attributes:
-        url: the address of this node.
+        url: the address of the node that failed.
     """
 
     def __init__(self, url: str, cause: str) -> None:
@@ -48,12 +50,12 @@ class SourceError(Exception):
 
 
 class SourceLinks:
-    """Owns a connection to each node of a source from which files are read.
+    """Owns a connection to each node from which files of a source are read.
 
     Args:
-        endpoints: for each kind of files, the node of each place. None stands for this node itself,
-            from which nothing can be fetched.
-        silence_s: a node that sends no file for this time counts as silent.
+        endpoints: for each kind of file and each place, the node that has the files. None stands
+            for this node itself, from which nothing can be fetched.
+        silence_s: a node that sends no file for this number of seconds counts as silent.
         reader: reads files in the memory of other nodes; None if the nodes send the files.
     """
 
@@ -79,8 +81,8 @@ class SourceLinks:
     def read_all(
         self, kind: FileKind, names: Sequence[BlockHash], keys: Iterable[FileKey]
     ) -> Iterator[tuple[FileKey, memoryview]]:
-        """Yield the files in order; a missing file is empty. The bytes of a file may be used until
-        the next file is requested.
+        """Yield the files in the order of ``keys``. If a file is missing, its bytes are empty. The
+        bytes of a file are valid until the next file is taken from this iterator.
 
         At most ``WINDOW`` requests wait for answers at the same time.
 
@@ -142,7 +144,7 @@ class _Link:
             self._socket.close(LINGER_MS)
 
     def ask(self, kind: FileKind, place: int, name: BlockHash) -> int:
-        """Request a file; return the number of the request."""
+        """Request a file. Return the number of this request."""
         number, self._next = self._next, self._next + 1
         engine = "" if self._reader is None else self._reader.engine
         self._send(ReadFile(self._token, number, kind, place, name, engine))
@@ -158,12 +160,15 @@ class _Link:
             raise SourceError(self._url, "the source refuses the connection") from None
 
     def receive(self, number: int, silence_s: float) -> Iterator[memoryview]:
-        """Yield the file that was requested with this number; empty if there is no file."""
+        """Yield the file that the request with this number asked for; empty bytes if there is no
+        such file.
+        """
         frames: list[memoryview] = []
         while self._last < number:  # drops the answers for files that are not needed any longer
             if not self._socket.poll(int(silence_s * 1000)):
                 raise SourceError(self._url, f"no file has arrived within {silence_s:g} s")
-            # Read without a copy, because a copy of many bytes would hold Python's global lock.
+            # The frames are not copied, because a copy of many bytes would hold Python's global
+            # lock for long.
             first, *rest = self._socket.recv_multipart(copy=False)
             try:
                 found = read_frame(_numbers, first.bytes)
@@ -183,7 +188,9 @@ class _Link:
             self._end_reads(number)
 
     def _read(self, frame: memoryview) -> Iterator[memoryview]:
-        """Yield the file in the memory of the source."""
+        """Read a file from the memory of the source's node, and yield it. ``frame`` says where it
+        is.
+        """
         assert self._reader is not None
         try:
             lent = read_frame(_lent_files, bytes(frame))

@@ -5,8 +5,8 @@ engine on the engine's node, and in a worker on each other node. Each request id
 a place and a hash, never by a path. Each answer contains one whole file, or no file. The server can
 only read files.
 
-With ``kv.transport: hixl``, workers run all servers. An answer then says where the file is in the
-memory of the worker, and the reader reads this memory.
+With ``kv.transport: hixl``, workers run all servers. An answer does not contain the file, but says
+where the file is in the worker's memory, and the reader reads this memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.group_files import GroupFiles, Holders
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
-WINDOW = 4  # maximum number of requests of one fetch that wait for answers
-# Maximum number of frames that wait for one peer; further frames are dropped. A peer with at most
-# WINDOW unanswered requests loses no frame, because an answer has at most three frames.
+WINDOW = 4  # maximum number of unanswered requests of one fetch
+# Maximum number of frames that wait until one peer reads them. Further frames are dropped. A peer
+# with at most WINDOW unanswered requests loses no frame, because an answer has at most three
+# frames.
 MAX_QUEUED_FRAMES = 3 * WINDOW
 MAX_REQUEST_BYTES = 1024
-MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # encryption adds some bytes to a message
+MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # because encryption adds some bytes
 RETRY_MS = 1000  # time after which waiting requests may get the slots of a dead reader
 QUIET_S = 1.0  # after this time without a request, all fetches from the server have ended
 
@@ -52,15 +53,15 @@ FileKind = Literal["block", "state"]
 
 
 class BlockSource(msgspec.Struct, frozen=True):
-    """Where other groups can fetch the files of a group's blocks.
+    """The servers from which other groups can fetch the files of a group's blocks.
 
     Attributes:
         addresses: the address of the server on each node of the group; see ``GroupFiles.nodes``.
-        identity: result of ``cache_identity``; only groups with the same identity can use the
-            files.
-        place: the part of the cache that the group's first worker keeps.
+        identity: result of ``cache_identity`` in the group. Only groups with the same identity can
+            use the files.
+        place: the part of the KV cache that the group's first worker stores.
         holders: the nodes that have the files; see ``GroupFiles.holders``.
-        token: what requests must contain; "" stands for the deployment's token.
+        token: the token that requests must contain; "" stands for the deployment's token.
     """
 
     addresses: tuple[Address, ...]
@@ -82,8 +83,9 @@ class NodeServer(NamedTuple):
 
 
 def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource | None:
-    """Return where other groups fetch a group's files; None if the group's nodes have different
-    files of the model, because the KV of other weights must not be used.
+    """Return the source from which other groups fetch a group's files. Return None if the model's
+    files differ between the group's nodes, because KV that was computed with other weights must not
+    be used.
 
     Args:
         servers: the server on each node of the group, in the order of ``files.nodes``.
@@ -99,15 +101,16 @@ def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource |
 
 
 class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """Asks for a file. The answer has two frames: the request's number, and the file; the second
-    frame is empty if there is no file, or if the file has more than ``MAX_FILE_BYTES``. If the file
-    is in the server's memory, the second frame is empty, and a third frame contains a ``LentFile``.
+    """Asks for a file. The first frame of the answer is the request's number, and the second frame
+    is the file. The second frame is empty if there is no such file, or if it has more than
+    ``MAX_FILE_BYTES``. If the reader can read the file in the server's memory, the second frame is
+    also empty, and a third frame contains a ``LentFile``.
 
     Attributes:
-        token: the deployment's token, or that of other services.
-        place: index among the places of ``kind``; see ``tiers_of``.
+        token: the deployment's token, or the token for other services.
+        place: index of the place among the places for files of ``kind``; see ``tiers_of``.
         name: hash of the block.
-        reader: name of the reader's engine if the reader can read the server's memory; else "".
+        reader: name of the reader's HIXL engine if it can read the server's memory; else "".
     """
 
     token: str
@@ -119,8 +122,8 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
 
 class EndReads(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Says that the reader needs the files of its requests up to ``number`` no longer. There is no
-    answer.
+    """Says that the reader no longer needs the files of its requests up to ``number``. The server
+    does not answer this message.
     """
 
     token: str
@@ -133,8 +136,8 @@ _decoder = msgspec.msgpack.Decoder(ReadFile | EndReads)
 def tiers_of(
     config: Config, place: CachePlace, identity: str = ""
 ) -> dict[FileKind, list[KVTiers]]:
-    """Return the files of all workers of a data-parallel rank; their order depends only on
-    ``place``.
+    """Return the folders of files of all workers of a data-parallel rank. ``place`` is the place of
+    any of these workers, and the order is the same for all of them.
 
     Args:
         identity: see ``KVTiers.open``.
@@ -153,15 +156,15 @@ class BlockServer:
     """Owns a socket, and the thread that answers requests.
 
     Args:
-        at: where the socket listens.
+        at: the address and ports at which the socket listens.
         token: the deployment's token, which each request must contain.
-        files: the files; see ``tiers_of``.
+        files: the files that can be requested; see ``tiers_of``.
         lent: copies files into memory that readers can read; None if answers contain the files.
         peer_token: the token of other services; None if they may not fetch files.
         peer_key: the public CURVE key of other services, in Z85; None if they may not connect.
 
     Attributes:
-        address: where other engines connect.
+        address: the address to which other groups connect.
 
     Raises:
         PlacementError: no port is free.
@@ -233,13 +236,14 @@ class BlockServer:
             self._send(peer, number, b"", *([] if file is None else [msgspec.msgpack.encode(file)]))
 
     def _send(self, peer: bytes, number: int, *frames: bytes) -> None:
-        # Sent without a copy, because a copy of many bytes would hold Python's global lock.
+        # The frames are not copied, because a copy of many bytes would hold Python's global lock
+        # for long.
         answer = (peer, msgspec.msgpack.encode(number), *frames)
         self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
 
     @property
     def was_asked(self) -> bool:
-        """Whether any peer has requested a file."""
+        """Whether any peer has requested a file since the server's start."""
         return self._was_asked.is_set()
 
     def wait_until_quiet(self, timeout_s: float) -> None:
@@ -256,7 +260,9 @@ class BlockServer:
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Release the port. If the disk hangs, thread and port remain until the process ends."""
+        """Release the port. If the disk hangs, the thread and the port stay in use until the
+        process ends.
+        """
         self._is_closing = True
         self._wakeup.wake()
         self._thread.join(timeout_s)

@@ -2,8 +2,8 @@
 
 The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
 numbers the messages to clients. A link ends in five cases: its client sends ``Goodbye``, connects
-again, sends invalid frames, is silent for too long, or stops reading. The loop gets an event when a
-link ends, and aborts the client's requests.
+again, sends invalid frames, is silent for too long, or stops reading. When a link ends, the loop
+gets an event, and aborts the requests of this link.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Maximum number of frames that wait for one peer. The limit matters only for peers that are no
-# clients, because a client reaches its limit of bytes first.
+# Maximum number of frames that wait until one peer reads them. The limit matters only for peers
+# that are no clients, because a client reaches ``max_unread_bytes`` first.
 MAX_QUEUED_FRAMES = 1 << 16
 # Maximum number of frames read at once, so that many frames do not delay a heartbeat.
 FRAMES_A_TURN = 256
@@ -59,11 +59,13 @@ class LoopAnswers(Protocol):
         ...
 
     def pause_now(self) -> str:
-        """Return why no step runs at the moment, if the group will continue; "" while steps run."""
+        """Return why the group has paused, if it will continue later; "" while steps run."""
         ...
 
     def is_held(self) -> bool:
-        """Return whether the engine holds its lease; without it, the engine answers no client."""
+        """Return whether the engine holds its lease. Without the lease, the engine answers no
+        client.
+        """
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -75,10 +77,8 @@ class ClientLink:
     """One connection of one client. Only the I/O thread uses its attributes.
 
     Attributes:
-        unread: for each message that the client has not confirmed, its number and its size in
-            bytes.
-        waiting_tokens: number of tokens of the client's requests that wait at this engine, as the
-            client reported.
+        unread: the number and the size in bytes of each message that the client has not confirmed.
+        waiting_tokens: the load that the client last reported; see ``Beat``.
         groups_version: version of the group list that the client uses.
     """
 
@@ -101,7 +101,8 @@ class ClientLink:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-# None in place of a message means that the link has ended, so all requests of the link end.
+# An event with None instead of a message means that the link has ended, so all requests of the link
+# end.
 ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
@@ -109,14 +110,14 @@ class ClientLinks:
     """Owns the clients' socket and the I/O thread.
 
     Args:
-        place: where the socket listens.
+        place: the address and ports at which the socket listens.
         token: the deployment's token, which clients must send.
         link_s: time limit in seconds; a client that is silent for longer is lost.
-        max_unread_bytes: maximum number of unread bytes; a client that leaves more bytes unread is
-            disconnected.
+        max_unread_bytes: maximum number of bytes that a client may leave unread. A client that
+            leaves more bytes unread is disconnected.
 
     Attributes:
-        address: where clients connect.
+        address: the address to which clients connect.
 
     Raises:
         PlacementError: no port is free.
@@ -168,7 +169,7 @@ class ClientLinks:
             return events
 
     def send(self, link: ClientLink, deltas: StepDeltas) -> None:
-        """Send deltas, in order; deltas for a link that has ended are dropped."""
+        """Send deltas in the order of the calls. Deltas for a link that has ended are dropped."""
         self._outgoing.append((link, deltas))
         self._wakeup.wake()
 
@@ -179,7 +180,7 @@ class ClientLinks:
     def set_groups(self, groups: GroupList) -> None:
         """Send the list of groups to all clients. Any thread may call this.
 
-        Calls can arrive in any order: the list with the latest version is used.
+        Calls can arrive in any order. Of all lists, the one with the highest version is used.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)
@@ -188,8 +189,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients use this version of the list or a later version. Thread-safe.
 
-        If the result is true, every request that a client routed by an earlier version is already
-        in the loop's queue of events.
+        If so, no client will send another request that it routed by an earlier version: all such
+        requests are already in the loop's queue of events.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
@@ -225,7 +226,7 @@ class ClientLinks:
         self._send_deltas()
 
     def _receive(self, answers: LoopAnswers) -> bool:
-        """Read frames; return whether the socket is empty."""
+        """Read frames from the socket. Return whether the socket is empty then."""
         for _ in range(FRAMES_A_TURN):
             if not has_message(self._socket):
                 return True

@@ -11,18 +11,19 @@ Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 class _Context(Context):
     def __del__(self) -> None:
-        """Do not wait for open sockets.
+        """Free the context without waiting for its open sockets.
 
-        If the garbage collector frees a context together with the context's sockets, the order is
-        undefined. The inherited method would wait forever for a socket that is freed later.
+        If the garbage collector frees a context together with its sockets, it may free the context
+        first. The inherited method would then wait forever for the sockets.
         """
 
 
 def make_context() -> Context:
     """Return a context whose sockets drop unsent messages when they are closed.
 
-    A socket whose last messages should arrive is closed with a time limit (``linger``). By default,
-    a context that is collected as garbage would wait for its peers without a limit.
+    If the last messages of a socket should arrive, close the socket with a time limit (``linger``).
+    By default, ZeroMQ sets no such limit, and the garbage collection of a context would wait for
+    peers without a limit.
     """
     context: Context = _Context()
     context.setsockopt(zmq.LINGER, 0)

@@ -30,9 +30,9 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 # Maximum number of frames read at once, so that many tokens do not delay a heartbeat.
 FRAMES_A_TURN = 256
 LAST_WORDS_MS = 100
-# Why a link is lost. gone: the engine's process has ended. silent: no heartbeat for too long.
-# failed: the engine reports the end of its group. refused: the engine refuses the client. broken:
-# the engine has sent invalid frames.
+# The reason why a link is lost. gone: the engine's process has ended. silent: the engine has sent
+# no heartbeat for too long. failed: the engine reports the end of its group. refused: the engine
+# refuses the client. broken: the engine has sent invalid frames.
 LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 REFUSALS = (
@@ -46,15 +46,16 @@ class EngineLink:
     """One connection. After an error, close the connection and open another one.
 
     Args:
-        link_s: time limit in seconds; an engine that is silent for longer counts as dead.
+        link_s: time limit in seconds. An engine that is silent for longer counts as dead.
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
-        is_lost: whether this connection has ended; set by the caller that catches the error.
-        loss_kind: why the connection was lost; set when an error is raised.
-        others_tokens: number of tokens of other clients' requests that wait at the engine, by the
-            engine's last status.
-        pause: why the engine runs no step, by the engine's last status; "" while steps run.
+        is_lost: whether this connection has ended. The caller that catches the error sets this.
+        loss_kind: the reason why the connection was lost. Set when ``receive`` or ``beat`` raises.
+        others_tokens: the load of other clients at the engine, from the engine's last status; see
+            ``EngineStatus``.
+        pause: the reason why the engine's group has paused, from the engine's last status; "" while
+            steps run.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # The queue has no limit, because a full queue would drop messages or block. The number of
-        # open requests limits the number of messages.
+        # The queue has no limit, because a full queue would drop messages or block. It cannot grow
+        # without end, because the number of open requests is limited.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)
@@ -85,8 +86,10 @@ class EngineLink:
         return self._socket, self._monitor
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, or drop it after the connection's end; ``receive`` then raises."""
-        # The queue has no limit, so this error means that ZeroMQ has dropped the connection, e.g.
+        """Send a message. If the connection has ended, drop the message; ``receive`` will raise the
+        error.
+        """
+        # The queue is never full, so this error means that ZeroMQ has dropped the connection, e.g.
         # after a failed handshake.
         with contextlib.suppress(zmq.Again):
             self._socket.send(encoder.encode(message), zmq.NOBLOCK)
@@ -125,7 +128,8 @@ class EngineLink:
                 self._check(message)
             yield message
         else:
-            # Check for the end of the connection only after all arrived messages were read.
+            # First yield all messages that have arrived. Only then check whether the connection has
+            # ended.
             return
         if has_message(self._monitor):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:
@@ -137,7 +141,7 @@ class EngineLink:
             raise self._lost("gone", "the connection to the engine has ended: its process is gone")
 
     def beat(self, waiting_tokens: int, groups_version: int) -> None:
-        """Send a heartbeat, and check the engine's silence; see ``Beat``.
+        """Send a heartbeat (``Beat``), and check for how long the engine has been silent.
 
         Raises:
             EngineDeadError: the engine has been silent for too long.

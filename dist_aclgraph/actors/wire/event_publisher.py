@@ -1,10 +1,10 @@
 """Publishes numbered messages to subscribers outside the deployment, as vLLM's publisher does.
 
 A message has three frames: topic, number (8 bytes, big-endian), payload. A subscriber that reads
-too slowly loses messages. The subscriber sees a gap in the numbers, and requests the missing
-messages at the replay socket: it sends an empty frame and the first number. The answer is one
-message for each payload from this number on that is still buffered, and a last message with the
-number -1 and an empty payload.
+too slowly loses messages. It notices a gap in the numbers, and requests a replay at the replay
+socket: it sends an empty frame, and a frame with the first missing number. The answer contains all
+messages from this number on that are still buffered. A last message with the number -1 and an empty
+payload ends the answer.
 
 Connections are neither encrypted nor authenticated. A subscriber can only read.
 """
@@ -29,22 +29,22 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message
 NUMBER_BYTES = 8
 LAST_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # marks the end of a replay
 MAX_REQUEST_BYTES = 64  # ZeroMQ closes the connection of a subscriber that sends a longer frame
-LAST_WORDS_MS = 200  # how long ``close`` tries to send unsent messages
+LAST_WORDS_MS = 200  # milliseconds for which ``close`` tries to send unsent messages
 
 
 @dataclass(frozen=True)
 class PublisherPlace:
-    """Where publishers listen.
+    """The address and ports at which publishers listen, and their limits.
 
     Attributes:
         host: an address of this host.
         ports: each publisher listens at the first free port in this range.
-        replay_ports: the publisher that has the n-th port of ``ports`` replays messages at the n-th
-            of these ports; None if messages are not replayed.
+        replay_ports: the ports for replays; None if messages are not replayed. A publisher that
+            listens at the n-th port of ``ports`` uses the n-th of these ports.
         topic: the first frame of each message.
-        buffer_steps, buffer_bytes: maximum number, and maximum total size, of the messages that
-            each publisher keeps for replays.
-        max_unsent: maximum number of messages that wait for one subscriber.
+        buffer_steps, buffer_bytes: limits of the messages that each publisher keeps for replays:
+            their number, and their total size in bytes.
+        max_unsent: maximum number of messages that wait until one subscriber reads them.
     """
 
     host: str
@@ -59,10 +59,11 @@ class PublisherPlace:
 class EventPublisher:
     """Owns the sockets of one stream of messages. ``publish`` never waits.
 
-    Only one thread may call ``publish``, and only one thread ``answer``; the threads may differ.
+    Only one thread may call ``publish``, and only one thread may call ``answer``. These two threads
+    may differ.
 
     Attributes:
-        index: index of the publisher's port in the range.
+        index: index of the publisher's port in ``PublisherPlace.ports``.
 
     Raises:
         PlacementError: no port is free.
@@ -78,8 +79,8 @@ class EventPublisher:
         self._out = self._socket(context, zmq.PUB, place.host, place.max_unsent)
         self.replays: zmq.Socket[bytes] | None = None
         if place.replay_ports is not None:
-            # A whole replay fits into the queue. If a subscriber reads no answers, the answers to
-            # its further requests are dropped.
+            # The queue of a subscriber can hold one whole replay. If the subscriber does not read
+            # it, the replays that it requests later are dropped.
             limit = place.buffer_steps + 1
             self.replays = self._socket(context, zmq.ROUTER, place.host, limit)
             self.replays.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
@@ -105,7 +106,9 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and its replay port, or at neither: raise if one of them is in use."""
+        """Listen at a port and at its replay port. If one of them is in use, use neither, and
+        raise.
+        """
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")
         if self.replays is not None and place.replay_ports is not None:
@@ -143,7 +146,7 @@ class EventPublisher:
 
 
 class EventPublishers:
-    """The publishers of a group, and the thread that answers requests for replays.
+    """Owns the publishers of a group, and the thread that answers requests for replays.
 
     Args:
         count: number of publishers.
@@ -170,7 +173,7 @@ class EventPublishers:
         return self._publishers[index]
 
     def close(self) -> None:
-        """Send waiting messages for up to ``LAST_WORDS_MS``, and release the ports."""
+        """Send the messages that still wait, for at most ``LAST_WORDS_MS``. Release the ports."""
         self._is_closing = True
         self._wakeup.wake()
         if self._thread is not None:

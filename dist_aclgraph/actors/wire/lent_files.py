@@ -1,7 +1,8 @@
-"""LentFiles: files in memory that engines on other nodes read by themselves, without this process.
+"""LentFiles: files in this process's memory that other nodes read without the help of this process.
 
-The server of files copies a file into a slot of a memory that other nodes can read, and sends the
-slot's address instead of the file. The slot keeps the file until the reader no longer needs it.
+Other nodes can read a certain memory of this process, which is divided into slots. The server
+copies a requested file into a slot, and sends the slot's address to the reader instead of the file.
+The slot keeps the file until the reader no longer needs it.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ import msgspec
 from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.planning.budget import MAX_LINKS
 
-# A reader that is silent for LEASE_S counts as dead: its slots get other files, and other readers
-# take its place. If it is alive after all, it changes nothing, because it only reads; and the
-# checksum shows that the file is another one. A reader ends a link that it has not used for IDLE_S.
+# A reader that is silent for LEASE_S seconds counts as dead: its slots get other files, and another
+# reader may take its place. If the reader is alive after all, it does no harm, because it only
+# reads memory, and the checksum tells it that the slot contains another file. A reader ends a link
+# that it has not used for IDLE_S seconds.
 LEASE_S, IDLE_S = 60.0, 30.0
-MAX_WAITING = 256  # maximum number of requests that wait for a slot; others get no answer
+MAX_WAITING = 256  # maximum number of requests that wait for a slot; further requests get no answer
 
 logger = logging.getLogger(__name__)
 
 
 class LentFile(msgspec.Struct, frozen=True, array_like=True):
-    """Where another node finds a file.
+    """The address at which another node can read a file.
 
     Attributes:
-        engine: name of the engine whose memory contains the file, as ``host:port``.
-        address: the file's first byte in the memory of that engine's process.
-        num_bytes: size of the file.
+        engine: name of the HIXL engine whose process has the file in its memory, as ``host:port``.
+        address: address of the file's first byte in the memory of that process.
+        num_bytes: size of the file, in bytes.
     """
 
     engine: str
@@ -57,10 +59,11 @@ class MemoryReader(Protocol):
         """Name of this process's engine."""
 
     def read(self, lent: LentFile) -> AbstractContextManager[memoryview]:
-        """Return a context with the bytes of a file. Afterwards, their memory may get another file.
+        """Return a context with the bytes of a file. The bytes are valid only within the context.
 
         Raises:
-            ReadError: the memory cannot be read, or there is no room for it.
+            ReadError: the memory of the other node cannot be read, or this process has no room for
+                the file.
         """
 
 
@@ -69,10 +72,10 @@ class Lender:
     """Memory that other nodes can read.
 
     Attributes:
-        engine: name of this process's engine.
+        engine: name of this process's HIXL engine.
         address: address of the memory's first byte.
         memory: the memory.
-        arena: the part of the memory that is lent.
+        arena: divides the memory into slots.
     """
 
     engine: str
@@ -92,7 +95,7 @@ class _Key(NamedTuple):
 
 
 class LentAnswer(NamedTuple):
-    """The answer to a request; None as ``lent`` means that there is no file."""
+    """The answer to a request. If ``lent`` is None, there is no file."""
 
     peer: bytes
     number: int
@@ -104,7 +107,7 @@ class _Request:
     """A request that waits for a slot.
 
     Attributes:
-        open_file: see ``LentFiles.ask``; None after it was called.
+        open_file: see ``LentFiles.ask``. None after the function was called.
         file: the result of ``open_file``.
     """
 
@@ -127,7 +130,7 @@ class LentFiles:
         self._clock = clock
         self._waiting: deque[_Request] = deque()
         self._loans: dict[_Key, _Loan] = {}  # the oldest first
-        self._readers: dict[str, float] = {}  # for each reader, the end of its lease
+        self._readers: dict[str, float] = {}  # for each reader, the time at which its lease ends
         self._has_warned = False
 
     @property
@@ -136,21 +139,26 @@ class LentFiles:
         return bool(self._waiting)
 
     def ask(self, peer: bytes, number: int, reader: str, open_file: OpenFile | None) -> None:
-        """Add a request. If too many requests wait, it gets no answer.
+        """Add a request. If too many requests already wait, the new request is dropped without an
+        answer.
 
         Args:
             peer: the connection of the reader.
-            number: number of the request, which rises with each request of a connection.
-            reader: name of the reader's engine.
-            open_file: opens the file when a slot may be free; returns None if there is no file.
-                None also means that there is no file.
+            number: number of the request. Each request of a connection has a higher number than the
+                one before.
+            reader: name of the reader's HIXL engine.
+            open_file: a function that opens the file, and returns None if there is no file. It is
+                called when a slot may be free. If ``open_file`` itself is None, there is no file
+                either.
         """
         if len(self._waiting) < MAX_WAITING:
             found = open_file if self._admit(reader) else None
             self._waiting.append(_Request(_Key(peer, number), found))
 
     def end(self, peer: bytes, number: int) -> None:
-        """End the requests of a connection up to a number, whose files are no longer needed."""
+        """End the requests of a connection up to ``number``, because the reader no longer needs
+        their files.
+        """
         ended = [key for key in self._loans if key.peer == peer and key.number <= number]
         for key in ended:
             self._lender.arena.give_back(self._loans.pop(key).slot)
@@ -162,7 +170,9 @@ class LentFiles:
                 each.file.close()
 
     def answers(self) -> Iterator[LentAnswer]:
-        """Yield the answers to waiting requests, until a request finds no room."""
+        """Yield the answers to waiting requests, in order. Stop at the first request for whose file
+        no slot is free.
+        """
         self._expire()
         while self._waiting:
             request, lent = self._waiting[0], None
@@ -177,8 +187,8 @@ class LentFiles:
             yield LentAnswer(*request.key, lent)
 
     def _lend(self, key: _Key, file: FileIO, slot: Slot) -> LentFile | None:
-        """Copy a file into a slot; return None if it cannot be read, or if the reader has used the
-        number of the request before.
+        """Copy a file into a slot. Return None if the file cannot be read, or if another request of
+        the reader with the same number still has a slot.
         """
         lender, num_read = self._lender, 0
         with file, contextlib.suppress(OSError):  # the disk may fail
@@ -196,7 +206,9 @@ class LentFiles:
             self._lender.arena.give_back(self._loans.pop(key).slot)
 
     def _admit(self, reader: str) -> bool:
-        """Return whether a reader may read. Each reader has a link, which takes streams here."""
+        """Return whether a reader may read. The number of readers is limited, because each reader's
+        link uses streams of this node's device.
+        """
         now_s = self._clock()
         self._readers = {name: end_s for name, end_s in self._readers.items() if end_s > now_s}
         if reader not in self._readers and len(self._readers) >= MAX_LINKS:

@@ -1,9 +1,9 @@
 """Steps between an engine and the workers on its node: one Unix socket for each worker.
 
-A frame consists of its length in four bytes, and its content. The kernel keeps bytes in order,
-wakes a waiting peer, and reports at once when a peer's process has ended. The engine accepts a
-worker only if the worker's process belongs to the same user, can enter the engine's directory, and
-knows the token, which Ray passes to the worker.
+A frame consists of four bytes with the length, and the content. The kernel keeps all bytes in
+order, wakes a peer that waits, and reports at once when the process of a peer has ended. The engine
+accepts a worker only if the worker's process belongs to the same user, can enter the engine's
+directory, and knows the token, which Ray passes to the worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
-MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # a worker with more unread bytes is disconnected
+MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # a worker that leaves more bytes unread is disconnected
 MAX_WAITING_CONNECTIONS = 64
 FAREWELL_S = 0.2  # seconds to wait until a slow worker has read the last frame
 CREDENTIALS = struct.Struct("3i")  # the peer's process id, user id and group id
@@ -31,10 +31,10 @@ CREDENTIALS = struct.Struct("3i")  # the peer's process id, user id and group id
 
 @dataclass(frozen=True)
 class SocketFile:
-    """The socket file for workers on the engine's node, and the content of a worker's first frame.
+    """The socket file to which workers on the engine's node connect, and what a worker sends first.
 
-    The first frame contains the token and the worker's data-parallel rank. The worker gets the
-    frames of this rank.
+    A worker's first frame contains the token and the worker's data-parallel rank. Then the worker
+    gets the frames for this rank.
     """
 
     path: str
@@ -54,12 +54,12 @@ class FrameReader:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; return the frames that are complete now.
+        """Add received bytes. Return the frames that are now complete.
 
         Raises:
             NotAMessageError: a frame is longer than MAX_MESSAGE_BYTES.
         """
-        # The usual case is exactly one frame.
+        # Usually, the received bytes are exactly one frame, which needs no copy.
         if not self._received and 0 < self._end(data) == len(data):
             return [data[LENGTH.size :]]
         self._received += data
@@ -71,7 +71,9 @@ class FrameReader:
 
     @staticmethod
     def _end(data: bytes | bytearray) -> int:
-        """Return the number of bytes of the first frame; 0 until the frame's length has arrived."""
+        """Return the size of the first frame, including its length field; 0 if this field is
+        incomplete.
+        """
         if len(data) < LENGTH.size:
             return 0
         (size,) = LENGTH.unpack_from(data)
@@ -99,14 +101,15 @@ class _Peer:
 
 
 class LocalPeers:
-    """The engine's side of the channel. Owns the socket file and all connections; for one thread.
+    """The engine's side of the channel. Owns the socket file and all connections. Only one thread
+    may use it.
 
     Attributes:
-        num_workers: number of workers that have connected.
+        num_workers: number of workers that have connected so far.
         num_lost: number of workers whose connections have ended.
 
     Args:
-        num_batches: number of data-parallel ranks of the workers.
+        num_batches: number of data-parallel ranks of the group.
     """
 
     def __init__(self, path: str, num_batches: int = 1) -> None:
@@ -133,7 +136,9 @@ class LocalPeers:
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for connections and bytes, and handle them; return False after a timeout."""
+        """Wait for connections and bytes, and handle what has arrived. Return False after a
+        timeout.
+        """
         found = self._epoll.poll(timeout_s)
         for fd, events in found:
             peer = self._peers.get(fd)
@@ -151,7 +156,8 @@ class LocalPeers:
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send each worker one frame. A worker that does not read delays no other worker.
+        """Send one frame to each worker. If a worker does not read, the other workers are not
+        delayed.
 
         Args:
             frames: [num_batches], the frame of each data-parallel rank.
@@ -162,7 +168,7 @@ class LocalPeers:
                 self._send(peer, LENGTH.pack(len(frame)) + frame)
 
     def close(self) -> None:
-        """Send unsent bytes to workers that read them soon; then end all connections."""
+        """Send the unsent bytes, for at most ``FAREWELL_S`` seconds. Then end all connections."""
         for peer in list(self._peers.values()):
             if peer.unsent:
                 peer.connection.settimeout(FAREWELL_S)
@@ -238,7 +244,9 @@ class LocalPeers:
 
     @staticmethod
     def _sent(peer: _Peer, data: bytes | bytearray) -> int:
-        """Send bytes; return how many were sent. A closed connection drops all bytes."""
+        """Send bytes, and return how many were sent. If the connection is closed, all bytes are
+        dropped.
+        """
         try:
             return peer.connection.send(data)
         except BlockingIOError:
@@ -254,7 +262,7 @@ class LocalPeers:
 
 
 class LocalEngine:
-    """A worker's side of the channel. Owns its connection; for one thread."""
+    """A worker's side of the channel. Owns its connection. Only one thread may use it."""
 
     def __init__(self, address: SocketFile) -> None:
         """Connect to the engine.
@@ -306,7 +314,9 @@ class LocalEngine:
             raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
 
     def end(self) -> None:
-        """Make all later calls of ``receive`` and ``send`` raise. Any thread may call this."""
+        """End the connection: all later calls of ``receive`` and ``send`` raise an error. Any
+        thread may call this method.
+        """
         with contextlib.suppress(OSError):  # the socket is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
 

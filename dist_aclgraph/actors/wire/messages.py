@@ -2,10 +2,11 @@
 
 Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
 Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. The engine
-replies to both messages with an ``EngineStatus``, and to a wrong token with ``Refused``. The engine
-ignores a peer that has not sent ``Hello``. After ``Hello``, and whenever the groups change, the
-engine sends the ``GroupList``. If a link fails, the engine aborts the link's requests; the client
-gives these requests to another engine, or ends them with an error.
+replies to each of these messages with an ``EngineStatus``. If the token is wrong, it replies with
+``Refused``. The engine ignores a peer that has not sent ``Hello``. After ``Hello``, and whenever
+the groups change, the engine sends the ``GroupList``. If a link fails, the engine aborts the
+requests of this link. The client sends these requests to another engine, or ends them with an
+error.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# A client with more unconfirmed bytes counts as a client that does not read.
+# If more bytes than this are unconfirmed, the engine assumes that the client does not read.
 MAX_UNREAD_BYTES = 128 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a connection. An earlier connection of the same client then ends."""
+    """The first message on a connection. It ends an earlier connection of the same client."""
 
     token: str
     client: str
@@ -43,7 +44,9 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
     Attributes:
         received: number of the last ``Deltas`` that the client has read.
-        waiting_tokens: number of tokens of the client's requests that wait at this engine.
+        waiting_tokens: the load that the client's requests put on this engine: the number of prompt
+            tokens that are not computed yet, plus a fixed number for each request
+            (``RequestRouter.load``).
         groups_version: version of the last ``GroupList`` that the client has read. The client
             routes all later requests by this list.
     """
@@ -60,7 +63,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A new request. ``sampling.seed`` is final: the client draws a seed if the user gives none.
 
-    Deltas contain the request's ``number``. While the request runs, no other request of the
+    Deltas identify the request by ``number``. While the request runs, no other request of the
     connection has the same number.
     """
 
@@ -72,15 +75,15 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # only requests with the same salt share cached blocks
-    # Whether another group or service continues the request. Then the engine sends the request's
-    # end when the KV of the prompt is in files.
+    # Whether another group or service continues the request. If so, the engine reports the end of
+    # the request only after the prompt's KV is in files.
     hands_over: bool = False
     source: str = ""  # name of the group that has computed the prompt for this group
     peer: BlockSource | None = None  # the group of another service that has computed the prompt
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop a request and free its resources; unknown ids are ignored."""
+    """Stop a request, and free its resources. Unknown ids are ignored."""
 
     request_id: str
 
@@ -93,7 +96,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """One message per step, for all requests of one client.
+    """The deltas of one step for all requests of one client.
 
     ``number`` counts the messages of a connection from 1, so a gap shows that tokens are lost.
     """
@@ -107,9 +110,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
 
     Attributes:
         failure: why the engine has ended; "" while it serves.
-        pause: why no step runs at the moment, if the group will continue; "" while steps run.
-        others_tokens: number of tokens of other clients' requests that wait at this engine, as
-            these clients reported.
+        pause: why the group has paused, if it will continue later; "" while steps run.
+        others_tokens: the sum of ``Beat.waiting_tokens`` of all other clients of this engine.
     """
 
     failure: str = ""
@@ -118,7 +120,7 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
 
 
 class GroupEntry(msgspec.Struct, frozen=True):
-    """A lockstep group as clients know it.
+    """The facts about a lockstep group that clients get.
 
     Attributes:
         name: a number that no other group of the deployment ever has.
@@ -126,10 +128,11 @@ class GroupEntry(msgspec.Struct, frozen=True):
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each KV block.
         is_draining: whether the group accepts no new requests.
-        prefill_from: a prefill group computes a prompt for another group if the prompt has at least
-            this number of uncached tokens; 0 for the other groups.
-        blocks: where other groups or services fetch the KV of prompts; None if they do not fetch
-            from this group.
+        prefill_from: a minimum number of uncached tokens; 0 if the group is no prefill group. A
+            prefill group computes a prompt for another group only if the prompt has at least this
+            number.
+        blocks: the source from which other groups or services fetch the KV of prompts; None if they
+            do not fetch from this group.
     """
 
     name: str
@@ -142,7 +145,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, tag="groups"):
-    """All groups of the deployment. Every engine sends this list; the latest version counts.
+    """All groups of the deployment. Every engine sends this list. Clients use the list with the
+    highest version.
 
     A group that is not in the list gets no new requests, but continues its running requests.
     """

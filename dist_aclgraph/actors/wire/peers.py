@@ -1,14 +1,15 @@
 """PeersKey: lets another service fetch files of KV blocks from the nodes of this service.
 
-Services that share no Ray get neither keys nor tokens from each other. But they have a common
-secret, the file ``kv.peers_key_file``. All of the following is derived from it:
+Services that do not run in the same Ray cannot send each other keys or tokens. Instead, they have a
+common secret, the file ``kv.peers_key_file``. Each service derives two things from this secret:
 
 - the CURVE key pair and the token with which a service fetches files from another one;
-- the key that signs tickets. A ticket says where files can be fetched: addresses with the public
-  CURVE keys of their servers. It contains no secret, because clients of the API can read it.
+- the key that signs tickets. A ticket contains the addresses of the servers from which files can be
+  fetched, and the servers' public CURVE keys. A ticket contains no secret, because clients of the
+  API can read it.
 
 A service connects only to addresses in tickets with a valid signature. So clients can neither
-choose where it connects, nor give it KV.
+choose the addresses to which a service connects, nor send KV to a service.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 FILE_KEY = "kv.peers_key_file"
 MIN_KEY_CHARS = 32
 MAX_FILE_BYTES = 4096
-TICKET_S = 600.0  # a ticket expires after this time; clocks of the services may differ by less
+TICKET_S = 600.0  # seconds until a ticket expires; the clocks of services must differ by less
 MAX_TICKET_CHARS = 1 << 16
 _MAC_BYTES = 32
 
 
 class TicketError(Exception):
-    """A ticket cannot be used. The message says why, without words of the ticket."""
+    """A ticket cannot be used. The message says why, but quotes nothing from the ticket."""
 
 
 class Offer(NamedTuple):
-    """Where another service can fetch files.
+    """The address at which another service can fetch files, and the ticket that allows it.
 
     Attributes:
         host: address of the first node's server.
@@ -68,7 +69,7 @@ class _Ticket(msgspec.Struct, frozen=True, array_like=True):
     """The signed part of a ticket; see ``BlockSource``.
 
     Attributes:
-        expires_s: when the ticket expires, in Unix time.
+        expires_s: the Unix time at which the ticket expires.
     """
 
     expires_s: float
@@ -79,8 +80,8 @@ class _Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether each file of the place has a node, as ``routes`` expects. Another version of
-        dist_aclgraph may divide a cache in another way.
+        """Whether the ticket names a node for each file of ``place``, which ``routes`` requires.
+        This can be false if another version of dist_aclgraph has written the ticket.
         """
         counts = len(self.place.all_places), len(self.place.all_state_places)
         return bool(self.nodes) and all(
@@ -96,7 +97,7 @@ class PeersKey:
 
     Attributes:
         client_public: the public CURVE key, in Z85, of services that fetch files.
-        token: the token in their requests.
+        token: the token that these services send in their requests.
     """
 
     def __init__(self, secret: str) -> None:
@@ -107,7 +108,7 @@ class PeersKey:
 
     @classmethod
     def read(cls, config: Config) -> PeersKey | None:
-        """Return the keys that the configuration names; None if there are none.
+        """Return the keys from the file that the configuration names; None if it names no file.
 
         Raises:
             ConfigError: the file cannot be used.
@@ -131,8 +132,8 @@ class PeersKey:
         return hmac.digest(self._derive("ticket"), body, "sha256")
 
     def offer(self, source: BlockSource, now_s: float) -> Offer | None:
-        """Return where another service can fetch the files of a group; None if the group has too
-        many nodes for a ticket, or is not reached over TCP.
+        """Return the offer with which another service can fetch the files of a group; None if the
+        group has too many nodes for a ticket, or does not listen on TCP.
 
         Args:
             now_s: the present Unix time.
@@ -182,7 +183,9 @@ class PeersKey:
             raise TicketError(f"it expired {now_s - ticket.expires_s:.0f} s ago")
         if (offer.host, offer.port) != _host_and_port(ticket.nodes[0].url):
             raise TicketError("remote_host and remote_port are not those of the ticket")
-        # Ray's ids of the nodes are not used: services on one node may keep different files.
+        # Each node gets a new name instead of Ray's id. With Ray's id, a service on the same node
+        # would assume that it has the files already, but services on one node may keep different
+        # files.
         addresses = tuple(self._address(f"peer-{i}", node) for i, node in enumerate(ticket.nodes))
         return BlockSource(addresses, ticket.identity, ticket.place, ticket.holders, self.token)
 
@@ -198,8 +201,8 @@ def open_server(
     files: Mapping[FileKind, Sequence[KVTiers]],
     lent: LentFiles | None = None,
 ) -> BlockServer:
-    """Return a server from which other services may also fetch, if the configuration says so. See
-    ``BlockServer`` for the arguments.
+    """Return a server of files. If the configuration names a key file, other services may fetch
+    from this server, too. For the arguments, see ``BlockServer``.
 
     Raises:
         ConfigError: the file with the key cannot be used.

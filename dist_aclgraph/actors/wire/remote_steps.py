@@ -1,8 +1,8 @@
 """Steps between an engine and workers on other nodes.
 
-The channel uses ZeroMQ with CURVE keys: plans use PUB/SUB, and results use PUSH/PULL. The topic of
-a plan is its data-parallel rank, so that a worker gets only the plans of its data-parallel rank.
-``addresses.py`` explains the addresses.
+The channel uses ZeroMQ with CURVE keys: plans are sent by PUB/SUB sockets, and results by PUSH/PULL
+sockets. The topic of a plan is a data-parallel rank, so that a worker gets only the plans of its
+own data-parallel rank. ``addresses.py`` explains the addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOPIC = struct.Struct("<I")  # Each plan begins with its data-parallel rank in t
 # The keys are the first byte of an XPUB frame: 1 for a new subscription, 0 for its end. The values
 # are the change of the number of workers.
 WORKERS_OF_FRAME = {1: 1, 0: -1}
-FAREWELL_MS = 200  # time limit for sending the last frame, because a worker might be dead
+FAREWELL_MS = 200  # time limit in milliseconds for the last frame, because a worker may be dead
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,14 @@ class RemotePeers:
         self._poller.register(self._results, zmq.POLLIN)
 
     def address_for(self, node_id: str, dp_rank: int = 0) -> Endpoints:
-        """Return where a worker of ``dp_rank`` on another node connects."""
+        """Return the addresses to which a worker of ``dp_rank`` on another node connects."""
         plans, results = self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id)
         return Endpoints(plans, results, dp_rank)
 
     def wait(self, timeout_s: float, beside: int | None = None) -> bool:
-        """Wait until a socket or the file ``beside`` is readable; return False after a timeout."""
+        """Wait until a socket or the file descriptor ``beside`` is readable. Return False after a
+        timeout.
+        """
         if beside is not None and beside not in self._poller:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))
@@ -82,7 +84,7 @@ class RemotePeers:
         return self._results.recv() if has_message(self._results) else None
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send each worker one frame.
+        """Send one frame to each worker.
 
         Args:
             frames: the frame of each data-parallel rank.
@@ -98,7 +100,7 @@ class RemotePeers:
 
 
 class RemoteEngine:
-    """A worker's side of the channel. Owns both sockets; for one thread."""
+    """A worker's side of the channel. Owns both sockets. Only one thread may use it."""
 
     def __init__(self, address: Endpoints) -> None:
         self._is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""Helpers that read frames of untrusted peers from any socket, and wake the I/O thread."""
+"""Helpers for I/O threads: they decode frames of untrusted peers, and wake a thread that polls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     """Return the message in ``frame``.
 
     Raises:
-        NotAMessageError: the bytes are not a message. No other error is possible.
+        NotAMessageError: the bytes are no valid message. No other error is possible.
     """
     try:
         return decoder.decode(frame)
-    # The last two errors mean that a text is not UTF-8, and that fields are nested too deeply.
+    # UnicodeDecodeError means that a text is not UTF-8. RecursionError means that fields are nested
+    # too deeply.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise NotAMessageError(f"{len(frame)} bytes are not a message of ours: {e}") from None
 
@@ -38,7 +39,7 @@ def has_message(owned: zmq.Socket[bytes]) -> bool:
 
 
 class Wakeup:
-    """Ends the poll of an I/O thread from another thread. The I/O thread polls ``fileno``."""
+    """Lets a thread wake an I/O thread that polls. The I/O thread must also poll ``fileno``."""
 
     def __init__(self) -> None:
         self._out, self._in = socket.socketpair()
@@ -49,7 +50,8 @@ class Wakeup:
         return self._in.fileno()
 
     def wake(self) -> None:
-        # A full socket wakes the thread anyway. A closed socket means that the thread has ended.
+        # The error can be ignored: a full socket wakes the thread anyway, and a closed socket means
+        # that the thread has ended.
         with contextlib.suppress(OSError):
             self._out.send(b"\0")
 

@@ -1,8 +1,9 @@
-"""The step channel: an engine sends each step's plan to all its workers, and gets their results.
+"""The step channel: an engine sends each step's plan to all workers of its group, and receives
+their results.
 
 Workers on the engine's node use Unix sockets (``local_steps.py``). Workers on other nodes use
-ZeroMQ (``remote_steps.py``). Messages are MessagePack. Every message contains epoch and step;
-messages of old epochs or steps are dropped.
+ZeroMQ (``remote_steps.py``). Messages are MessagePack. Every message contains its epoch and its
+step. Messages of earlier epochs or steps are dropped.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 POLL_S = 0.1  # seconds between two checks whether a wait should end
-# Seconds to wait for other workers' reports after a worker's connection has ended.
+# Seconds to wait for the other workers after a worker's connection has ended.
 GONE_S = 1.0
 SOCKET_FILE = "steps"
 
 logger = logging.getLogger(__name__)
 
 
-ChannelAddress = SocketFile | Endpoints  # where a worker connects to its engine
+ChannelAddress = SocketFile | Endpoints  # the address at which a worker connects to its engine
 
 
 class Deadline:
-    """A common time limit for several waits."""
+    """A time limit that several waits share."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -64,7 +65,9 @@ class Deadline:
 
 
 def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
-    """Return None as the status of each rank. Used if ranks cannot be asked for their statuses."""
+    """Return None as the status of each rank. Used if there is no way to ask ranks for their
+    statuses.
+    """
     return dict.fromkeys(ranks)
 
 
@@ -86,11 +89,11 @@ class StepSender:
         """Bind the sockets.
 
         Args:
-            world_ranks: world ranks of the group's workers; the workers' answers contain group
-                ranks.
-            place: where the sockets listen.
-            ask: a function that returns the statuses of the given ranks, which did not answer in
-                time.
+            world_ranks: world ranks of the group's workers, in the order of group ranks. The
+                workers' answers contain group ranks.
+            place: the address and ports at which the sockets listen.
+            ask: a function that returns the statuses of given ranks. It is called for ranks that
+                did not answer in time.
             ranks_per_batch: number of workers of each data-parallel rank. These workers get the
                 same messages.
 
@@ -117,10 +120,10 @@ class StepSender:
         return self.num_workers // self._ranks_per_batch
 
     def address_for(self, node_id: str, rank: GroupRank) -> ChannelAddress:
-        """Return where the worker of ``rank`` connects; the worker is on node ``node_id``.
+        """Return the address to which the worker of ``rank``, on node ``node_id``, connects.
 
         Raises:
-            PlacementError: the engine expects workers on its own node only.
+            PlacementError: the worker is on another node, but the engine expects no such workers.
         """
         dp_rank = rank // self._ranks_per_batch
         if node_id == self._place.node_id:
@@ -151,7 +154,9 @@ class StepSender:
         return self._local.num_workers + remote
 
     def send(self, message: StepPlan | ToAllWorkers) -> None:
-        """Send each worker its data-parallel rank's plan, or send one message to all workers."""
+        """If ``message`` is a plan, send each worker the part for its data-parallel rank. Otherwise
+        send ``message`` to all workers.
+        """
         if isinstance(message, StepPlan):
             parts = map(message.for_rank, range(self._num_batches))
             frames = list(map(encoder.encode, parts))
@@ -175,7 +180,8 @@ class StepSender:
         return copied
 
     def poll_copied(self, epoch: int) -> None:
-        """Receive replies to ``send_copies`` without waiting. No step may be in flight.
+        """Receive the replies to ``send_copies`` that have arrived. To be called only if no step is
+        in flight.
 
         Messages about earlier steps or earlier epochs are dropped.
 
@@ -189,8 +195,8 @@ class StepSender:
                 raise self._failure(message)
 
     def _read(self, frame: bytes) -> FromWorker | None:
-        """Return a worker's message. Return None for a reply to ``send_copies``, which is kept for
-        ``take_copied``, and for a frame that is no message of a worker of the group.
+        """Return the message in a frame. Return None if the frame is no message of a worker of the
+        group. Also return None for a reply to ``send_copies``, which is stored for ``take_copied``.
         """
         try:
             message = read_frame(from_worker_decoder, frame)
@@ -236,7 +242,8 @@ class StepSender:
     def receive_resumed(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Return the ranks that could not be resumed in this epoch, with reasons; usually empty.
+        """Wait for the reports of all ranks about their resumption in this epoch. Return the ranks
+        that could not be resumed, with the reasons.
 
         Raises:
             WorkerLostError: a worker did not answer in time; the error names the rank.
@@ -288,7 +295,7 @@ class StepSender:
                 return message
 
     def _wait(self) -> bool:
-        """Wait a short time for a frame; return whether a frame may have arrived."""
+        """Wait at most ``POLL_S`` for a frame. Return whether a frame may have arrived."""
         if self._remote is None:
             return self._local.wait(POLL_S)
         found = self._remote.wait(POLL_S, beside=self._local.fileno())
@@ -333,7 +340,7 @@ class StepReceiver:
         """Connect to the engine.
 
         Raises:
-            EngineDeadError: the engine is on this node, and does not listen.
+            EngineDeadError: the engine is on this node, but does not listen.
         """
         self._engine: LocalEngine | RemoteEngine
         if isinstance(address, SocketFile):
@@ -342,7 +349,7 @@ class StepReceiver:
             self._engine = RemoteEngine(address)
 
     def has_message(self) -> bool:
-        """Return whether ``receive`` would find a message."""
+        """Return whether a message has arrived that ``receive`` would return."""
         return self._engine.has_message()
 
     def receive(
@@ -353,8 +360,8 @@ class StepReceiver:
         Frames that are not messages are dropped.
 
         Raises:
-            EngineDeadError: the engine is on this node and its process has ended; or ``end`` was
-                called.
+            EngineDeadError: ``end`` was called, or the engine's process has ended. The end of a
+                process is noticed only if the engine is on this node.
         """
         while True:
             try:

@@ -1,1 +1,1 @@
-"""The worker actor, which runs one rank, and the object that calls all workers of a group."""
+"""The worker actor, which runs one rank, and ``WorkerGroup``, which calls a group's workers."""

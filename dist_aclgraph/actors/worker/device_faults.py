@@ -1,4 +1,6 @@
-"""DeviceFaults: the faults of a rank's device, and what they mean for its memory."""
+"""DeviceFaults: the faults of a rank's device, and which parts of the device memory they have
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from dist_aclgraph.planning.way_back import MAY_SURVIVE
 
 
 class DeviceFaults:
-    """Owns the known faults of a rank's device, for all lockstep groups that the rank joins.
+    """Owns the known faults of a rank's device. The object stays when the rank joins another
+    lockstep group.
 
     Attributes:
-        is_told_to_stop: whether the device was aborted; if so, any error can follow.
+        is_told_to_stop: whether the work on the device was aborted on purpose. If so, later calls
+            may fail with any error.
     """
 
     def __init__(self) -> None:
         self.is_told_to_stop = False
-        self._is_sound = True  # whether device memory is intact, apart from KV and _bad_memory
+        self._is_sound = True  # whether device memory is intact, except KV and _bad_memory
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
 
     def fault_of(self, error: Exception, rank: RunningRank) -> DeviceFault | None:
@@ -28,7 +32,7 @@ class DeviceFaults:
         return "stopped" if fault is None and self.is_told_to_stop else fault
 
     def _locate_bad_memory(self, rank: RunningRank) -> DeviceFault:
-        """Return the kind of a memory fault, which depends on the use of the faulty memory."""
+        """Return the kind of a memory fault. The kind says what the faulty memory is used for."""
         try:
             memory = rank.joined.npu.bad_memory()
         except DeviceError:
@@ -41,11 +45,10 @@ class DeviceFaults:
         self._is_sound = self._is_sound and fault in MAY_SURVIVE
 
     def check_memory(self, rank: RunningRank) -> None:
-        """Check that the contents of the rank's memory are known, apart from faulty memory that can
-        be freed.
+        """Check that the rank's memory is intact, apart from faulty memory that can be freed.
 
         Raises:
-            DeviceError: the contents are unknown, so the rank cannot join another group.
+            DeviceError: other memory may be damaged, so the rank cannot join another group.
         """
         memory = rank.joined.npu.bad_memory() if self._is_sound else ()
         self._bad_memory.update(memory)
@@ -53,11 +56,13 @@ class DeviceFaults:
             raise DeviceError(f"rank {rank.joined.rank} cannot trust its memory any more")
 
     def holds_bad_memory(self, joined: JoinedRank) -> bool:
-        """Return whether the allocator still holds faulty memory, in use or free."""
+        """Return whether torch's allocator still has faulty memory, used or free."""
         memory = tuple(self._bad_memory)
         return bool(memory) and touches(memory, joined.npu.tensor_memory())
 
     def end(self) -> None:
-        """Forget the stop and the faulty memory: the device works again, without this memory."""
+        """Forget the abort and the faulty memory, because the device works again and does not use
+        this memory.
+        """
         self.is_told_to_stop = False
         self._bad_memory.clear()

@@ -1,8 +1,8 @@
-"""HixlMemory: memory for files of KV blocks that move between nodes over HIXL.
+"""HixlMemory: host memory for files of KV blocks that are transferred between nodes over HIXL.
 
-A worker's files are lent in one part of the memory, and other nodes read this part. The worker
-reads files of other nodes into the other part. One thread makes all calls of HIXL. After a failed
-transfer, the transfer's slot is given to no other file until the link has ended.
+The memory has two parts. The first part contains files of this worker, which other nodes read
+there. The second part gets files that this worker reads from other nodes. One thread makes all
+calls of HIXL. If a transfer has failed, no other file may use its slot until the link has ended.
 """
 
 from __future__ import annotations
@@ -55,18 +55,20 @@ class _Read:
 
 
 class HixlMemory:
-    """Owns the memory, the engine and its thread. Any thread may call ``read``.
+    """Owns the memory, the HIXL engine, and the thread that calls the engine. Any thread may call
+    ``read``.
 
     Args:
-        memory: memory of at least two times ``part_bytes``.
-        open_engine: makes the engine; the thread calls this.
-        host: the node's own address, where the engine listens.
+        memory: host memory with at least ``2 * part_bytes`` bytes.
+        open_engine: a function that makes the HIXL engine. The thread calls it.
+        host: the node's own address, at which the HIXL engine listens.
         ports: the ports to choose from; None for any free port.
-        timeout_s: limit for the beginning.
+        timeout_s: time limit in seconds, until the HIXL engine listens.
 
     Attributes:
-        engine: name of the engine, as ``host:port``.
-        num_lost: number of slots that are never used again, because their links did not end.
+        engine: name of the HIXL engine, as ``host:port``.
+        num_lost: number of slots that cannot be used any more, because a link did not end and may
+            still write to them.
 
     Raises:
         PlacementError: no port is free, or the address is a wildcard.
@@ -92,7 +94,8 @@ class HixlMemory:
         self._clock = clock
         self._lent, self._read = Arena(0, part_bytes), Arena(part_bytes, 2 * part_bytes)
         self._guard = threading.Lock()  # guards the arena for reads
-        # For each engine with a link, when the link was last used; the least recently used first.
+        # The keys are HIXL engines to which there is a link. The values are the times when these
+        # links were last used. The least recently used link comes first.
         self._links: dict[str, float] = {}
         self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._is_closing = self._is_lent = False
@@ -123,7 +126,7 @@ class HixlMemory:
             self._reads.put(call)
         call.done.wait()
         if call.failure is not None:
-            raise ReadError(call.failure)  # the thread decides about the slot
+            raise ReadError(call.failure)  # the thread has freed the slot, if possible
         try:
             yield self._memory.view[slot.start : slot.end]
         finally:
@@ -134,8 +137,8 @@ class HixlMemory:
             self._read.give_back(slot)
 
     def close(self, timeout_s: float, *, is_lent: bool = False) -> None:
-        """End all links, and stop listening. Reads that wait fail. If anything might still access
-        the memory, the memory remains until the process ends.
+        """End all links, and stop listening. Waiting reads fail. The memory is freed, unless a
+        thread or a link may still access it.
 
         Args:
             is_lent: whether a thread may still use the part of the memory that is lent.
@@ -190,7 +193,7 @@ class HixlMemory:
                 engine.listen(self.engine, self._memory)
             except Exception:
                 engine.close()
-                _free_port(host, found)  # fails if another worker of the node was faster
+                _free_port(host, found)  # raises if another worker has taken the port
                 raise
 
         bind_to_one(ports, host, try_port)
@@ -199,7 +202,9 @@ class HixlMemory:
         return engine
 
     def _next_read(self, engine: Transfers) -> _Read | None:
-        """Return the next read; None if the thread ends. Unused links end after a while."""
+        """Wait for the next read and return it; None if the thread must end. Meanwhile, end links
+        that were not used for ``IDLE_S``.
+        """
         while True:
             late_s = self._clock() - IDLE_S
             for name in [name for name, used_s in self._links.items() if used_s <= late_s]:
@@ -208,7 +213,7 @@ class HixlMemory:
                 return self._reads.get(timeout=IDLE_S if self._links else None)
 
     def _drop_reads(self, call: _Read | None) -> None:
-        """Let a read and all waiting reads fail; no further read is possible."""
+        """Let ``call`` and all waiting reads fail, and allow no later read."""
         with self._guard:
             self._is_closing = True
         with contextlib.suppress(queue.Empty):
@@ -219,8 +224,8 @@ class HixlMemory:
                 call = self._reads.get_nowait()
 
     def _run(self, engine: Transfers, call: _Read) -> str | None:
-        """Read a file; return why this failed. After a failure, the slot is given back as soon as
-        nothing writes to it.
+        """Read a file. Return why this failed, or None. After a failure, free the slot, unless the
+        transfer may still write to it.
         """
         name, slot = call.lent.engine, call.slot
         try:
@@ -247,7 +252,8 @@ class HixlMemory:
             try:
                 engine.connect(name, CONNECT_S)
             except DeviceError:
-                # If a part of the link exists, the next attempt would fail.
+                # A part of the link may exist. It is removed, because it would make the next
+                # attempt fail.
                 with contextlib.suppress(DeviceError):
                     engine.disconnect(name, DISCONNECT_S)
                 raise
@@ -255,7 +261,7 @@ class HixlMemory:
         self._links[name] = self._clock()
 
     def _end_link(self, engine: Transfers, name: str) -> bool:
-        """End a link; return whether nothing can access memory through it any longer."""
+        """End a link. Return True if no transfer can access memory through this link any longer."""
         self._links.pop(name, None)
         try:
             engine.disconnect(name, DISCONNECT_S)
@@ -266,7 +272,7 @@ class HixlMemory:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Return a port that is free now: ``port``, or any port for 0.
+    """Return ``port`` if it is free now. If ``port`` is 0, return any free port.
 
     Raises:
         OSError: the port is in use, or the machine does not have the address.

@@ -1,10 +1,12 @@
 """NodeFiles: the files of KV blocks on a node without the group's engine.
 
-If the workers of a group are on several nodes, the engine can neither look up nor fetch files on
-the other nodes. There, a worker does both for all workers of its data-parallel rank on its node, in
-the same way as the engine. A worker can also send the node's files to other groups.
+If the workers of a group are on several nodes, the engine can neither look up files on the other
+nodes nor fetch files to these nodes. On each of these nodes, one worker of each data-parallel rank
+does this for the rank's workers on the node. A worker can also send the files of its node to other
+groups.
 
-With ``kv.transport: hixl``, workers do this on the engine's node, too, because HIXL needs a device.
+With ``kv.transport: hixl``, a worker also does the work on the engine's node, because HIXL needs a
+    device, and the engine has none.
 """
 
 from __future__ import annotations
@@ -35,13 +37,12 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.planning.budget import PART_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 
-CLOSE_S = 5.0  # limit for the end of HIXL if the server cannot begin
+CLOSE_S = 5.0  # seconds that HIXL may take to end if the server cannot begin
 
 
 @dataclass(frozen=True)
 class NodeFilesSettings:
-    """Settings that the controller sends to a worker that is responsible for files on
-    its node.
+    """Settings that the controller sends to a worker that looks after the files on its node.
 
     Attributes:
         node_id: Ray's id of the node.
@@ -49,8 +50,8 @@ class NodeFilesSettings:
         token: the deployment's token.
         places: see ``GroupFiles.places_beside``.
         turn: index of the node among the group's nodes.
-        finds: whether the worker looks up files for its data-parallel rank.
-        fetches: whether a worker that looks up files also fetches files from other groups.
+        finds: whether the worker looks up files for the workers of its data-parallel rank.
+        fetches: whether the worker also fetches files from other groups, if ``finds`` is True.
         serves: whether the worker sends files to other groups.
         uses_hixl: whether files are fetched and sent over HIXL.
     """
@@ -67,7 +68,7 @@ class NodeFilesSettings:
 
 
 def open_hixl_memory(config: Config, settings: NodeFilesSettings) -> HixlMemory:
-    """Return memory of this worker for transfers over HIXL. See ``HixlMemory`` for the errors."""
+    """Return this worker's memory for transfers over HIXL. For the errors, see ``HixlMemory``."""
     from dist_aclgraph.device.hixl import HixlEngine, HostMemory
 
     memory, ports = HostMemory(2 * PART_BYTES), config.cluster.port_range
@@ -79,10 +80,10 @@ class NodeFiles:
     ``advance`` and ``forget``.
 
     Args:
-        open_memory: opens the memory for transfers over HIXL.
+        open_memory: a function that opens the memory for transfers over HIXL.
 
     Raises:
-        ConfigError: a folder cannot be made, or is too small; or CANN has no HIXL.
+        ConfigError: a folder cannot be made or is too small, or CANN has no HIXL.
         PlacementError: no port is free.
         DeviceError: HIXL cannot be used.
         WorkerError: HIXL does not answer.
@@ -111,7 +112,8 @@ class NodeFiles:
                 if self._memory is not None:
                     self._memory.close(CLOSE_S)
                 raise
-        # Made after the server, because these threads would remain if no port were free.
+        # These threads are started after the server. Otherwise they would stay if the server found
+        # no free port.
         self._look_ups = look_ups_of(tiers, states) if settings.finds else None
         self._fetches: BlockFetches | None = None
         if settings.finds and settings.fetches:
@@ -127,7 +129,9 @@ class NodeFiles:
 
     @property
     def server(self) -> NodeServer | None:
-        """Where other groups fetch the node's files; None if no group fetches files here."""
+        """The server from which other groups fetch the node's files; None if this worker serves
+        none.
+        """
         return None if self._server is None else NodeServer(self._server.address, self._identity)
 
     @property
@@ -136,12 +140,12 @@ class NodeFiles:
         return {} if self._fetches is None else asdict(self._fetches.counts)
 
     def advance(self, jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
-        """Begin and cancel look-ups, and continue earlier look-ups, without waiting for a disk or a
-        network.
+        """Begin or cancel the look-ups that ``jobs`` names, and continue earlier look-ups. Does not
+        wait for a disk or a network.
 
         Returns:
-            For each look-up that has ended: its number, and the number of leading blocks whose
-            files are on this node.
+            For each look-up that has ended: its number, and how many of its blocks, from the first
+            on, have their files on this node.
         """
         for job in jobs:
             if job.kind == "find":
@@ -179,19 +183,22 @@ class NodeFiles:
         return begin
 
     def forget(self) -> None:
-        """Drop all look-ups, because the engine expects no answers; their fetches end."""
+        """Drop all look-ups, because the engine no longer expects their answers. Fetches for these
+        look-ups end.
+        """
         self._answers.clear()
 
     def wait_until_quiet(self, timeout_s: float) -> None:
-        """Wait until other groups have fetched the files that they need. Files are needed while the
-        group drains, and the engine's drain waits only for fetches from its own node.
+        """Wait until other groups have fetched the files that they need from this node. This is
+        necessary when the group drains, because the engine's drain waits only for fetches from the
+        engine's node.
         """
         if self._server is not None and self._server.was_asked:
             self._server.wait_until_quiet(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """End the threads and release the port, each within ``timeout_s``. A thread that hangs in a
-        file system remains until the process ends.
+        """End the threads and release the port. Wait at most ``timeout_s`` for each thread. A
+        thread that hangs in a file system stays until the process ends.
         """
         self.forget()
         if self._look_ups is not None:

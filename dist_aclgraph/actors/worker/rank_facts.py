@@ -27,9 +27,10 @@ class JoinedDevice:
     """The device of a rank that has joined its group.
 
     Attributes:
-        description: the device and its cores, in words for users.
-        ranks_of_node: necessary number of ranks on each node with the chip and the CANN of this
-            rank; None if any number is possible.
+        description: text for users about the device and the host's cores to which the rank is
+            bound.
+        ranks_of_node: number of ranks that each node must run, for this rank's chip and CANN
+            version; None if any number is possible.
     """
 
     description: str

@@ -1,9 +1,9 @@
-"""The stages of a rank's start. Each stage is an object, which makes the object of the next stage.
+"""The stages of a rank's start. Each stage is an object that makes the object of the next stage.
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
-``LoadedRank``, which can join another group. torch_npu reads the environment once, during its
-import. Ray must set the environment before this import, so heavy imports are inside the functions.
+``LoadedRank``, which can join another group. torch_npu reads environment variables once, during its
+import. Ray must set these variables before, so torch_npu is imported inside functions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from dist_aclgraph.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
-# A function with two arguments: the number of bytes of weights loaded so far, and of all weights.
+# A function with two arguments: the number of bytes that are loaded, and the number of bytes of all
+# weights.
 NoteProgress = Callable[[int, int], None]
 
 
@@ -67,20 +68,19 @@ def join_rank(
     """Open the device and join the lockstep group that meets at ``rendezvous``.
 
     Args:
-        meeting: the listening socket at ``rendezvous``; only for rank 0 of a group on several
-            nodes.
+        meeting: the socket that listens at ``rendezvous``. Only rank 0 of a group on several nodes
+            has it; None for other ranks.
 
     Raises:
-        ConfigError: the chip is unknown, or does not support the configuration; or CANN has no
-            HIXL.
+        ConfigError: the chip is unknown or does not fit the configuration, or CANN has no HIXL.
     """
     from dist_aclgraph.comm.marks import NO_MARKS, DeviceMarks
     from dist_aclgraph.device.npu import open_npu
 
-    # The permitted graph modes depend on this process's environment.
+    # This raises an error if the environment of this process forbids the graph mode.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_servable_spec(config)
-    # Bind the cores before torch_npu starts its threads, because the threads inherit the cores.
+    # The process is bound before torch_npu starts its threads, because threads inherit the cores.
     cores = _bind_cores(config, rank)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
     check_partition(config.graph.mode, is_soft=is_soft_partition())
@@ -89,7 +89,7 @@ def join_rank(
     if config.fetches_by_hixl:
         from dist_aclgraph.device.hixl import import_hixl
 
-        import_hixl()  # an error before the weights are loaded
+        import_hixl()  # if this fails, it fails before the weights are loaded
     exchange = ExchangeRule.from_config(config, spec, chip)
     streams = StreamLedger(npu)
     has_mc2 = exchange.mc2_buffer_mb is not None
@@ -102,7 +102,7 @@ def join_rank(
 
 
 def _bind_cores(config: Config, rank: WorldRank) -> frozenset[int]:
-    """Bind this process to the cores of its NPU; return the cores; empty if it is not bound."""
+    """Bind this process to the cores near its NPU. Return these cores; empty if it is not bound."""
     if resolve_kind(config.device.kind) != "npu":
         return frozenset()
     try:
@@ -155,7 +155,7 @@ def _check_chip(
 
 @contextmanager
 def _host_threads(num_processes: int) -> Iterator[None]:
-    """Limit torch's threads, because ``num_processes`` processes use the same cores."""
+    """Limit torch's threads within this context, as ``num_processes`` processes share the cores."""
     import torch
 
     before = torch.get_num_threads()
@@ -207,9 +207,10 @@ class JoinedRank:
         return self.layout.domains_of(self.group_rank)
 
     def join_again(self, rendezvous: str, meeting: socket.socket | None) -> JoinedRank:
-        """Join a new group of the same layout; the rank has left its previous group.
+        """Join a new group of the same layout, after the rank has left its previous group.
 
-        Weights and layers do not change. The layers then use the communicators of the new group.
+        Weights and layers stay the same objects, but the layers use the communicators of the new
+        group.
         """
         streams = StreamLedger(self.npu)
         self.groups.become(
@@ -230,8 +231,8 @@ class JoinedRank:
         """Load this rank's weights.
 
         Args:
-            num_neighbours: number of ranks on this node that load at the same time, this rank
-                included.
+            num_neighbours: number of ranks on this node that load at the same time, including this
+                rank.
 
         Raises:
             ConfigError: the device memory is too small for the weights and the KV cache.
@@ -299,13 +300,13 @@ class JoinedRank:
             logger.info("not loaded: %d tensors of other parts (%s)", num_tensors, parts)
 
     def _check_needs(self, free_bytes: int) -> RankMemory:
-        """Refuse missing weights, and weights that do not fit in memory, before any weight is read.
+        """Check that the weights and the KV cache fit in memory, before any weight is read.
 
         Returns:
             The memory account of this rank.
         """
         config, spec = self.config, self.spec
-        # Do not count HCCL's buffers, because their documented size was never measured.
+        # HCCL's buffers are not counted, because their documented size was never confirmed.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
@@ -348,7 +349,7 @@ class LoadedRank:
     def make_runner(
         self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]
     ) -> RunningRank:
-        """Make a runner with a small KV cache for trials, and buffers for all ``graphs``."""
+        """Make a runner for trial steps, with a small KV cache, and buffers for ``graphs``."""
         from dist_aclgraph.device.npu import translated
         from dist_aclgraph.engine.model_runner import ModelRunner
         from dist_aclgraph.layers.context_parallel import ContextParallel
@@ -388,8 +389,8 @@ class RunningRank:
     def leave(self) -> LoadedRank:
         """Leave the group, whose other ranks might be dead.
 
-        The device must have been stopped before. Frees graphs, caches and communicators, and keeps
-        the weights.
+        The device must be stopped before this call. The graphs, caches and communicators are freed;
+        the weights stay.
 
         Raises:
             DeviceError: the device does not recover.
@@ -397,15 +398,15 @@ class RunningRank:
         from dist_aclgraph.comm.groups import leave_lockstep_group
 
         self.joined.npu.restart(resumes_groups=False)
-        # Free graphs before leaving the group, because graphs contain communicators' addresses.
+        # Graphs are freed first, because graphs contain addresses of the group's communicators.
         self.runner.close()
         leave_lockstep_group()
         return self.loaded
 
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
-        """Return the kind of a memory fault, which depends on the use of the faulty memory.
+        """Return the kind of a memory fault. The kind says what the faulty memory is used for.
 
-        Returns ``uce`` if the use is unknown, as for memory outside torch's allocator.
+        Returns ``uce`` if this is unknown, e.g. for memory outside torch's allocator.
         """
         caches = [
             MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.caches.tensors()
@@ -417,7 +418,8 @@ class RunningRank:
     def resume(self, *, keeps_kv: bool = True) -> None:
         """Make the device usable again after an abort.
 
-        Graphs stay valid. The KV that requests still need stays valid, too.
+        Graphs stay valid. With ``keeps_kv``, the KV cache also stays valid; otherwise it is set to
+        zero.
 
         Raises:
             DeviceError: the device does not recover, or memory that is still needed is faulty.
@@ -433,14 +435,14 @@ class RunningRank:
             self.runner.caches.zero()
 
     def make_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache; the number of blocks is the same on every rank."""
+        """Allocate the KV cache. The number of blocks must be the same on every rank."""
         from dist_aclgraph.device.npu import translated
 
         with translated("allocating the KV cache"):
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Before the offer, count the streams that domains allocate at their first collective."""
+        """Record the streams that HCCL domains have taken. To be called before the offer."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
@@ -448,16 +450,17 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Call this method after eager steps, because they create the HCCL domains and side streams.
-        Call this method before any capture, because with software queues, the count of free streams
-        stays low after graphs are released.
+        Call this method after the first eager steps, because they create the HCCL domains and side
+        streams. Call it before the first capture: with software queues, the number of free streams
+        stays low even after graphs were released.
         """
         joined = self.joined
-        # Gives back the temporary memory of eager steps, which ``eager_bytes`` already counts.
+        # Free the temporary memory of eager steps. ``eager_bytes`` is subtracted for it below, and
+        # it must not count twice.
         joined.npu.give_back()
-        # Before graphs are captured, other caches replace the caches of the trial steps. The new
-        # states have the size of the old ones. The few old blocks are not added, because parts of
-        # torch's segments may stay reserved after them.
+        # Before graphs are captured, the caches of the trial steps are freed, and larger caches
+        # replace them. The recurrent states keep their size, so their bytes count as free. The few
+        # blocks of the trial steps do not, because parts of torch's segments may stay reserved.
         free_bytes = joined.npu.memory().free_bytes + self.runner.caches.state_bytes
         free_bytes -= self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
@@ -475,7 +478,7 @@ class RunningRank:
         )
 
     def move(self, command: GraphCommand) -> CaptureCost:
-        """Do one action of a graph transaction; return the action's cost."""
+        """Do one action of a graph transaction. Return its cost, 0 unless a graph is captured."""
         assert command.graph is not None
         if command.action == "capture":
             return self.runner.capture(command.graph)

@@ -1,8 +1,8 @@
 """Records the last steps of a rank in a file that outlives the process, like a flight recorder.
 
-A rank records the beginning of each step, and each new state of the host (``STATES``). For each of
-these events, the rank stores one or two records in mapped memory, without waiting for the device or
-the disk.
+A rank records the beginning of each step, and each change of the host's state (``STATES``). For
+each of these events, the rank writes one or two records to mapped memory. It waits neither for the
+device nor for the disk.
 
 | offset | content |
 | --- | --- |
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER, SUFFIX = "steps", ".steps"  # folder of the files, inside the log folder; their suffix
 MAGIC = b"STEPS001"
-# Maximum number of files per node; beyond this number, the oldest files of ended ranks are removed.
+# Maximum number of files per node. If there are more, the oldest files of ended ranks are removed.
 KEPT_FILES = 64
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
 # States of the host. The name of a stage means that this stage has ended. BEGUN: a step has begun,
@@ -60,7 +60,8 @@ _STATE = struct.Struct("=IQ")  # state, time in ns since 1970
 # tokens of the rank; digest of the plan; data-parallel rank; digest of this rank's batch; time in
 # ns since 1970.
 _STEP = struct.Struct("=iiqiiiiIiIQ")
-# When a stage has ended, in microseconds after the step's beginning; 0 until it has ended.
+# The time at which a stage ended, in microseconds since the step's beginning; 0 if the stage has
+# not ended.
 _LAP = struct.Struct("=I")
 MAX_LAP_US = 0xFFFFFFFF
 STATE_AT, WORDS_AT, STEPS_AT, STEP_BYTES = 128, 256, 1024, 128
@@ -74,10 +75,10 @@ SIZE = STEPS_AT + NUM_STEPS * STEP_BYTES
 
 
 class StepRecorder:
-    """The recorder of a worker without a file; it records nothing."""
+    """The recorder of a worker that has no file. It records nothing."""
 
     def join(self, group: int | None) -> None:
-        """Record the number of the rank's group."""
+        """Record the number of the group that the rank has joined."""
 
     def begin(self, plan: RankPlan) -> None:
         """Record that a step begins."""
@@ -98,7 +99,9 @@ class StepRecorder:
         """Record what ``CollectiveMarks.read`` has returned. Any thread may call this."""
 
     def end(self) -> None:
-        """Record that the rank was told to stop, unless it has failed before."""
+        """Record that the rank was told to stop. If the rank has failed before, the failure stays
+        recorded.
+        """
 
     def fail(self, error: BaseException) -> None:
         """Record the error that has ended the steps."""
@@ -116,8 +119,8 @@ class FileRecorder(StepRecorder):
         _sweep(folder)
         path = folder / f"rank-{rank}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
         with open(path, "x+b") as file:
-            # The space is reserved, because a store to a page would kill the process if the disk
-            # were full.
+            # The space on the disk is reserved now. If the disk were full later, a store to the
+            # mapped memory would kill the process.
             os.posix_fallocate(file.fileno(), 0, SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         host = socket.gethostname().encode()[:64]
@@ -154,7 +157,7 @@ class FileRecorder(StepRecorder):
         )
         self._map[self._at + _LAPS_AT : self._at + _LAPS_AT + len(_NO_LAPS)] = _NO_LAPS
         self._num_steps += 1
-        # The number is written last, so that a reader sees only whole records.
+        # The number of steps is written last, so that a reader never reads an incomplete record.
         _COUNT.pack_into(self._map, _COUNT_AT, self._num_steps)
         _STATE.pack_into(self._map, STATE_AT, _NUMBER_OF[BEGUN], self._begin_ns)
 
@@ -203,8 +206,8 @@ class FileRecorder(StepRecorder):
 def open_recorder(config: Config, rank: int, group_rank: int) -> StepRecorder:
     """Return the recorder of a rank that joins a group.
 
-    The recorder records nothing in three cases: the configuration says so; no service has named a
-    folder of logs; the file cannot be created.
+    The recorder records nothing in three cases: the configuration disables it; the log folder is
+    unknown; the file cannot be created.
     """
     keys = config.logging
     if not keys.record_steps or keys.folder is None:
@@ -242,10 +245,10 @@ class RecordedStep:
 
     Attributes:
         graph: mode and bucket, e.g. ``FULL 8``; ``eager`` without a graph.
-        digest: see ``digest_of``.
-        dp_rank: the data-parallel rank whose batch the rank ran.
-        batch_digest: see ``batch_digest_of``.
-        laps_us: end of each stage that has ended, in microseconds after the beginning.
+        digest: result of ``digest_of``.
+        dp_rank: the data-parallel rank to which the batch of the step belongs.
+        batch_digest: result of ``batch_digest_of``.
+        laps_us: for each stage that has ended, its end in microseconds since the step's beginning.
     """
 
     epoch: int
@@ -286,7 +289,8 @@ class Recording:
 
     Attributes:
         state: one of ``STATES``.
-        words: the error, or the command for graphs.
+        words: the error (FAILED), the command for graphs (COMMAND), or the state before the rank
+            was told to stop (ENDED).
         at_ns: when the rank entered the state, in ns since 1970.
         steps: the last steps, oldest first.
         place: the step and the collective that the rank's device has reached; None without
@@ -363,7 +367,9 @@ def _read_step(data: bytes, at: int) -> RecordedStep:
 
 
 def began_at_ns(path: Path) -> int:
-    """Return when a file was created, in ns since 1970. Raises ValueError for other file names."""
+    """Return the time in a file's name, at which the file was created, in ns since 1970. Raise
+    ValueError if the name contains no time.
+    """
     return int(path.stem.rpartition("-")[2])
 
 

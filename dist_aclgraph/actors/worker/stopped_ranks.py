@@ -1,7 +1,7 @@
 """Finds out from the recorded steps of a group's ranks which rank stopped first, and where.
 
-A rank that waits for its device might be waiting for other ranks in a collective. So the rank to
-blame is a rank that does not wait for its device. ``wire/blame.py`` has the same rule.
+A rank that waits for its device may in fact wait for other ranks, in a collective. So if some ranks
+do not wait for their devices, one of them is to blame. ``wire/blame.py`` has the same rule.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from dist_aclgraph.actors.worker.step_recorder import (
 )
 
 ENGINE_GONE = "EngineDeadError"
-MIN_STEPS = 16  # ranks are compared by their waits only after this number of steps
-SLOW = 0.5  # a rank is slow if it waits less than this fraction of every other rank's wait
+MIN_STEPS = 16  # the waits of ranks are compared only after this number of steps
+SLOW = 0.5  # a rank is slow if its wait is less than this fraction of any other rank's wait
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a group stopped.
+    """The reason why a group stopped.
 
     Attributes:
-        blamed: the ranks to blame; empty if the engine is the cause, or if the cause is unknown.
+        blamed: the ranks that caused the stop; empty if the engine is the cause, or if the cause is
+            unknown.
         sentence: what the blamed ranks did, and what the other ranks waited for.
     """
 
@@ -45,7 +46,7 @@ def explain_stop(recordings: Sequence[Recording]) -> Explanation:
     """Return why a group stopped. ``recordings`` contains one recording of each rank."""
     found = _explain(recordings)
     if all(doing_of(recording) == IDLE for recording in recordings):
-        return found  # no rank's device has stopped within a step
+        return found  # all steps have ended, so the devices have nothing to explain
     return Explanation(found.blamed, found.sentence + _on_devices(recordings))
 
 
@@ -96,7 +97,7 @@ def _idle(recordings: Sequence[Recording]) -> str:
 
 
 def doing_of(recording: Recording) -> str:
-    """Return a rank's state; if the rank was told to stop, return its previous state."""
+    """Return a rank's last state. If the rank was told to stop, return its state before that."""
     return recording.words if recording.state == ENDED else recording.state
 
 
@@ -144,7 +145,7 @@ def _blame(found: Sequence[Recording], sentence: str) -> Explanation:
 
 
 def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks whose plan or batch in a step differs from the plan or batch of most ranks.
+    """Find a step for which most ranks got the same plan and batch. Blame the other ranks.
 
     Batches are compared only among the ranks of one data-parallel rank.
     """
@@ -164,15 +165,13 @@ def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
 
 
 def _unlike_most(digests: Sequence[tuple[Recording, int]]) -> list[Recording]:
-    """Return the recordings whose digest is not the most frequent one."""
+    """Return the recordings that have another digest than most recordings."""
     ((most, _), *_) = Counter(digest for _, digest in digests).most_common()
     return [recording for recording, digest in digests if digest != most]
 
 
 def _without_a_word(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks that stopped without a recorded end, if the other ranks failed or were told to
-    stop.
-    """
+    """If some ranks failed or were told to stop, blame ranks that recorded neither."""
     silent = [r for r in recordings if r.state not in (ENDED, FAILED)]
     if not silent or len(silent) == len(recordings):
         return None
@@ -239,7 +238,9 @@ def _slow(recordings: Sequence[Recording]) -> Explanation | None:
 
 
 def mean_wait_us(recording: Recording) -> float | None:
-    """Return a rank's mean wait for a step's results, in us; None after too few steps."""
+    """Return how long a rank waited for the results of a step on average, in microseconds; None if
+    there were too few steps.
+    """
     waits = [wait for step in recording.steps if (wait := _wait_us(step)) is not None]
     return sum(waits) / len(waits) if len(waits) >= MIN_STEPS else None
 

@@ -1,6 +1,6 @@
-"""Counts a rank's streams, by the operation that uses them.
+"""Counts the streams that a rank uses, by the operation that has taken them.
 
-The rank's offer contains these counts and the free streams.
+The rank's offer contains these counts and the number of free streams.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class StreamLedger:
-    """Counts the device's free streams after each operation that can take streams.
+    """Counts the free streams of the device after each operation that may take streams.
 
     Attributes:
-        taken: maps the name of an operation to the number of streams that it has allocated.
+        taken: maps the name of an operation to the number of streams that the operation has taken.
     """
 
     def __init__(self, npu: Npu) -> None:
@@ -25,7 +25,7 @@ class StreamLedger:
         self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
-        """Record ``what`` as the operation that uses all streams taken since the last call."""
+        """Count all streams that were taken since the last call for the operation ``what``."""
         available = self._npu.available_streams()
         self.taken[what] += self._available - available
         if not self.taken[what]:

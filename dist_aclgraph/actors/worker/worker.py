@@ -71,7 +71,7 @@ class Worker:
         self._neighbour = ALONE
         # Handles of the processes of other ranks, by process id.
         self._neighbours: dict[int, int] = {}
-        self._progress = (0, 0)  # number of bytes of weights loaded so far, and of all weights
+        self._progress = (0, 0)  # number of loaded bytes, and number of bytes of all weights
         self._doing = ""
         self._faults = DeviceFaults()
         self._leaving = threading.Lock()
@@ -82,7 +82,7 @@ class Worker:
         self._lease = Lease(config.timeouts.link_s)
         self._channel: StepReceiver | None = None  # None while no step loop runs
         self._node_files: NodeFiles | None = None
-        self._copies: HostCopies | None = None  # only if responsible for files on this node
+        self._copies: HostCopies | None = None  # None unless it looks after this node's files
 
     @property
     def _joined(self) -> JoinedRank | None:
@@ -98,13 +98,13 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int | None = None) -> dict[str, Any]:
-        """Return this worker's status: rank, phase, last step, progress of loading.
+        """Return this worker's status: rank, phase, last step, and progress of loading.
 
         ``waits`` says whether the worker's host thread waits for the device.
 
         Args:
-            number: number of the controller's question, which renews the lease while this worker
-                serves.
+            number: number of the controller's question, which renews the worker's lease; None if
+                another process asks.
         """
         if number is not None:
             self._lease.renew(number)
@@ -122,7 +122,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop_device(self, timeout_s: float) -> None:
-        """Abort the work on the device; the step loop then gets an error from the device.
+        """Abort the work on the device. The step loop then gets an error from the device.
 
         If the device does not stop in time, the process ends.
 
@@ -143,7 +143,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
-        """End another rank's process; return whether it ended in time."""
+        """End another rank's process on this node. Return whether it ended in time."""
         handle = self._neighbours.get(pid)
         return handle is not None and end_process(handle, timeout_s)
 
@@ -167,10 +167,10 @@ class Worker:
         )
 
     def prepare(self, neighbour: Neighbour, pids: Sequence[int]) -> None:
-        """Start to read the weights in advance; build the emulated NPU if this node has no NPU.
+        """Begin to read the weights' files. If NPUs are emulated, build the emulator.
 
         Args:
-            pids: processes of the group's other ranks on this node.
+            pids: process ids of the group's other ranks on this node.
         """
         self._meet_neighbours(pids)
         if self._stage is not None:
@@ -191,7 +191,7 @@ class Worker:
                 self._neighbours[pid] = os.pidfd_open(pid)
 
     def open_meeting(self) -> str:
-        """Listen for the ranks of a group on several nodes; return the address for them.
+        """Listen for the other ranks of a group on several nodes. Return the address for them.
 
         Raises:
             PlacementError: no port is free.
@@ -239,23 +239,23 @@ class Worker:
         return self._stage.weights
 
     def leave(self, epoch: int) -> None:
-        """Leave the lost lockstep group; keep the device and the weights for the next group.
+        """Leave the lost lockstep group. Keep the device and the weights for the next group.
 
-        If faulty memory can be freed only together with the weights, the weights are freed, too.
-        Called after the device has been stopped. Waits until the step loop has ended.
+        If faulty memory can be freed only together with the weights, free the weights, too. The
+        device must be stopped before this call. Waits until the step loop has ended.
 
         Args:
             epoch: epoch of the next group.
 
         Raises:
-            DeviceError: the device does not recover, or the contents of its memory are unknown.
+            DeviceError: the device does not recover, or its memory may be damaged.
         """
         self._faults.check_memory(self._running)
         self._log.group = None
         event(logger, "rank_survives")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
-        with self._leaving:  # so that the device is not stopped while the rank leaves
+        with self._leaving:  # prevents ``stop_device`` while the rank leaves
             self._stage = self._running.leave()
         gc.unfreeze()
         self._give_back()
@@ -277,7 +277,7 @@ class Worker:
         self._progress = (done, total)
 
     def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
-        """Make a runner with a small KV cache for trials, and with buffers for all ``graphs``."""
+        """Make a runner for trial steps: with a small KV cache, and buffers for all ``graphs``."""
         assert isinstance(self._stage, LoadedRank)
         self._phase, joined = "NEGOTIATING", self._stage.joined
         self._stage = self._stage.make_runner(num_blocks, max_len, graphs)
@@ -286,7 +286,7 @@ class Worker:
         joined.npu.on_wait = recorder.wait
 
     def make_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache; the number of blocks is the same on every rank."""
+        """Allocate the KV cache. The number of blocks must be the same on every rank."""
         self._running.make_cache(num_blocks)
 
     def offer(self) -> StreamOffer:
@@ -296,7 +296,7 @@ class Worker:
         return offer
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
-        """Do one action of a graph transaction, for a call by Ray or a message of the engine."""
+        """Do one action of a graph transaction. The command comes from Ray or from the engine."""
         from dist_aclgraph.device.failures import classify
 
         rank = self._running
@@ -338,7 +338,7 @@ class Worker:
         return self._running.runner.pool_memory.total_bytes
 
     def check_plan(self, step: RankPlan) -> None:
-        """Refuse a step that is for another graph plan or for another data-parallel rank.
+        """Raise an error if a step is for another graph plan or for another data-parallel rank.
 
         Raises:
             RankDisagreementError: names both graph plans, or both data-parallel ranks.
@@ -360,7 +360,7 @@ class Worker:
             )
 
     def launch(self, step: RankPlan, report: Callable[[StepResult], None]) -> None:
-        """Queue one step; if the oldest queued step has ended, call ``report`` with its result.
+        """Queue one step. If the oldest queued step has ended, call ``report`` with its result.
 
         Raises:
             RankDisagreementError: see ``check_plan``.
@@ -374,8 +374,8 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def open_node_files(self, settings: NodeFilesSettings) -> NodeServer | None:
-        """Become responsible for files of KV blocks on this node until the next step loop ends;
-        return where other groups fetch the files. Raises the same errors as ``NodeFiles``.
+        """Look after the files of KV blocks on this node until the next step loop ends. Return the
+        server for other groups. Raises the same errors as ``NodeFiles``.
         """
         self._node_files = NodeFiles(self._config, settings)
         if self._copies is None and self._config.kv.host_gib:
@@ -401,7 +401,7 @@ class Worker:
         self._recorder.join(group)
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
-        # All objects up to here live until the worker ends, so garbage collections skip them.
+        # Objects that exist now live as long as the group, so garbage collections can skip them.
         gc.collect()
         gc.freeze()
         is_stopped = False
@@ -425,7 +425,8 @@ class Worker:
                         if fault is None:
                             raise
                         is_stopped = True
-            # The engine deletes the files in memory after this loop has ended.
+            # All copies must end now, because the files in memory are deleted after this loop's
+            # end.
             self._running.runner.end_copies(self._config.timeouts.stop_s / 2)
             if self._node_files is not None:
                 self._node_files.wait_until_quiet(self._config.timeouts.stop_s / 4)
@@ -463,11 +464,11 @@ class Worker:
         return CopiedBlocks(plan.epoch, plan.number, rank, tuple(ended), num_read, fetched)
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
-        """Report a failure to the engine; return the device's fault; None if it is unknown."""
+        """Report a failure to the engine. Return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._faults.fault_of(error, self._running)
         self._faults.note(fault)
-        # Report the failure as the result of the step after the last step. The engine might already
-        # have a result of the last step, and would ignore a second result.
+        # The failure is sent as the result of the step after the last step, because the engine
+        # ignores a second result of the last step.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)
@@ -492,7 +493,8 @@ class Worker:
                 self._node_files.forget()
         except DistAclGraphError as e:
             error = str(e)
-            # The device was started again, so this error is not a consequence of the earlier stop.
+            # This error is a new fault: the device was started again, so the earlier stop is no
+            # cause.
             self._faults.note(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -36,15 +36,15 @@ from dist_aclgraph.version import build, build_of, hash_sources
 
 PEERS_OF_A_FAILURE_S = 5.0  # seconds to wait for the other ranks after one rank has failed
 
-ASK_S = 2.0  # seconds to wait for the answer of control threads
-LOOK_S = 0.1  # seconds between two checks while waiting
+ASK_S = 2.0  # seconds to wait for the answers of control threads
+LOOK_S = 0.1  # seconds between two calls of ``check`` while ``stop_devices`` waits
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class WorkerGroup:
-    """Handles of the workers, in rank order.
+    """The workers of one lockstep group, in the order of their ranks.
 
     Owns the actors and their placement group.
 
@@ -54,7 +54,7 @@ class WorkerGroup:
         bundles: the placement group; None after a new group has taken over the bundles and the
             surviving workers.
         infos: the node and the device of each worker.
-        slots: for each worker, the index of its bundle.
+        slots: the index of each worker's bundle in the placement group.
     """
 
     ranks: tuple[WorldRank, ...]
@@ -63,7 +63,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # phase that is named in errors of graph transactions
+    phase: str = "NEGOTIATING"  # the phase that errors of graph transactions name
     _num_commands: int = 0
 
     def call(
@@ -75,18 +75,18 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call a method on all workers and return their answers in rank order.
 
-        After a rank has reported a failure, the other ranks have only a few more seconds to answer,
-        because the other ranks might be waiting for the failed rank in a collective.
+        After a rank has reported a failure, the other ranks have only ``PEERS_OF_A_FAILURE_S`` to
+        answer, because they may be waiting for the failed rank in a collective.
 
         Args:
-            arguments: a function that returns the arguments of the worker with this index. By
-                default, there are no arguments.
+            arguments: a function that returns the arguments for the worker with a given index. If
+                None, the method is called without arguments.
 
         Raises:
-            WorkerLostError: a worker died; the call does not wait for the others. Or a worker
-                reported a failure, and other workers did not answer after that.
-            WorkerStartTimeoutError: workers did not answer. The message names these workers, and
-                the rank to blame, if known.
+            WorkerLostError: a worker died; in this case the call does not wait for other workers.
+                Or a worker reported a failure, and other workers did not answer after that.
+            WorkerStartTimeoutError: workers did not answer. The message names these workers. If it
+                is known which rank is to blame, the error names that rank.
             DistAclGraphError: the error that a worker raised.
         """
         refs = [
@@ -118,7 +118,7 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """Return the error for workers that did not answer, with the rank to blame, if known."""
+        """Return the error for workers that did not answer. It names the rank to blame if known."""
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(
@@ -135,14 +135,15 @@ class WorkerGroup:
         )
 
     def find_out(self, timeout_s: float) -> None:
-        """Ask the workers where they run, and assign neighbouring ranks to neighbouring NPUs.
+        """Ask the workers on which node and NPU they run. Number the ranks so that neighbouring
+        ranks have neighbouring NPUs.
 
-        If the group has survivors of another group, all workers keep their ranks.
+        If the group contains survivors of another group, all workers keep their ranks.
 
         Raises:
             WorkerStartTimeoutError, WorkerLostError: a worker did not start.
-            PlacementError: the ranks have different kinds of devices; or ranks would share a
-                device; or a worker is not on the node of the lost worker that it replaces.
+            PlacementError: the ranks have different kinds of devices, or several ranks would use
+                one device, or a worker is not on the node of the lost worker that it replaces.
         """
         infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
         if self.infos:
@@ -192,10 +193,11 @@ class WorkerGroup:
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, addresses: Sequence[ChannelAddress], number: int) -> list[Any]:
-        """Start the step loops of all workers; return a Ray reference to the end of each loop.
+        """Start the step loops of all workers. Return a Ray reference for each loop, which is ready
+        when the loop has ended.
 
         Args:
-            addresses: where each rank connects to the step channel.
+            addresses: for each rank, the address at which it connects to the step channel.
             number: the group's number, for the log.
         """
         return [
@@ -216,7 +218,7 @@ class WorkerGroup:
 
 
 def for_each_rank(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
-    """Return a function that gives every rank the same arguments."""
+    """Return a function for ``WorkerGroup.call`` that gives every rank the same arguments."""
     return lambda _: arguments
 
 
@@ -225,7 +227,7 @@ def _has_failed(answer: Any) -> bool:
 
 
 def fetch(ref: Any, rank: int, phase: str) -> Any:
-    """Return the value of a finished call; convert Ray's errors to our error types.
+    """Return the result of a call. Convert Ray's errors to our error types.
 
     Raises:
         WorkerLostError: the actor is dead, or has raised an error that is not a DistAclGraphError.
@@ -238,7 +240,8 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def check_builds(infos: Sequence[WorkerInfo]) -> None:
-    """Check that all workers of a group, survivors and replacements, run this host's version.
+    """Check that all workers of a group run this host's version of the package. A surviving worker
+    may still run an older version.
 
     Raises:
         PlacementError: the message says which host has which version.
@@ -286,7 +289,8 @@ def check_devices(infos: Sequence[WorkerInfo]) -> None:
 
 
 def check_nodes(infos: Sequence[WorkerInfo], ranks_of_node: int) -> None:
-    """Check that each node of a group has the number of ranks that MC2's algorithm needs.
+    """Check that each node of a group has exactly ``ranks_of_node`` ranks, as MC2's algorithm
+    requires.
 
     Raises:
         PlacementError: the message says which node has another number of ranks.
@@ -310,12 +314,12 @@ def place_group(
     deployment: str,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Place and start the workers of one group; ``find_out`` waits for these workers.
+    """Place and start the workers of one group. Does not wait for the workers; ``find_out`` does.
 
     Args:
         request: the resources that one group needs; see ``bundles_of_groups``.
         deployment: name of the deployment; the placement group's name begins with it.
-        python: the command that starts the workers in place of Ray's own command.
+        python: the command that starts the workers; None for Ray's own command.
     """
     bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     slots = [index // request.ranks_of_bundle for index in range(len(ranks))]
@@ -331,7 +335,7 @@ def refill_group(
     *,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Start workers that replace a group's lost ranks; ``find_out`` waits for these workers.
+    """Start workers that replace a group's lost ranks. Does not wait for them; ``find_out`` does.
 
     The new group takes over the bundles and the surviving workers of ``left``.
 
@@ -362,10 +366,11 @@ def _start_worker(
 
 
 def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
-    """Choose the resources that each new group requests, for the cluster's current nodes.
+    """Choose the resources that each new group requests, according to the present nodes of the
+    cluster.
 
     Raises:
-        PlacementError: the cluster has too few NPUs for the groups, used NPUs included.
+        PlacementError: all NPUs of the cluster, free and used, are too few for the groups.
     """
     return placement.plan_bundles(
         ParallelLayout.from_config(config.parallel),
@@ -378,7 +383,7 @@ def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
 
 
 def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
-    """Return the runtime environment of a process; for ``python`` see ``place_group``."""
+    """Return the runtime environment of a process. For ``python``, see ``place_group``."""
     environment: dict[str, Any] = {"env_vars": child_environment(config)}
     return environment if python is None else environment | {"py_executable": python}
 
@@ -386,7 +391,8 @@ def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
 def stop_devices(
     workers: Sequence[Any], timeout_s: float, check: Callable[[], None]
 ) -> dict[GroupRank, str]:
-    """Let all workers stop their devices; return, by rank, why a device did not stop.
+    """Let all workers stop their devices. Return the ranks whose devices did not stop, with the
+    reasons.
 
     Args:
         timeout_s: time limit of each worker. A worker that needs more time ends its own process.
@@ -412,7 +418,9 @@ def stop_devices(
 
 
 def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> RankStatuses:
-    """Ask the workers' control threads, and return the statuses of the workers."""
+    """Ask the control threads of these workers for their statuses. The status of a worker that does
+    not answer is None.
+    """
     refs = {rank: workers[rank].ping.remote() for rank in ranks}
     ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
     places: dict[GroupRank, dict[str, Any] | None] = {}

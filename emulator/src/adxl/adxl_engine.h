@@ -79,7 +79,8 @@ public:
   static Status GetCapability(FeatureType feature, int32_t &value);
 
 private:
-  // Programs allocate this object, so its size is that of CANN's object: one pointer.
+  // Programs allocate this object themselves, so it must have the size of CANN's object: one
+  // pointer.
   class Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -1,4 +1,4 @@
-// C functions with which the Python package hixl (python/site-packages) makes the calls of
+// C functions for the Python package hixl (python/site-packages). Each function makes one call of
 // AdxlEngine.
 #include "adxl/adxl_engine.h"
 
@@ -9,7 +9,7 @@ static AdxlEngine *engine_at(void *engine) { return static_cast<AdxlEngine *>(en
 EMU_API void *emulator_hixl_new() { return new AdxlEngine; }
 EMU_API void emulator_hixl_delete(void *engine) { delete engine_at(engine); }
 
-// `options` has the name and the value of each option, one after the other.
+// `options` contains the options one after the other: for each option, its name and then its value.
 EMU_API uint32_t emulator_hixl_initialize(void *engine, const char *name, const char **options,
                                           size_t count) {
   std::map<adxl::AscendString, adxl::AscendString> found;

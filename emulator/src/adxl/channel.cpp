@@ -9,7 +9,8 @@
 
 namespace emu::adxl {
 
-// Between two pieces, a transfer checks whether the link is closed.
+// A transfer moves its bytes in pieces of this size. Between two pieces, it checks whether the link
+// is closed.
 constexpr size_t kPiece = 1 << 20;
 
 Channel::Channel(Peer peer, std::vector<Range> local, int device)
@@ -33,7 +34,8 @@ void Channel::check(const TransferOpDesc &span) const {
   demand(span.len, PARAM_INVALID, "the span at ", hex(span.local_addr), " has no bytes");
   const Range *local = range_of(local_, span.local_addr, span.len);
   const Range *remote = range_of(peer_.ranges(), span.remote_addr, span.len);
-  // Bytes outside the registered ranges may belong to any object, so no setting permits a transfer.
+  // Bytes outside the registered ranges may belong to any object, so no setting permits to transfer
+  // them.
   refuse_unless(local, PARAM_INVALID, "the ", span.len, " bytes at ", hex(span.local_addr),
                 " of this engine were not registered when the link was made");
   refuse_unless(remote, PARAM_INVALID, "the ", span.len, " bytes at ", hex(span.remote_addr),
@@ -97,7 +99,7 @@ void Channel::work() {
   }
 }
 
-// Returns "" or why the transfer failed. Spans before the failure have moved.
+// Returns "", or the reason why the transfer failed. Spans before the failed span have been moved.
 std::string Channel::move(const Transfer &transfer) const {
   for (const TransferOpDesc &span : transfer.spans) {
     if (!peer_.is_alive())

@@ -1,4 +1,5 @@
-// A client's link to one peer. A thread moves the spans, as the stream of a real link does.
+// A client's link to one peer. A thread moves the spans of a transfer, as a stream does on a real
+// link.
 #pragma once
 
 #include "adxl/peer.h"
@@ -20,18 +21,20 @@ struct Transfer {
 
 class Channel {
 public:
-  // The calling thread must use the engine's context. Throws a Refusal if stream ids are missing.
+  // The calling thread must use the engine's context. Throws a Refusal if too few stream ids are
+  // free.
   Channel(Peer peer, std::vector<Range> local, int device);
   ~Channel();
 
-  // Checks all spans before the first byte moves; throws a Refusal.
+  // Checks all spans before the first byte moves, and throws a Refusal if a span is not permitted.
   std::shared_ptr<Transfer> start(TransferOp operation, const std::vector<TransferOpDesc> &spans);
-  // Waits; throws a Refusal if the transfer fails. After TIMEOUT the transfer goes on, and the
-  // channel refuses other transfers, until it is closed.
+  // Waits for the end of a transfer. Throws a Refusal if the transfer fails. After the status
+  // TIMEOUT, the transfer still goes on, and the channel refuses other transfers until the channel
+  // is closed.
   void wait(const std::shared_ptr<Transfer> &transfer, int timeout_ms);
   TransferStatus status(const std::shared_ptr<Transfer> &transfer);  // throws a Refusal
 
-  // Ends all transfers. Afterwards the channel accesses no memory.
+  // Ends all transfers. After this call, the channel accesses no memory.
   void close();
   const Peer &peer() const { return peer_; }
 

@@ -1,4 +1,4 @@
-// adxl::AdxlEngine: arguments, the state of links, and what CANN's documents demand of callers.
+// adxl::AdxlEngine: checks arguments and the rules of CANN's documents, and owns the links.
 #include "adxl/channel.h"
 
 #include "runtime/faults.h"
@@ -10,7 +10,7 @@ namespace {
 
 using namespace emu::adxl;
 
-// AutoConnect: CANN's limit for links that TransferAsync makes.
+// With AutoConnect, CANN's time limit for links that TransferAsync makes.
 constexpr int kAsyncConnectMs = 3000;
 
 struct Options {
@@ -47,7 +47,8 @@ Options parse_options(const std::map<AscendString, AscendString> &options) {
   return parsed;
 }
 
-// Returns the status of the call, and keeps the text of a refusal for aclGetRecentErrMsg.
+// Runs the body of a call, and returns the call's status. If the body throws a Refusal, its text is
+// stored for aclGetRecentErrMsg.
 Status answered(const char *call, const std::function<void()> &body) {
   try {
     body();
@@ -74,7 +75,8 @@ int physical(int device) {
   return id;
 }
 
-// While the object exists, the thread uses a context; afterwards, it uses its previous context.
+// While this object exists, the thread uses a certain context. Afterwards, it uses its previous
+// context again.
 class CurrentContext {
 public:
   explicit CurrentContext(aclrtContext context) {
@@ -108,7 +110,7 @@ public:
       listener_ = std::make_unique<Listener>(name, self_.identity(), memory_, context_);
   }
 
-  // The documents of all calls except Finalize and SendNotify have this rule.
+  // The documents of all calls except Finalize and SendNotify require this.
   void check_context() const {
     aclrtContext current = nullptr;
     aclrtGetCurrentContext(&current);
@@ -146,8 +148,9 @@ public:
     links_[remote] = {channel};
   }
 
-  // Close the link to an engine. A new link to this engine is made only after the old link has
-  // stopped all accesses to memory. If `only` is given, no other channel is closed.
+  // Closes the link to an engine. A new link to the same engine is made only after the old link has
+  // ended all its accesses to memory. If `only` is given, the link is closed only if its channel is
+  // `only`.
   void disconnect(const std::string &remote, int timeout_ms, const Channel *only = nullptr) {
     check_context();
     std::shared_ptr<Channel> channel;
@@ -198,7 +201,8 @@ public:
     return reinterpret_cast<TransferReq>(next_++);
   }
 
-  // A request whose transfer has ended, or whose link has ended, can be queried once.
+  // After the transfer or the link of a request has ended, the status of the request can be queried
+  // only once.
   TransferStatus status(TransferReq handle) {
     check_context();
     auto id = reinterpret_cast<uintptr_t>(handle);

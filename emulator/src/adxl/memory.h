@@ -1,4 +1,4 @@
-// Registered memory: the ranges that transfers of an engine and of its peers may access.
+// Registered memory: the ranges that an engine and its peers may access by transfers.
 #pragma once
 
 #include "adxl/refusal.h"
@@ -16,11 +16,11 @@ struct Range {
   uint32_t reserved = 0;
 };
 
-// Limits of each engine, from the documents.
+// The limits of each engine, from CANN's documents.
 constexpr size_t kMaxRanges = 4096;
 constexpr uint64_t kMaxDeviceBytes = 50ull << 30;
 constexpr uint64_t kMaxHostBytes = 20ull << 30;
-// Under HCCS, device memory begins at a multiple of this number of bytes.
+// With HCCS, registered device memory must begin at a multiple of this number of bytes.
 constexpr uint64_t kHccsAlignment = 2ull << 20;
 
 class Memory {
@@ -37,7 +37,7 @@ private:
   std::map<uintptr_t, Range> ranges_;  // by handle
 };
 
-// The registered range that contains all bytes, or null.
+// Returns the registered range that contains all these bytes, or null.
 const Range *range_of(const std::vector<Range> &ranges, uint64_t begin, uint64_t bytes);
 
 std::string hex(uint64_t address);

@@ -235,7 +235,7 @@ Status Peer::leave(int timeout_ms) const {
   auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
   shutdown(socket_.get(), SHUT_WR);
   char byte;
-  // If the peer has died, the link ends, too.
+  // If the peer has died, the link has also ended, so this is a success.
   return receive_all(socket_.get(), &byte, 1, end) == Step::Late ? TIMEOUT : SUCCESS;
 }
 
@@ -252,7 +252,8 @@ Listener::Listener(const EngineName &name, const Identity &self, const Memory &m
                  !listen(socket_.get(), SOMAXCONN);
   refuse_unless(listens, FAILED, "cannot listen at ", name.text, ": ", strerror(errno));
   wake_ = File(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  // Yama lets only chosen processes access this process's memory.
+  // By default, Linux (Yama) lets only a parent access this process's memory. This allows any
+  // process of the user.
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   thread_ = std::thread([this] { serve(); });
 }
@@ -282,7 +283,8 @@ struct Connection {
     return is_link();
   }
 
-  // Returns false if the connection has ended, or if the peer did not send a client's greeting.
+  // Returns false if the connection has ended, or if the peer has sent something else than a
+  // client's greeting.
   bool read() {
     char *to = is_link() ? nullptr : reinterpret_cast<char *>(&told) + received;
     char nothing;

@@ -1,6 +1,6 @@
 // The two ends of a link. A client connects to the address in the server's name. Both ends send
-// their identities, and the server also sends its registered ranges. Afterwards the client accesses
-// the memory of the server's process directly, like a device, even while the server's process is
+// their identities, and the server also sends its registered ranges. Then the client accesses the
+// memory of the server's process directly, as a device does, even while the server's process is
 // stopped. The connection stays open only to show that both ends are alive.
 #pragma once
 
@@ -51,7 +51,8 @@ struct Identity {
   int32_t pid, device;  // the physical device
   uint32_t roce;        // HCCL_INTRA_ROCE_ENABLE=1
   uint32_t num_ranges;  // a server sends its ranges after this structure
-  // The peer finds these bytes at this address, so it knows that it accesses the right process.
+  // The peer reads the secret at this address in this process's memory. If it finds these bytes, it
+  // accesses the right process.
   uint64_t secret_address;
   uint8_t secret[16];
 };
@@ -69,7 +70,8 @@ private:
 
 class Peer {
 public:
-  // Connects, and checks what the documents demand of both ends. Throws a Refusal.
+  // Connects, and checks what CANN's documents require of both ends. Throws a Refusal if this
+  // fails.
   Peer(const EngineName &name, const Identity &self, const std::vector<Range> &local,
        int timeout_ms);
 
@@ -77,7 +79,7 @@ public:
   bool over_hccs() const { return hccs_; }
   // Returns whether the peer's process still has the memory of this link.
   bool is_alive() const;
-  // Copies between this process and the peer; returns 0, or errno.
+  // Copies bytes between this process and the peer. Returns 0, or errno.
   int copy(TransferOp operation, uint64_t local, uint64_t remote, size_t bytes) const;
   // Tells the server that this link ends, and waits for its answer.
   Status leave(int timeout_ms) const;
@@ -93,10 +95,10 @@ private:
   void check_devices(const Identity &self, const std::vector<Range> &local) const;
 };
 
-// Answers clients at the address of an engine, in a thread.
+// Owns a thread that answers clients at the address of an engine.
 class Listener {
 public:
-  // Throws a Refusal. `context` is that of the engine.
+  // Throws a Refusal if it cannot listen. `context` is the engine's context.
   Listener(const EngineName &name, const Identity &self, const Memory &memory,
            aclrtContext context);
   ~Listener();

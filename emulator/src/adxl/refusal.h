@@ -1,4 +1,4 @@
-// Refused calls: the status for the caller, and a text for aclGetRecentErrMsg.
+// Refused calls. A Refusal contains the status for the caller, and a text for aclGetRecentErrMsg.
 #pragma once
 
 #include "adxl/adxl_engine.h"
@@ -16,7 +16,7 @@ struct Refusal : std::runtime_error {
   Refusal(Status status_, const std::string &text) : std::runtime_error(text), status(status_) {}
 };
 
-// Refuses a call if the condition is false, whatever the settings are.
+// Refuses a call if the condition is false. No setting can change this.
 template <class... Parts>
 void refuse_unless(bool condition, Status status, const Parts &...parts) {
   if (condition)
@@ -26,8 +26,8 @@ void refuse_unless(bool condition, Status status, const Parts &...parts) {
   throw Refusal(status, text.str());
 }
 
-// Refuses a call that breaks a rule of the documents. With strict=false, or if the setting `admit`
-// contains a part of the text, the call is allowed.
+// Refuses a call that breaks a rule of CANN's documents, if the condition is false. The call is
+// still allowed with strict=false, or if a text in the setting `admit` is a part of this text.
 template <class... Parts>
 void demand(bool condition, Status status, const Parts &...parts) {
   if (condition || !settings().strict)

@@ -1,5 +1,5 @@
-// The stream ids that a link takes. Each end is in a communication domain of two ranks, and the
-// client's end has a stream for its transfers.
+// The stream ids that a link uses. At each end, the link needs a communication domain of two ranks.
+// At the client's end, it also needs a stream for transfers.
 #pragma once
 
 #include "adxl/refusal.h"
@@ -13,7 +13,7 @@ inline std::string recent_error() {
   return text ? text : "";
 }
 
-// Takes ids of the calling thread's device. Throws a Refusal if there are too few.
+// Takes stream ids of the calling thread's device. Throws a Refusal if too few ids are free.
 class Domain {
 public:
   Domain() {

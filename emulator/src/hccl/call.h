@@ -1,4 +1,5 @@
-// The description of the call that a rank runs. Ranks compare their descriptions before they run.
+// The description of a call that a rank runs. The ranks compare their descriptions before they run
+// the call.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +9,12 @@ namespace emu::hccl {
 
 constexpr size_t kDescriptionBytes = 112;
 
-// Only the text and the session are compared.
+// Of these fields, only the text and the session are compared.
 struct Call {
   char text[kDescriptionBytes];
   uint32_t session;  // the capture that is replayed; 0: the call is not part of a graph
-  // With modelled time: the time at which this rank arrives, and the duration of the call after the
-  // latest rank's arrival.
+  // With modelled time: the time at which this rank arrives, and how long the call takes after the
+  // last rank has arrived.
   int64_t arrival_ns, cost_ns;
 };
 

@@ -1,8 +1,8 @@
-// The capture to which a collective belongs. All ranks of a communicator must replay graphs of the
-// same capture. Graphs of different captures do not match, even if they have the same operators
-// (HCCL's user_guide/constraints.md). So every capture that contains collectives of a communicator
-// has a number, which is the same on all ranks. In replays of the capture's graph, each call
-// carries this number.
+// The capture to which a collective belongs. When the ranks of a communicator replay a graph, all
+// ranks must have captured their graphs in the same capture. Graphs of different captures do not
+// match, even if they have the same operators (HCCL's user_guide/constraints.md). So each capture
+// that contains collectives of a communicator has a number, which is the same on all ranks. When
+// the graph is replayed, each call contains this number.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace emu::hccl {
 
 class Communicator;
 
-// One capture, owned by the tasks that it recorded.
+// One capture. The tasks that were recorded in it own this object.
 class CaptureSession {
 public:
   const uint32_t number;  // from 1
@@ -33,9 +33,10 @@ private:
 };
 
 // The captures of one rank. All ranks give a capture the same number without communication, because
-// they capture in lockstep. But a failed capture may have used the communicator on some ranks only.
-// So when a rank drops a capture before its first replay, the rank tells the others the capture's
-// number. No rank then uses this number or a smaller one for a new capture.
+// they capture in lockstep. But if a capture fails, perhaps only some ranks have used the
+// communicator in it. So if a rank drops a capture before its first replay, the rank tells the
+// other ranks the number of this capture. Then no rank uses this number or a smaller number for a
+// new capture.
 class CaptureSessions {
 public:
   using Dropped = std::atomic<uint32_t>;  // the highest number that a rank has dropped

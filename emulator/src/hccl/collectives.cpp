@@ -22,9 +22,9 @@ Call describe(const char *name, uint64_t count, int type, int argument = 0) {
   return call;
 }
 
-// Launches an operation of all ranks. The operation runs as `call`, which in a graph carries the
-// session of the capture. `bytes` is the number of bytes from other ranks, each counted once. With
-// modelled time the operation takes `ns`.
+// Launches an operation of all ranks. The ranks compare `call`, to which the session of the capture
+// is added if the operation is captured. `bytes` is the number of bytes that this rank gets from
+// other ranks; each byte counts once. With modelled time, the operation takes `ns`.
 template <class Body>
 HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStream stream,
                           size_t bytes, int64_t ns, Body body) {
@@ -38,9 +38,9 @@ HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStrea
   });
 }
 
-// Every rank offers the same number of bytes. `consume(begin, bytes, parts)` is called with the
-// same range of bytes of all ranks: once if all bytes fit into a slot, otherwise once for each
-// chunk.
+// Every rank offers the same number of bytes. `consume(begin, bytes, parts)` gets one range of
+// these bytes from all ranks. It is called once if all bytes fit into a slot, and otherwise once
+// for each chunk.
 template <class Consume>
 void all_to_each(Communicator &c, const Call &call, const char *offer, size_t bytes,
                  Consume consume) {
@@ -71,18 +71,18 @@ struct Overlap {
   }
 };
 
-// The part of `bytes` that is on other ranks, if each rank has an equal part.
+// Returns how many of the `bytes` bytes are on other ranks, if each rank has an equal part.
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
-// The bytes that are really sent. With modelled time, floats and the int8 values that replace them
-// are not sent, because they were not computed.
+// Returns how many bytes are really sent. With modelled time, floats are not sent, because kernels
+// did not compute them. The same is true for int8 values, which are quantised floats.
 size_t travelling(size_t bytes, HcclDataType type) {
   bool is_computed = type == HCCL_DATA_TYPE_INT8 || type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
                   type == HCCL_DATA_TYPE_FP32 || type == HCCL_DATA_TYPE_FP64;
   return settings().timed && is_computed ? 0 : bytes;
 }
 
-// Reduces the elements [from, from + count) of all ranks' `offered` elements.
+// Each rank offers `offered` elements. Reduces the elements [from, from + count) over all ranks.
 void reduce_part(Communicator &c, const Call &call, const void *send, void *receive,
                  size_t offered, size_t from, size_t count, HcclDataType type, HcclReduceOp op,
                  bool wanted) {
@@ -108,7 +108,7 @@ EMU_API HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, Hccl
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, true);
   };
-  // An all-reduce counts the bytes of a reduce-scatter and an all-gather.
+  // An all-reduce counts as many bytes as a reduce-scatter and an all-gather together.
   size_t bytes = 2 * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclAllReduce", describe("AllReduce", count, type, op), stream, bytes,
                         operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
@@ -120,7 +120,7 @@ EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDat
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, c->rank == root);
   };
-  // A reduce counts the bytes of a reduce-scatter whose parts the root gathers.
+  // A reduce counts as many bytes as a reduce-scatter, and then a gather of the parts at the root.
   size_t bytes = (c->rank == root ? 2 : 1) * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, bytes,
                         operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
@@ -152,7 +152,7 @@ EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, Hccl
                         (c->ranks - 1) * bytes, operation_ns(Pattern::AllGather, bytes, *c), run);
 }
 
-// Only the root's bytes are read. The other ranks also offer their bytes, because this makes the
+// Only the root's bytes are used. The other ranks also offer their bytes, because this makes the
 // code simpler.
 EMU_API HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t root,
                                  HcclComm comm, aclrtStream stream) {
@@ -218,8 +218,9 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
                         (c->ranks - 1) * bytes, operation_ns(Pattern::AllToAll, bytes, *c), run);
 }
 
-// Counts and displacements are host arrays, so they are fixed at launch, also in a captured graph.
-// After all ranks have agreed on the call, each pair of ranks exchanges its part through mailboxes.
+// Counts and displacements are arrays on the host, so their values at the launch are used, even in
+// a captured graph. After all ranks have compared the call, each pair of ranks exchanges its part
+// through mailboxes.
 EMU_API HcclResult HcclAlltoAllV(const void *send, const void *send_counts,
                                  const void *send_displacements, HcclDataType type,
                                  const void *receive, const void *receive_counts,

@@ -18,8 +18,8 @@ constexpr size_t kMailboxStride = kHeaderBytes + kMailboxBytes;
 
 std::string Communicator::segment_name(uint32_t r) const { return memory_ + "." + std::to_string(r); }
 
-// A segment contains a header, two slots, an area, and one mailbox for each sending rank. Pages
-// that are never accessed cost nothing.
+// A segment contains a header, two slots, an area, and one mailbox for each sending rank. Memory
+// pages that are never accessed use no memory.
 size_t Communicator::segment_bytes() const {
   return kHeaderBytes + 2 * kSlotBytes + kAreaBytes + ranks * kMailboxStride;
 }
@@ -75,8 +75,8 @@ void Communicator::arrive(const RootInfo &root) {
     forget(root);
     throw;
   }
-  // All ranks have mapped all memory, so its names can be removed. A rank that is killed later then
-  // leaves no names behind.
+  // All ranks have mapped all segments, so the names of the segments are no longer needed. They are
+  // removed now, so that a rank that is killed later leaves no names behind.
   remove_segment(segment_name(rank));
   forget(root);
 }
@@ -101,13 +101,13 @@ void Communicator::wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &slee
   });
 }
 
-// A barrier of the ranks of this host. The last rank to arrive wakes all other ranks through one
-// word, so each rank sleeps at most once.
+// A barrier of the ranks on this host. The last rank that arrives wakes all other ranks through a
+// single futex word, so each rank sleeps at most once.
 void Communicator::barrier(const Call &call) {
   uint32_t target = ++barriers_;
   Barriers &first = barriers_of(here_[0]);
   barriers_of(rank).arrived = target;
-  // Both counters restart at 0 after 2^32 - 1.
+  // Both counters continue at 0 after 2^32 - 1, so the comparison still works.
   if (first.arrivals.fetch_add(1) + 1 == static_cast<uint32_t>(target * here_.size())) {
     first.completed = target;
     if (first.sleepers)
@@ -207,8 +207,9 @@ void Communicator::end_life() {
   links_.end_life(next);
 }
 
-// HCCL does not check the peers: a rank that resumes too early loses data when the other ranks
-// reset later, and the resulting error appears much later. So the emulator refuses an early resume.
+// HCCL does not check whether the other ranks have aborted. If a rank resumes too early, it loses
+// data when the other ranks reset, and the error appears much later. So the emulator refuses to
+// resume too early.
 void Communicator::resume() {
   std::string what = "HcclCommResume of communicator " + name + " on rank " + std::to_string(rank);
   if (headers_[rank]->lives_over != life_ + 1)

@@ -1,10 +1,10 @@
 // A communicator: ranks that exchange messages, over shared memory within a host, and over sockets
 // (links.h) between hosts. Every rank owns a memory segment, which all ranks of its host map. Small
-// messages use two slots in turn, so one barrier is enough: no rank can be two operations ahead of
-// a rank that still reads a slot. Larger messages use the segment's area in chunks, each between
-// two barriers. For a rank on another host, this process has a private segment, into which it reads
-// that rank's data. So the code that uses a segment, and the results of sums, do not depend on the
-// rank's host.
+// messages use two slots in turn. So one barrier per message is enough: no rank can be two
+// operations ahead of a rank that still reads a slot. Larger messages use the segment's area in
+// chunks, and each chunk is between two barriers. For each rank on another host, this process has a
+// private segment, into which it reads that rank's data. So neither the code that uses a segment
+// nor the results of sums depend on the host of a rank.
 #pragma once
 
 #include "emulator.h"
@@ -23,14 +23,14 @@ namespace emu::hccl {
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kAreaBytes = 4 << 20;  // one chunk of a large message
 
-// Aborted work may leave any values in these counters. So the life of a communicator is divided: an
-// abort ends one life, and HcclCommResume begins the next life. There are two sets of counters, and
-// successive lives use the sets in turn. A rank that aborts clears the next set; no rank uses this
-// set before all ranks have aborted.
+// Aborted work may leave arbitrary values in these counters. So a communicator has several lives:
+// an abort ends a life, and HcclCommResume begins the next life. There are two sets of counters,
+// which successive lives use in turn. A rank that aborts sets the counters of the next life to 0.
+// No rank uses these counters before all ranks have aborted.
 struct Barriers {
   std::atomic<uint32_t> arrived;  // barriers that this rank has reached, for error messages
-  // Used in the segment of the host's first rank only: arrivals of all ranks of the host, and the
-  // last complete barrier (a futex word).
+  // Only the counters in the segment of the host's first rank are used: the number of arrivals of
+  // all ranks of the host, and the number of the last complete barrier, which is a futex word.
   std::atomic<uint32_t> arrivals, completed, sleepers;
 };
 
@@ -43,7 +43,7 @@ struct Header {
   Call calls[2];
 };
 
-// One direction between two ranks, inside the receiver's segment.
+// The messages from one rank to another. A mailbox is in the segment of the receiver.
 struct Mailbox {
   struct Progress {
     std::atomic<uint32_t> written, read;  // chunks; futex words
@@ -66,8 +66,8 @@ public:
   // Publishes `bytes` bytes at `data` (at most kSlotBytes), waits for all ranks, and checks that
   // all run the same call. Then slot(r) contains the bytes of rank r until the next operation.
   void exchange_small(const Call &call, const void *data, size_t bytes);
-  // Does the same with at most kAreaBytes; area(r) contains the bytes of rank r while `consume()`
-  // runs.
+  // Does the same with at most kAreaBytes bytes. While `consume()` runs, area(r) contains the bytes
+  // of rank r.
   template <class Consume>
   void exchange_chunk(const Call &call, const void *data, size_t bytes, Consume consume) {
     exchange(call, areas_, data, bytes);
@@ -81,18 +81,18 @@ public:
   void receive(void *data, size_t bytes, uint32_t from);
 
   // A communicator is used either for collectives or for operators that communicate inside their
-  // kernel. The reason: such kernels keep flags and data of several steps in the communicator's
+  // kernel, because such kernels keep flags and data of several steps in the communicator's
   // windows, and collectives write to the same windows (documents of npu_moe_distribute_dispatch_v2
-  // and _combine_v2). The first operation decides for which use the communicator is.
+  // and _combine_v2). The first operation decides which of the two uses is permitted.
   enum class Use { None, Collectives, Kernels };
   bool claim(Use use) {
     Use owner = Use::None;
     return use_.compare_exchange_strong(owner, use) || owner == use;
   }
 
-  // Call this when an abort of the device begins: no call is permitted until `resume`.
+  // To be called when an abort of the device begins. Then no call is permitted until `resume`.
   void suspend() { is_suspended_ = true; }
-  // Call this when all tasks of this rank have ended.
+  // To be called during an abort, when all tasks of this rank have ended.
   void end_life();
   // Begins the next life. If this is not possible, throws an error with the reason.
   void resume();
@@ -105,14 +105,14 @@ public:
   std::atomic<int> calls{0}, tasks{0}, captured_tasks{0};
 
   CaptureSessions &sessions() { return sessions_; }
-  // Receive, and send, the numbers of captures that were dropped: by ranks of other hosts, and by
-  // this rank.
+  // `hear_dropped` receives the numbers of captures that ranks on other hosts have dropped.
+  // `tell_dropped` sends them the number of a capture that this rank has dropped.
   void hear_dropped();
   void tell_dropped(uint32_t number) { links_.tell(number); }
 
   uint32_t ranks_here() const { return static_cast<uint32_t>(here_.size()); }
 
-  // Collectives of one communicator run one after the other.
+  // A lock, because collectives of one communicator run one after the other.
   std::mutex &order() { return order_; }
 
   const int device;
@@ -140,13 +140,13 @@ private:
   Mailbox *mailbox(uint32_t from, uint32_t to) const;
   void arrive(const RootInfo &root);  // waits until all ranks of this host have mapped all segments
   // Publishes this rank's call and `bytes` bytes at `data`, waits for all ranks, and checks that
-  // all run the same call; then rooms[r] contains the bytes of rank r.
+  // all run the same call. Then rooms[r] contains the bytes of rank r.
   void exchange(const Call &call, const std::vector<char *> &rooms, const void *data, size_t bytes);
   void barrier(const Call &call);
   void compare(const Call &call) const;
   void exchange_clocks() const;  // with modelled time: the clocks that all ranks reported
-  // Waits until word >= at_least. `peers` returns the awaited ranks; it is called from time to
-  // time.
+  // Waits until word >= at_least. `peers` is called from time to time, and returns the ranks for
+  // which this rank waits.
   template <class Peers>
   void wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
             const char *operation, Peers peers);

@@ -20,8 +20,8 @@ static double fixed_us() {
 
 namespace {
 
-// One exchange, in which each of `ranks` ranks sends `bytes` to every other rank, or receives
-// `bytes` from every other rank.
+// Returns the time of one exchange, in which each of `ranks` ranks sends `bytes` bytes to every
+// other rank, or receives them from every other rank.
 double exchange_ns(double bytes, double ranks, double link_us, double pair_gb_s, double port_gb_s) {
   if (ranks <= 1)
     return 0;
@@ -36,8 +36,8 @@ double between_nodes_ns(double bytes, double nodes) {
   return exchange_ns(bytes, nodes, rates().network_us, gb_s, gb_s);
 }
 
-// All ranks get the data of every rank: first from the ranks at the same position of other nodes,
-// then from the ranks of this rank's node.
+// Returns the time until all ranks have the data of every rank. Each rank gets data first from the
+// ranks at the same position on other nodes, and then from the other ranks of its own node.
 double gather_ns(double bytes, double nodes, double here) {
   return between_nodes_ns(bytes, nodes) + in_node_ns(bytes * nodes, here);
 }

@@ -36,7 +36,7 @@ void Door::accept_all() {
   }
 }
 
-// The bytes after the secret are read only after the secret was found to be correct.
+// The bytes after the secret are read only if the secret is correct.
 bool Door::listen_to(Visitor &v, bool *has_proved) const {
   auto *words = reinterpret_cast<char *>(&v.hello);
   for (size_t end : {sizeof v.hello.question, sizeof v.hello}) {
@@ -56,8 +56,8 @@ bool Door::listen_to(Visitor &v, bool *has_proved) const {
 }
 
 void Door::attend(int ms, const Admit &admit) {
-  // If the number of visitors is at its maximum, new connections are not accepted and do not wake
-  // this thread.
+  // If the number of open connections is at its maximum, new connections are not accepted, and do
+  // not wake this thread.
   bool is_full = visitors_.size() == kVisitors;
   std::vector<pollfd> files{{is_full ? -1 : listener_.file(), POLLIN, 0}};
   for (const Visitor &v : visitors_)

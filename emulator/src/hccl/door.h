@@ -1,6 +1,6 @@
-// Admits only connections that send the secret. Any process may connect to a port, but it cannot
-// block the listener: a connection that does not send the secret is closed after a short time, and
-// even earlier if more connections are waiting.
+// Admits only connections that send the secret. Any process can connect to the port, but no process
+// can block the listener: a connection that does not send the secret is closed after a short time,
+// and even earlier if other connections are waiting.
 #pragma once
 
 #include "hccl/meeting.h"
@@ -10,13 +10,13 @@
 
 namespace emu::hccl {
 
-// The host and the address of a rank. The rank listens if `address` has a port.
+// The host of a rank, and its address. The rank listens only if `address` has a port.
 struct Place {
   char memory[128];
   Address address;
 };
 
-// The first words on a connection.
+// The first bytes that a rank sends on a connection.
 struct Hello {
   Secret question;
   uint32_t is_joining;  // joins the root's list of ranks; else a channel of a pair of ranks
@@ -31,7 +31,7 @@ public:
 
   Door(Socket listener, const Secret &question)
       : listener_(std::move(listener)), question_(question) {}
-  // Waits at most `ms` milliseconds, and admits connections that have presented the secret.
+  // Waits for at most `ms` milliseconds. Admits connections that have sent the secret.
   void attend(int ms, const Admit &admit);
 
 private:

@@ -17,7 +17,7 @@ inline const std::shared_ptr<Communicator> &communicator(HcclComm comm) {
   return static_cast<Handle *>(comm)->communicator;
 }
 
-// The communicators of this process that exist, for callers that know only a communicator's name.
+// Stores a communicator of this process, for callers that know only the communicator's name.
 void remember(const std::shared_ptr<Communicator> &communicator);
 std::shared_ptr<Communicator> find(const std::string &name, uint32_t rank);
 

@@ -32,7 +32,7 @@ static std::vector<std::string> items_of(const std::string &list) {
   return items;
 }
 
-// The interfaces that are up: name, and first address of the family.
+// The network interfaces that are up: for each name, the first address of the family.
 static std::map<std::string, std::string> interfaces(int family) {
   std::map<std::string, std::string> found;
   ifaddrs *all = nullptr;

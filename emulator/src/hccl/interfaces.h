@@ -7,9 +7,9 @@
 
 namespace emu::hccl {
 
-// Throws an error that names the variable, its value and the remedy.
+// Throws an error if no address fits. The error names the variable, its value and the remedy.
 std::string host_ip();
-// The ports in the order in which they are tried; with 0 the system chooses the port.
+// Returns the ports in the order in which they are tried. For port 0, the system chooses a port.
 std::vector<uint16_t> host_ports();
 
 }  // namespace emu::hccl

@@ -44,7 +44,7 @@ size_t Links::to_receive(const Peer &p) const {
   return p.runs_other ? 0 : sizeof(Frame) + frame_.bytes - p.received;
 }
 
-// The remaining bytes of a frame's two parts, from byte `done` on.
+// Returns the bytes of a frame's two parts that are not yet sent or received, from byte `done` on.
 static msghdr from_byte(iovec (&parts)[2], size_t done) {
   for (iovec &part : parts) {
     size_t skipped = std::min(done, part.iov_len);

@@ -1,4 +1,4 @@
-// The socket exchange of a rank with ranks of other hosts.
+// The exchange of a rank with ranks on other hosts, over sockets.
 #pragma once
 
 #include "hccl/call.h"
@@ -10,7 +10,7 @@
 
 namespace emu::hccl {
 
-// Checks that a message has the length that its receiver expects. Throws.
+// Throws if a message does not have the length that its receiver expects.
 void check_message_bytes(uint32_t rank, size_t wanted, uint32_t from, size_t sent);
 
 class Links {
@@ -22,32 +22,32 @@ public:
   };
   using PlaceOf = std::function<Place(uint32_t rank)>;
 
-  // `is_destroyed`: whether the communicator was destroyed.
+  // `is_destroyed` becomes true when the communicator is destroyed.
   Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote,
         const std::atomic<bool> &is_destroyed);
 
   bool empty() const { return peers_.empty(); }
 
-  // A collective has two halves; the ranks of this host meet at a barrier between the halves. The
-  // offered data must stay valid until the end. If a peer runs another call, this rank still
-  // receives the description of that call.
+  // A collective has two halves: `offer` and `collect`. Between them, the ranks of this host meet
+  // at a barrier. The offered data must stay valid until the end of `collect`. If a peer runs
+  // another call, this rank still receives the description of that call.
   void offer(const Call &call, const char *data, size_t bytes);
   size_t collect(const PlaceOf &place);  // returns the number of received bytes
 
   void send(const void *data, size_t bytes, uint32_t to);
   void receive(void *data, size_t bytes, uint32_t from);
 
-  // Sends a number to all other ranks. When this returns, each host that can be reached has
-  // received the number.
+  // Sends a number to all ranks on other hosts. When this returns, each host that can be reached
+  // has received the number.
   void tell(uint32_t number);
   void hear(const std::function<void(uint32_t rank, uint32_t number)> &told);
 
-  // Call this when all tasks of this rank have ended, which ends a life of the communicator.
-  // Reports to the other ranks that the life has ended, and how many bytes this rank has sent to
-  // each of them.
+  // To be called when all tasks of this rank have ended. This ends a life of the communicator.
+  // Reports to each other rank that the life has ended, and how many bytes this rank has sent to
+  // that rank.
   void end_life(uint32_t life);
-  // Discards data that other ranks sent in ended lives. Throws an error that names the ranks that
-  // have not ended the previous life.
+  // Discards data that other ranks sent in previous lives. Throws if a rank has not ended the
+  // previous life; the error names these ranks.
   void begin_life(uint32_t life);
 
 private:

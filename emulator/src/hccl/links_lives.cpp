@@ -1,6 +1,6 @@
-// Aborted work between hosts leaves parts of frames and messages that no operation reads. At the
-// end of a life, each rank reports how many bytes it has sent, so that the receivers can skip these
-// bytes before the next life begins.
+// If work is aborted, parts of frames and messages stay in the connections between hosts, and no
+// operation reads them. So at the end of a life, each rank reports how many bytes it has sent.
+// Before the next life begins, the receivers skip the bytes that they have not read.
 #include "hccl/links.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ void Links::end_life(uint32_t life) {
     EndOfLife end{life, {}};
     for (size_t c = 0; c < std::size(kDrained); c++)
       end.sent[c] = p.remote[kDrained[c]].sent;
-    // these few bytes always fit into the socket, unless the peer has exited
+    // these few bytes always fit into the socket, unless the peer has exited already
     send_some(p.remote[Channel::Lives], &end, sizeof end);
   }
 }

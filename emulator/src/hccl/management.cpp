@@ -1,4 +1,4 @@
-// Creation and destruction of communicators, and torch_npu's queries about them.
+// The calls that create and destroy communicators, and the calls with which torch_npu queries them.
 #include "hccl/domain.h"
 #include "hccl/handles.h"
 #include "hccl/meeting.h"
@@ -39,7 +39,7 @@ static void for_all_of(int device, const std::function<void(Communicator &)> &wh
     what(*comm);
 }
 
-// When the device's tasks are aborted, the communicators are suspended, too.
+// When the tasks of a device are aborted, its communicators are suspended, too.
 static int32_t follow_abort(int32_t device, aclrtDeviceTaskAbortStage stage, uint32_t, void *) {
   if (stage == ACL_RT_DEVICE_TASK_ABORT_PRE)
     for_all_of(device, [](Communicator &comm) { comm.suspend(); });
@@ -108,8 +108,8 @@ EMU_API HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo
                                               HcclComm *out) {
   return emu::hccl::open(*root, ranks, rank, config, out);
 }
-// A rank that is not in `members` makes this call without a list, and gets no communicator. The
-// other ranks send the root info through the parent.
+// A rank that is not a member makes this call without a list of members, and gets no communicator.
+// The members exchange the root info through the parent communicator.
 EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uint32_t *members,
                                            uint64_t, uint32_t rank, HcclCommConfig *config,
                                            HcclComm *out) {
@@ -131,9 +131,9 @@ EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uin
   }
   return emu::hccl::open(root, ranks, rank, config, out);
 }
-// HCCL checks only for calls of the host, and frees a communicator that tasks and graphs still use.
-// In the emulator the object exists as long as a task or graph refers to it. These tasks and graphs
-// fail, and tasks that wait for peers end at once.
+// HCCL checks only whether a call of the host still uses the communicator, and frees a communicator
+// that tasks and graphs still use. In the emulator, the object exists as long as a task or a graph
+// refers to it. But these tasks and graphs fail, and tasks that wait for peers end at once.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
   const std::shared_ptr<Communicator> c = communicator(comm);
   if (c->calls) {

@@ -32,7 +32,7 @@ Secret new_secret() {
   return secret;
 }
 
-// Roots of this process whose ranks have not all arrived.
+// The roots in this process for which not all ranks have arrived yet.
 std::mutex listening_mutex;
 std::map<std::string, Socket> listening;
 
@@ -53,7 +53,7 @@ void check_ranks(uint32_t rank, uint32_t ranks, const std::string &other, uint32
                              other + " one of " + std::to_string(others_ranks));
 }
 
-// The meeting place of the ranks that share the root's memory.
+// The meeting place, in the root's memory, of all ranks that share this memory.
 class Lobby {
 public:
   struct Guest {
@@ -106,7 +106,7 @@ private:
 
 using Roster = std::vector<Place>;
 
-// The root collects the places of all ranks and sends the list to all.
+// The root collects the places of all ranks, and sends the list of places to all ranks.
 Roster gather(const RootInfo &root, uint32_t ranks, uint32_t rank, Socket listener,
               const Patience &patience) {
   Lobby lobby(root.memory, ranks);
@@ -194,10 +194,10 @@ bool connects(const Roster &roster, uint32_t rank, uint32_t peer) {
   return rank < peer;
 }
 
-// Opens one connection per channel with every rank of another host. First this rank begins all its
-// connections, for which no peer needs to accept yet. Then this rank accepts the connections of
-// other ranks, and replies to them. Then it reads the replies to its own connections. So ranks
-// never wait for each other in a ring.
+// Opens one connection per channel with every rank on another host. First this rank begins to
+// connect; the system does this without the help of the peer's process. Then this rank accepts the
+// connections of other ranks, and replies to them. At last it reads the replies to its own
+// connections. So ranks never wait for each other in a ring.
 std::vector<RemoteRank> connect_all(const RootInfo &root, const Roster &roster, Hello hello,
                                     Socket listener, const Patience &patience) {
   std::map<uint32_t, RemoteRank> remote;

@@ -1,10 +1,10 @@
 // The rendezvous of a communicator's ranks, and the connections between ranks without shared
 // memory. The program passes the root info to all ranks. The root info contains the root's address,
-// the name of its host's memory, and two secrets: a connecting peer sends the first at once, and
-// the listener replies with the second. Ranks that share the root's memory enter a lobby in this
-// memory; the other ranks join over TCP. When all ranks have arrived, the root sends the list of
-// places to every rank and stops listening. Then each pair of ranks of different hosts connects,
-// and all other sockets are closed.
+// the name of its host's memory, and two secrets: a peer that connects sends the first secret at
+// once, and the listener replies with the second secret. Ranks that share the root's memory meet in
+// a lobby in this memory. The other ranks join over TCP. When all ranks have arrived, the root
+// sends the list of places to every rank and stops listening. Then each pair of ranks of different
+// hosts connects, and all other sockets are closed.
 #pragma once
 
 #include "hccl/sockets.h"
@@ -19,7 +19,7 @@ namespace emu::hccl {
 
 using Secret = std::array<unsigned char, 32>;
 
-// The opaque bytes of an HcclRootInfo.
+// The contents of an HcclRootInfo, which are opaque bytes for the program.
 struct RootInfo {
   uint64_t mark;     // marks this format
   char name[128];    // of the communicator
@@ -49,7 +49,7 @@ struct Company {
 RootInfo new_root();
 // Blocks until all ranks have arrived. If this fails, throws an error with the reason.
 Company meet(const RootInfo &root, uint32_t ranks, uint32_t rank);
-// Call this when all ranks of this host have mapped their shared memory.
+// To be called when all ranks of this host have mapped their shared memory.
 void forget(const RootInfo &root);
 
 }  // namespace emu::hccl

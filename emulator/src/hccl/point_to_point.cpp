@@ -12,7 +12,7 @@
 using namespace emu;
 using namespace emu::hccl;
 
-// The returned object counts as a user of the communicator as long as it exists.
+// Returns an object that counts as a user of the communicator as long as the object exists.
 static std::shared_ptr<void> count_in(const Comm &c, std::atomic<int> &users) {
   users++;
   return {nullptr, [c, &users](void *) { users--; }};
@@ -35,7 +35,8 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
                : HCCL_SUCCESS;
   if (use_domain(stream, c.get()))
     return HCCL_E_RUNTIME;
-  // A task that is destroyed without running is no longer a user.
+  // If a task is destroyed before it runs, its object is destroyed, too, so it no longer counts as
+  // a user.
   bool is_captured = graph_of_capture(stream) != 0;
   auto user = count_in(c, is_captured ? c->captured_tasks : c->tasks);
   auto counted = [c, bytes, is_captured, user, body = std::move(body)] {
@@ -73,8 +74,8 @@ static void copy_to_itself(const std::vector<Transfer> &sends,
   }
 }
 
-// Both ranks of a pair meet at the same step, and one rank sends while the other receives. So ranks
-// never wait for each other in a ring.
+// The pairs of ranks take turns. Both ranks of a pair take the same turn, and one rank sends while
+// the other receives. So ranks never wait for each other in a ring.
 void emu::hccl::exchange(Communicator &c, const Transfers &mine) {
   std::lock_guard<std::mutex> in_order(c.order());
   for (uint32_t step = 0; step < c.ranks; step++) {
@@ -119,8 +120,8 @@ static HcclResult launch_exchange(const Comm &c, aclrtStream stream, const char 
 }
 
 // The sends and receives that a thread calls between HcclGroupStart and HcclGroupEnd. The outermost
-// HcclGroupEnd launches the calls of one communicator and stream as one task, so that ranks may make
-// these calls in any order.
+// HcclGroupEnd launches all calls of the same communicator and stream as a single task. So
+// different ranks may make these calls in different orders.
 namespace {
 struct Batch {
   Comm comm;

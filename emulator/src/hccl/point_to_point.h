@@ -13,8 +13,8 @@ inline char *bytes_at(const void *p) {
   return static_cast<char *>(const_cast<void *>(accessible(p)));
 }
 
-// Launches `body` as one task of the stream. `bytes` is the number of bytes from other ranks, each
-// counted once. With modelled time the task takes `ns`.
+// Launches `body` as one task of the stream. `bytes` is the number of bytes that this rank gets
+// from other ranks; each byte counts once. With modelled time, the task takes `ns`.
 HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes, int64_t ns,
                      Task body);
 
@@ -23,14 +23,15 @@ struct Transfer {
   char *at;
   size_t bytes;
 };
-// Runs sends and receives of one rank at the same time. The messages between two ranks have the
-// order of the lists.
+// The sends and receives of one rank that run at the same time. Messages between two ranks are sent
+// in the order of the lists.
 struct Transfers {
   std::vector<Transfer> sends, receives;
 };
 void exchange(Communicator &c, const Transfers &mine);
-// The modelled time of an exchange. It takes the larger of this rank's sent and received bytes, and
-// assumes that these bytes are spread evenly over all other ranks.
+// Returns the modelled time of an exchange. It depends on the number of bytes that this rank sends
+// or receives, whichever is larger. These bytes are assumed to be spread evenly over all other
+// ranks.
 int64_t exchange_ns(const Communicator &c, const Transfers &mine);
 size_t bytes_from_others(const Communicator &c, const Transfers &mine);
 

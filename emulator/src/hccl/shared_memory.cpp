@@ -25,8 +25,7 @@ static const std::filesystem::path kFolder = "/dev/shm";
 static const char kPrefix[] = "emulated_hccl_";
 static const char kMeeting[] = "meeting_of_";
 
-// The number of this process's namespace of process ids. Process ids are meaningful only within one
-// namespace.
+// The number of this process's PID namespace. Process ids are meaningful only within one namespace.
 static unsigned long long process_ids() {
   struct stat entry;
   return stat("/proc/self/ns/pid", &entry) == 0 ? entry.st_ino : 0;
@@ -43,7 +42,7 @@ std::string new_name() {
          "_" + std::to_string(process_ids()) + "_" + text;
 }
 
-// Whether the process that made this name has ended; false if this cannot be determined.
+// Whether the process that made this name has ended. False if this is not known.
 static bool is_stale(const std::string &name) {
   int pid = 0;
   unsigned long long started = 0, ids = 0;
@@ -133,7 +132,7 @@ uint64_t process_start_time(int pid) {
     return 0;
   char state = 0;
   unsigned long long start = 0;
-  // Field 22. The state is field 3, which is the first field after the name.
+  // The start time is field 22. The text after the name begins with field 3, the state.
   if (sscanf(text.c_str() + end + 1,
              " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
              &state, &start) != 2)

@@ -1,4 +1,4 @@
-// Named shared memory of this machine, and waiting on words in it.
+// Named shared memory of this machine, and functions that wait for words in this memory.
 #pragma once
 
 #include "hccl/patience.h"
@@ -16,14 +16,15 @@ namespace emu::hccl {
 std::string new_name();
 void remove_stale_segments();
 
-// The common name of a communicator's ranks that share this host's memory: the first rank makes
-// this name and stores it in memory whose name all ranks know. So two ranks are on one host if each
-// rank can open the other's memory, and can tell whether the other's process is alive.
+// Returns a name that is the same for all ranks of a communicator on this host. The first of these
+// ranks makes the name, and stores it in shared memory whose name all ranks know. So two ranks get
+// the same name if they share memory and a PID namespace: then each rank can find out whether the
+// process of the other rank is alive.
 std::string name_on_this_host(const std::string &communicator);
 void forget_name_on_this_host(const std::string &communicator);
 
 char *map_segment(const std::string &name, size_t bytes);  // created if necessary; throws
-// memory for this process alone, without a name
+// memory without a name, which only this process uses
 char *map_private(size_t bytes);
 void unmap_segment(char *p, size_t bytes);
 void remove_segment(const std::string &name);
@@ -31,8 +32,8 @@ void remove_segment(const std::string &name);
 void wait_on_word(std::atomic<uint32_t> &word, uint32_t seen, long microseconds);
 void wake_word(std::atomic<uint32_t> &word);
 
-// Waits until word >= at_least; the process that raises the word wakes the sleepers. `impatient` is
-// called every kCheckMs.
+// Waits until word >= at_least. The process that increases the word wakes the processes that sleep.
+// `impatient` is called every kCheckMs during the wait.
 template <class Impatient>
 void wait_until(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
                 Impatient impatient) {

@@ -91,7 +91,7 @@ Socket listen_for_peers(Address *bound) {
                            "; see HCCL_IF_IP, HCCL_SOCKET_IFNAME and HCCL_HOST_SOCKET_PORT_RANGE");
 }
 
-// If a peer does not listen yet, or the peer's network is not up yet, this tries to connect again.
+// If the peer does not listen yet, or its network is not up yet, this function tries again.
 Socket connect_to(const Address &to, uint32_t peer, const Patience &patience) {
   SocketAddress address(to);
   for (;;) {

@@ -1,4 +1,4 @@
-// TCP sockets: the listening address, as HCCL chooses it, and waits with a limit.
+// TCP sockets. The address to listen at is chosen as HCCL chooses it, and all waits are limited.
 #pragma once
 
 #include "hccl/patience.h"
@@ -37,22 +37,24 @@ private:
   int file_ = -1;
 };
 
-// Listens at this host's address for HCCL: HCCL_IF_IP, else the address of the first network
-// interface that HCCL_SOCKET_IFNAME allows, else that of the first interface by name; docker's
-// interfaces come after all others, and the loopback comes last. The port is one of
-// HCCL_HOST_SOCKET_PORT_RANGE, else one of the 16 ports from HCCL_IF_BASE_PORT on, else any port.
-// Throws if a variable has an invalid value.
+// Listens at this host's address for HCCL. If HCCL_IF_IP is set, it is this address. Otherwise it
+// is the address of the first network interface, by name, that HCCL_SOCKET_IFNAME allows; without
+// this variable, all interfaces are allowed. Docker's interfaces come after all others, and the
+// loopback interface comes last. The port is one of HCCL_HOST_SOCKET_PORT_RANGE if this variable is
+// set; otherwise one of the 16 ports from HCCL_IF_BASE_PORT on; otherwise any free port. Throws if
+// a variable has an invalid value.
 Socket listen_for_peers(Address *bound);
 
-// None of these functions blocks for longer than kCheckMs without a call of `patience`; `peer` is
-// the awaited rank. If the peer has closed the connection, the peer counts as dead.
+// While one of these functions waits, it calls `patience` at least every kCheckMs. `peer` is the
+// rank for which it waits. If the peer has closed the connection, the peer counts as dead.
 Socket connect_to(const Address &address, uint32_t peer, const Patience &patience);
 void send_all(const Socket &to, const void *data, size_t bytes, uint32_t peer,
               const Patience &patience);
 void receive_all(const Socket &from, void *data, size_t bytes, uint32_t peer,
                  const Patience &patience);
 
-// Sends or receives without waiting: returns -1 if the socket is closed or broken.
+// Sends or receives as many bytes as possible without waiting. Returns -1 if the socket is closed
+// or broken.
 ptrdiff_t send_some(const Socket &to, const void *data, size_t bytes);
 ptrdiff_t receive_some(const Socket &from, void *data, size_t bytes);
 bool has_ended(const Socket &socket);  // the peer has closed it, and nothing is left to read

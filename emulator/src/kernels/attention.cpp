@@ -1,6 +1,6 @@
-// Attention over pages. For few query rows, a streaming softmax reads each key and value once for
-// all query heads that share it. For many query rows, blocks of rows are computed by matrix
-// products.
+// Attention over keys and values in pages. For few query rows, a streaming softmax reads each key
+// and each value only once for all query heads that share it. For many query rows, matrix products
+// compute blocks of rows.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Tile {
   int64_t stride, count;
 };
 
-// scores[t] = q . tile[t]. A row consists of W vectors; W == 0 takes any width.
+// scores[t] = q . tile[t]. A row consists of W vectors. W == 0 is for rows of any width.
 template <int W> void dot_tile(const float *q, const Tile &tile, int64_t n, float *scores) {
   Floats qs[W ? W : 1];
   for (int w = 0; w < W; w++)
@@ -76,7 +76,7 @@ template <class Function> void with_width(int64_t n, Function function) {
 
 bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x7f800000; }
 
-// Checks only the bits of the exponents, which is cheap.
+// Whether all n values are finite. Only the bits of the exponents are checked, which is fast.
 template <class Bits> bool all_finite_bits(const Bits *x, int64_t n, Bits exponent) {
   Bits found = 0;  // of the elements' type, so that the loop becomes vector instructions
   for (int64_t i = 0; i < n; i++)
@@ -93,7 +93,7 @@ bool all_finite(Data d, int64_t offset, int64_t n) {
 constexpr int64_t kTile = 64;         // tokens, and query rows of one block
 constexpr int64_t kStreamedRows = 8;  // at most; for so few rows, gathering keys saves no time
 
-// One sequence and one key-value head.
+// Computes the attention of one sequence and one key-value head.
 class Worker {
 public:
   Worker(const Attention &attention, const Sequence &sequence, int64_t kv_head)
@@ -112,7 +112,8 @@ private:
   const Attention &a;
   const Sequence &s;
   int64_t kv_head, group;
-  // The contribution of values after the last key; null if all these values are finite.
+  // Values after the last key have weight zero, but they matter if they are not finite: this is
+  // what they add to the result. Null if all these values are finite.
   const float *tail = nullptr;
 
   int64_t page_of(int64_t token) const {
@@ -132,7 +133,8 @@ private:
     return page * pages.page_stride + inside * pages.token_stride + kv_head * pages.head_stride;
   }
 
-  // Tokens [first, second) that the row may see, before an explicit mask.
+  // The row may attend to the tokens [first, second). An explicit mask can hide some of these
+  // tokens.
   std::pair<int64_t, int64_t> visible(int64_t row) const {
     int64_t diagonal = s.kv_count - s.query_count + row;  // the row's own token
     switch (a.mask) {
@@ -153,7 +155,8 @@ private:
     return a.mask_data + s.batch * a.mask_batch_stride + row * a.mask_row_stride;
   }
 
-  // Whole blocks are read. After the last key the weights are zero, but zero times NaN is NaN.
+  // The device reads whole blocks. The weights of values after the last key are zero, but zero
+  // times NaN is NaN.
   void read_tail() {
     static thread_local Scratch room, values_room;
     int64_t end = s.kv_count;
@@ -206,7 +209,7 @@ private:
           divisor == 0 ? a.lse_without_keys : greatest + std::log(divisor);
   }
 
-  // The keys of tokens [first, first + count) of one page, as floats.
+  // Returns the keys of the tokens [first, first + count) of one page, as floats.
   Tile keys_of(int64_t first, int64_t count, int64_t page, float *room) const {
     int64_t at = row_of(a.key, first, page), n = width();
     if (a.key.data.type == Type::F32 && !a.rope_dim)
@@ -268,8 +271,8 @@ private:
       write(row, kv_head * group + g, sums + g * m, divisors[g], greatest[g]);
   }
 
-  // Turns scores into weights relative to the greatest score of all tiles up to this one, and
-  // rescales the sum of the previous tiles.
+  // Replaces scores by weights. The weights are relative to the greatest score of all tiles so far,
+  // so the sum of the previous tiles is rescaled.
   void weigh(float *scores, const uint8_t *mask, int64_t count, float &greatest, float &divisor,
              float *sums) const {
     if (mask)

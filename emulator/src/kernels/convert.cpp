@@ -1,4 +1,4 @@
-// Conversions between float and the two half-width types.
+// Conversions between float32 and the two half-width types, float16 and bfloat16.
 #include "kernels/vector_math.h"
 
 namespace emu::kernels {

@@ -1,4 +1,4 @@
-// Strided copies, and rows chosen by an index.
+// Copies between memory with any strides, and copies of rows that an index selects.
 #include "kernels/kernels.h"
 #include "kernels/transpose.h"
 
@@ -24,13 +24,13 @@ void StridedCopy::merge_dimensions() {
   rank = kept;
 }
 
-// Two dimensions of a copy; strides in elements.
+// Two dimensions of a copy. Strides are in elements.
 template <class T> struct Plane {
   T *to;
   const T *from;
   int64_t rows, columns, to_row, to_column, from_row, from_column;
 
-  // The part that begins at row `i` and column `j`.
+  // Returns the part of this plane that begins at row `i` and column `j`.
   Plane part(int64_t i, int64_t j, int64_t height, int64_t width) const {
     Plane p = *this;
     p.to += i * to_row + j * to_column;
@@ -44,9 +44,9 @@ template <class T> struct Plane {
   }
 };
 
-// Elements that are neighbours in the source are often written far apart. So the copy works in
-// tiles. It uses a small local tile, because lines at distances of a power of two evict each other
-// from the cache.
+// Elements that are neighbours in the source are often far apart in the destination. So the copy
+// works in tiles. Each tile passes through a small local buffer, because memory lines at distances
+// of a power of two evict each other from the cache.
 template <class T> static void copy_tiles(const Plane<T> &p) {
   constexpr int64_t kRows = 256, kColumns = 32;  // long, because lines are read one after another
   T tile[kColumns][kRows];
@@ -64,8 +64,8 @@ template <class T> static void copy_tiles(const Plane<T> &p) {
     }
 }
 
-// Copies a plane in squares. Its rows are contiguous in the destination, and its columns are
-// contiguous in the source.
+// Copies a plane in squares of elements. The rows of the plane are contiguous in the destination,
+// and its columns are contiguous in the source.
 template <class T, bool kPastCaches>
 static void copy_squares(const Plane<T> &p, int64_t rows, int64_t columns) {
   constexpr int64_t side = kLineBytes / sizeof(T);
@@ -119,7 +119,7 @@ static void copy_plane(const StridedCopy &c, int outer, char *to, const char *fr
     copy_tiles(p);
 }
 
-// Whether neighbouring elements are contiguous on both sides.
+// Whether elements of the innermost dimension are contiguous in the source and in the destination.
 static bool is_dense(const StridedCopy &c) {
   return c.to_stride[c.rank - 1] == 1 && c.from_stride[c.rank - 1] == 1;
 }

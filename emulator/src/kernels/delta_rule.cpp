@@ -4,7 +4,7 @@
 namespace emu::kernels {
 namespace {
 
-// Multiplies the columns of a state by exp(gk).
+// Multiplies each column of a state by exp(gk) of this column.
 void decay_columns(float *state, int64_t key_dim, int64_t value_dim, const float *gk) {
   static thread_local Scratch room;
   float *decays = room.of(key_dim);
@@ -15,7 +15,7 @@ void decay_columns(float *state, int64_t key_dim, int64_t value_dim, const float
       state[row * key_dim + i] *= decays[i];
 }
 
-// Updates the state of one head with one token, and writes its result to `out`.
+// Updates the state of one head with one token. Writes the output of this token to `out`.
 void step(float *state, int64_t key_dim, int64_t value_dim, const float *q, const float *k,
           const float *v, float decay, float beta, float scale, float *out) {
   for (int64_t row = 0; row < value_dim; row++) {

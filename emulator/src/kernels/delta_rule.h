@@ -19,8 +19,8 @@ struct DeltaRule {
   float scale;
 };
 
-// The tokens of one request. `slots` has one entry for each token, the slot that receives the state
-// after this token; -1 stores no state.
+// The tokens of one request. `slots` has one entry for each token: the slot to which the state
+// after this token is written; -1 if it is not written.
 struct DeltaRequest {
   int64_t start, count, read_slot;
   const int32_t *slots;

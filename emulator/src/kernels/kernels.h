@@ -1,5 +1,6 @@
-// Fused kernels on plain pointers. Everything is computed in float and rounded once at the end;
-// bfloat16 and float16 are converted on the fly. No ATen here: see KERNEL_FLAGS in the Makefile.
+// Fused kernels, which get plain pointers. Everything is computed in float32 and rounded once at
+// the end; bfloat16 and float16 are converted when they are read. These files must not use ATen,
+// because they are compiled with KERNEL_FLAGS (see the Makefile).
 #pragma once
 
 #include <cstddef>
@@ -11,8 +12,8 @@ namespace emu::kernels {
 enum class Type { F32, BF16, F16 };
 constexpr size_t bytes_of(Type t) { return t == Type::F32 ? 4 : 2; }
 
-// A pointer into device memory of one of the three types. In all other structures, strides are in
-// elements.
+// A pointer to elements of one of the three types in device memory. In all other structures,
+// strides are in elements.
 struct Data {
   void *p = nullptr;
   Type type = Type::F32;
@@ -114,8 +115,8 @@ struct MergedAttention {
 };
 void merge_attention(const MergedAttention &m);
 
-// ---- top_k_top_p.cpp
-// Replaces the logits of a row that are below the k-th largest one by -infinity.
+// ---- top_k_top_p.cpp Replaces all logits of a row that are smaller than the k-th largest logit by
+// -infinity.
 void cut_top_k(float *row, int64_t n, int64_t k);
 // Replaces the logits that top-p removes by -infinity. Sorts only the logits near the cut. If the
 // rounding of sums could decide, returns false and writes nothing.
@@ -155,7 +156,7 @@ struct StridedCopy {
   void merge_dimensions();  // call it once; makes contiguous runs longer and fewer
   void run() const;
 };
-// Rows of `row_bytes` bytes. Throws if an index lies outside 0..limit-1.
+// Copies of rows, each of `row_bytes` bytes. Throws if an index is not in [0, limit).
 struct IndexedRows {
   char *to;
   const char *from;

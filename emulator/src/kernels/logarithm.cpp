@@ -1,8 +1,8 @@
-// Logarithms of floats, in a form that the compiler vectorises.
+// Logarithms of floats, written so that the compiler can use vector instructions.
 //
-// The method is that of Cephes (Moshier): x is (1 + f) * 2^e, with 1 + f between sqrt(1/2) and
-// sqrt(2), and a polynomial of f approximates log(1 + f). The error of log is below one unit in the
-// last place, and that of log1p below two and a half. The sums must stay in this order, so the
+// The method is that of Cephes (Moshier): x is (1 + f) * 2^e, where 1 + f is between sqrt(1/2) and
+// sqrt(2), and a polynomial of f approximates log(1 + f). The error of log is below 1 unit in the
+// last place, and the error of log1p below 2.5 units. The order of the additions matters, so the
 // Makefile compiles this file without associative math.
 #include "kernels/vector_math.h"
 
@@ -23,7 +23,8 @@ static inline float log_of_parts(float f, float e) {
   return (f + small) + 0.693359375f * e;  // the two factors of e add up to log(2)
 }
 
-// The logarithm of 1 + rest. `sum` is 1 + rest, rounded; near 1, `rest` is more exact.
+// Returns the logarithm of 1 + rest. `sum` is 1 + rest, rounded. If `sum` is near 1, `rest` is more
+// exact.
 static inline float log_of_sum(float sum, float rest) {
   bool is_tiny = sum < 0x1p-126f;  // no normal number, or negative
   int bits = std::bit_cast<int>(is_tiny ? sum * 0x1p23f : sum);

@@ -1,6 +1,6 @@
 // Matrix products. For few rows, loops in this file read the weight once. For more rows, the
-// product is computed in tiles, or, if the weight is transposed, by sgemm of the MKL that torch
-// contains. Weights of a half-width type are converted in panels that stay in the cache.
+// product is computed in tiles; or, if the weight is transposed, by sgemm of the MKL that torch
+// contains. Weights in float16 or bfloat16 are converted in parts that stay in the cache.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ void sgemm_transposed(const float *a, int64_t a_stride, const float *b, int64_t 
          &ldc);
 }
 
-// b is [n, k]: multiplies four rows of b by M rows of a at a time.
+// b is [n, k]. Multiplies M rows of a by four rows of b at a time.
 template <int M>
 void dot_block(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t k,
                float *out, int64_t out_stride) {
@@ -85,7 +85,7 @@ void few_rows_transposed(const float *a, int64_t a_stride, const float *b, int64
     }
 }
 
-// b is [k, n]: computes M rows of out, one strip of columns at a time.
+// b is [k, n]. Computes M rows of out, one strip of columns at a time.
 template <int M>
 void strips(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *out,
             int64_t out_stride, int64_t n, int64_t k) {

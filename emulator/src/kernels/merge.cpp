@@ -1,4 +1,5 @@
-// Merges the results of one attention over several shares of its keys, by their log-sum-exps.
+// Attention was computed separately over several parts of the keys. Merges these results by means
+// of their log-sum-exps.
 #include "kernels/kernels.h"
 #include "kernels/vector_math.h"
 

@@ -1,4 +1,4 @@
-// Interleaved rotary embedding, and the cache rows of multi-head latent attention.
+// Interleaved rotary embedding, and the rows that multi-head latent attention writes to its cache.
 #include "kernels/mla.h"
 #include "kernels/vector_math.h"
 

@@ -5,22 +5,23 @@
 
 namespace emu::kernels {
 
-// Moves the even elements of x before the odd ones, and then rotates by halves.
+// Moves the even elements of x before the odd elements, and then rotates the first half with the
+// second half.
 struct PairRotary {
   Data x, cos, sin, out;
   int64_t dim;
 };
 void rotate_pairs(const PairRotary &r, int64_t x_offset, int64_t angle_offset, int64_t out_offset);
 
-// Rows [rms | rope] of kv: the first part goes to `latent`, normed; the second goes to `rope`,
-// rotated.
+// Each row of kv has two parts, [rms | rope]. The first part is normed and written to `latent`. The
+// second part is rotated and written to `rope`.
 struct LatentRows {
   Data kv, gamma, cos, sin;
   Data rope, latent;            // caches
   Data rope_copy, latent_copy;  // [rows, ...], copies of the rows; null unless requested
   const int64_t *slots;         // -1: the row is not cached
-  // batch_slots: number of slots of each batch, which `slots` counts from 0; 0: `slots` counts over
-  // the whole cache.
+  // batch_slots: number of slots of each batch. If it is not 0, `slots` are indexes within the
+  // batch's slots; if it is 0, they are indexes in the whole cache.
   int64_t rows, rows_per_batch, batch_slots;
   int64_t capacity, rms_dim, rope_dim;
   float epsilon;

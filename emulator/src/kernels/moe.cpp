@@ -1,4 +1,4 @@
-// Mixture of experts: choosing experts, sorting rows by expert, adding results up.
+// Mixture of experts: chooses experts, sorts rows by expert, and adds the experts' results.
 #include "kernels/moe.h"
 #include "kernels/vector_math.h"
 
@@ -18,7 +18,8 @@ static void softmax(float *x, int64_t count) {
     x[i] /= sum;
 }
 
-// Marks and returns the unmarked expert with the greatest score; of equal ones, the first.
+// Finds the unmarked expert with the greatest score, marks it and returns it. If scores are equal,
+// the first expert wins.
 static int64_t take_greatest(const float *x, char *taken, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; i++)
@@ -28,7 +29,7 @@ static int64_t take_greatest(const float *x, char *taken, int64_t count) {
   return best;
 }
 
-// Marks all experts outside the best groups as taken.
+// Marks all experts that are not in one of the best groups, so that they are not chosen.
 static void drop_groups(const Gating &g, const float *x, char *taken) {
   int64_t size = g.experts / g.groups;
   std::vector<float> worth(g.groups);

@@ -5,7 +5,8 @@
 
 namespace emu::kernels {
 
-// For each row of logits: the scores of all experts, the chosen experts, and their weights.
+// Computes, for each row of logits, the scores of all experts, the chosen experts, and their
+// weights.
 struct Gating {
   Data x, bias;     // [rows, experts], [experts]; the bias affects the choice only
   Data weights;     // [rows, k]
@@ -13,17 +14,19 @@ struct Gating {
   float *scores;    // [rows, experts]; null unless requested
   int64_t rows, experts, k;
   int64_t groups, kept_groups;
-  // Whether a group's score is the sum of its two best experts' scores; else it is its best score.
+  // If true, a group's score is the sum of its two highest scores of experts. Otherwise it is the
+  // highest score.
   bool group_by_two;
   bool sigmoid;       // else softmax; only sigmoid's weights are normalised to a sum of one
   float scale, epsilon;
 };
 void gating(const Gating &g);
 
-// The place of each choice of an expert when rows are sorted by expert; -1: this rank does not have
-// the expert. Choices of one expert keep their order. `tokens` counts the choices of each expert in
-// [first, end), before the capacity limits them. capacity 0: the experts' rows follow each other
-// without gaps.
+// Each token chooses experts. `route` returns the row that each choice gets when rows are sorted by
+// expert, or -1 if this rank does not have the expert or the expert's capacity is full. Choices of
+// the same expert keep their order. `tokens` gets the number of choices of each expert in [first,
+// end), before the capacity limits it. With capacity 0, there is no limit, and the rows of the
+// experts follow each other without gaps.
 struct Routing {
   const int32_t *experts;
   int64_t count, first, end, capacity;

@@ -1,4 +1,4 @@
-// Root-mean-square norm, with or without the residual addition, and SwiGLU.
+// Root-mean-square norm, with or without the addition of a residual, and SwiGLU.
 #include "kernels/vector_math.h"
 
 namespace emu::kernels {
@@ -16,8 +16,8 @@ void rms_norm(const RmsNorm &n) {
       for (int64_t i = 0; i < columns; i++)
         copy[i] = x[i] + residual[i];
       store_floats(copy, n.sum, at, columns);
-      // The norm is computed from the stored, rounded sum, so that it is the norm of the residual
-      // stream.
+      // The norm is computed from the rounded sum that was stored, because later layers also use
+      // the rounded sum.
       load_floats(n.sum, at, copy, columns);
       x = copy;
     }

@@ -1,4 +1,5 @@
-// Rotary position embedding. It rotates halves, or neighbouring elements (interleaved).
+// Rotary position embedding. It rotates pairs of elements: one element from each half, or
+// neighbours (interleaved).
 #include "kernels/vector_math.h"
 
 namespace emu::kernels {

@@ -1,4 +1,4 @@
-// Row-wise argmax, comparisons with a number, and selection by masks.
+// The argmax of each row, comparisons with a number, and selections by masks.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 namespace emu::kernels {
 
-// The greatest of n values, which may be none; NaN if any value is NaN.
+// Returns the greatest of n values; NaN if any value is NaN. n may be 0.
 static float greatest_of(const float *x, int64_t n) {
   Floats best = Floats{} - INFINITY;
   auto is_nan = best != best;

@@ -1,5 +1,5 @@
-// Sparse latent attention. A request's index keys are read once for all its rows; the
-// chosen latents are read once for all heads of a row.
+// Sparse latent attention. The index keys of a request are read once for all its rows. The chosen
+// latents are read once for all heads of a row.
 #include "kernels/sparse.h"
 #include "kernels/vector_math.h"
 
@@ -29,7 +29,7 @@ template <class... Parts> [[noreturn]] void fail(const Parts &...parts) {
 struct Request {
   int64_t index, first_row, rows, first_key, keys;  // first_key: only without pages
 
-  // Number of keys that a row of the step sees.
+  // Returns the number of keys that a row of the step sees.
   int64_t seen_by(const StoredRequests &r, int64_t row) const {
     return r.causal ? keys - rows + (row - first_row) + 1 : keys;
   }
@@ -56,7 +56,7 @@ Request request_at(const StoredRequests &r, int64_t index) {
   return {index, first, end - first, first_key, keys};
 }
 
-// The slot of a request's key.
+// Returns the slot in which a request's key is.
 int64_t slot_of(const StoredRequests &r, const Request &request, int64_t key) {
   if (!r.block_table)
     return request.first_key + key;
@@ -77,7 +77,7 @@ void sum_heads(const float *scores, const float *weights, int64_t heads, int64_t
     totals[k] = std::isnan(totals[k]) ? INFINITY : totals[k];  // as in a top-k of ATen
 }
 
-// Of equal scores, the key that comes first is chosen.
+// If scores are equal, the key that comes first is chosen.
 void write_greatest(const float *totals, int64_t keys, int64_t wanted, int32_t *chosen) {
   static thread_local std::vector<int32_t> order;
   order.resize(keys);
@@ -90,7 +90,7 @@ void write_greatest(const float *totals, int64_t keys, int64_t wanted, int32_t *
   std::fill(chosen + count, chosen + wanted, -1);
 }
 
-// Writes the keys of the blocks that a row names to `valid`.
+// A row names blocks of keys. Writes the keys of these blocks to `valid`.
 void read_chosen(const SparseAttention &a, int64_t row, int64_t seen, std::vector<int32_t> &valid) {
   static thread_local std::vector<int64_t> named_by;  // the number of the last call that named a key
   static thread_local int64_t call = 0;
@@ -120,7 +120,8 @@ struct Softmax {
   float greatest, sum;
 };
 
-// Turns scores into weights that sum to one; returns the greatest score and the sum of exponentials.
+// Replaces scores by weights whose sum is 1. Returns the greatest score and the sum of the
+// exponentials.
 Softmax softmax(float *scores, int64_t count) {
   float top = *std::max_element(scores, scores + count), sum = 0;
   for (int64_t i = 0; i < count; i++)

@@ -6,9 +6,9 @@
 
 namespace emu::kernels {
 
-// The requests of a step. Their lengths are in device memory, so a kernel reads and checks them when
-// it runs. Keys are in pages, or follow each other: then there is no block table, and the whole
-// tensor is one page.
+// The requests of a step. Their lengths are in device memory, so a kernel reads and checks them
+// when it runs. Keys are either in pages, or follow each other without pages. In the second case,
+// there is no block table, and the whole tensor counts as one page.
 struct StoredRequests {
   const int32_t *query_ends;   // [count], cumulative; the last one is the number of rows
   const int32_t *kv_lengths;   // [count]; cumulative without pages
@@ -26,11 +26,12 @@ struct KeyChoice {
   int64_t heads, dim, wanted;
   int32_t *chosen;  // [rows, wanted]; the chosen keys come first, then -1
 };
-// Chooses the keys with the greatest sums over heads of weight * relu(query . key).
+// Chooses the keys with the greatest scores. A key's score is the sum over heads of weight *
+// relu(query . key).
 void choose_keys(const KeyChoice &c);
 
 // Latents in int8. The bytes of a key are: dim values of int8, rope_dim values of the query's type,
-// and a float for each tile of values, which is the factor of these values.
+// and one float for each tile of values: the factor by which these values are multiplied.
 struct Int8Latents {
   const uint8_t *rows = nullptr;  // pages of [page_size, row_bytes]; null if the latents are floats
   int64_t row_bytes, tile;
@@ -50,10 +51,11 @@ struct SparseAttention {
   float scale;
   int64_t block = 1;  // number of neighbouring keys in a block
 };
-// Attends to the keys of the chosen blocks that a row sees; the latents are keys and values. Throws
-// if a row names a block of which it sees no key, names a block twice, or names a block after a -1.
-// The device reads as many keys as the row sees, so it would lose keys of the last block in a row
-// if an earlier block in the row were not whole; the kernel here throws.
+// Each row attends to those keys of its chosen blocks that it sees. The latents are both keys and
+// values. Throws if a row names a block of which it sees no key, names a block twice, or names a
+// block after a -1. Also throws if a row sees only a part of a block that is not the last block it
+// names. The device reads only as many keys as the row sees, so here it would leave out keys of the
+// last block.
 void attend_to_chosen(const SparseAttention &a);
 
 }  // namespace emu::kernels

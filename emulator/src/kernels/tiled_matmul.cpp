@@ -1,7 +1,8 @@
-// Float products of several rows with a row-major weight, in tiles whose sums stay in registers. Up
-// to 64 rows, the weight is read in place, once for each block of rows. With more rows, strips of
-// the weight are packed, so that they stay in the cache for all blocks. On AMD, this code is 2 to 4
-// times as fast as torch's MKL, which uses narrow vectors on such processors.
+// Products of several rows of floats with a row-major weight, computed in tiles whose sums stay in
+// registers. Up to 64 rows, the weight is read in place, once for each block of rows. With more
+// rows, strips of columns of the weight are packed into contiguous memory, so that a strip stays in
+// the cache for all blocks. On AMD processors, this code is 2 to 4 times as fast as torch's MKL,
+// which uses narrow vectors there.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -16,13 +17,14 @@ constexpr int64_t kAhead = 32;        // rows of the weight that are prefetched
 constexpr int64_t kChunkRows = 96;   // rows packed at once: they fit in the second-level cache
 constexpr int64_t kDirectRows = 64;  // measured: up to this number, packing saves no time
 
-// a is [k, M], b is [k, kStrip] with rows `b_stride` apart.
+// a is [k, M]. b is [k, kStrip], and its rows are `b_stride` elements apart.
 template <int M>
 void tile(const float *a, const float *b, int64_t b_stride, int64_t k, float *out,
           int64_t out_stride) {
   Floats sums[M][2] = {};
   for (int64_t j = 0; j < k; j++, a += M, b += b_stride) {
-    // The rows of a strip are too far apart for the processor's prefetcher.
+    // The processor's own prefetcher does not load these rows, because the rows of a strip are too
+    // far apart.
     __builtin_prefetch(b + kAhead * b_stride);
     __builtin_prefetch(b + kAhead * b_stride + kLanes);
     Floats left = load(b), right = load(b + kLanes);
@@ -42,8 +44,9 @@ using Tile = void (*)(const float *, const float *, int64_t, int64_t, float *, i
 constexpr Tile kTiles[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
                            tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
 
-// The first row of block `i`, where `m` rows are spread evenly over the blocks. A last block of one
-// row would be slow, because each of its sums depends on the previous value of the same sum.
+// Returns the first row of block `i`. The `m` rows are spread evenly over the blocks, so that the
+// last block does not have a single row. Such a block would be slow, because each addition to a sum
+// waits for the previous addition to the same sum.
 int64_t block_start(int64_t i, int64_t blocks, int64_t m) { return i * m / blocks; }
 
 // [rows, k] -> blocks of [k, rows of the block].
@@ -67,8 +70,8 @@ void pack_strip(const float *b, int64_t b_stride, int64_t k, int64_t width, floa
   }
 }
 
-// Multiplies all whole strips and the last, narrower one. With `direct`, whole strips of b are read
-// in place.
+// Multiplies all strips, including the last strip, which may be narrower. With `direct`, whole
+// strips of b are read in place.
 void multiply_chunk(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *out,
                     int64_t out_stride, int64_t m, int64_t n, int64_t k, bool direct) {
   static thread_local Scratch rows_room, strip_room;

@@ -19,13 +19,13 @@ void cut_top_k(float *row, int64_t n, int64_t k) {
     row[i] = row[i] < least ? -INFINITY : row[i];
 }
 
-// The relative error of sums of up to millions of weights is smaller.
+// The relative error of a sum of millions of weights is smaller than this.
 template <typename Weight>
 static constexpr double kNear = std::is_same_v<Weight, float> ? 4e-6 : 1e-9;
 template <typename Weight>
 bool cut_top_p(float *row, const Weight *weights, int64_t n, double p, float greatest) {
   constexpr int kBuckets = 1024;
-  // These loops have no branches, so that the compiler can use vectors.
+  // The loops below have no branches, so that the compiler can use vector instructions.
   static thread_local std::vector<int32_t> memory;
   memory.resize(n);
   int32_t *buckets = memory.data();

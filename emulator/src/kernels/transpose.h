@@ -1,4 +1,5 @@
-// Transposes squares of elements in vector registers. Each row of a square is one line of memory.
+// Transposes squares of elements in vector registers. A line is the contents of one register, and a
+// row of the square.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,9 @@ namespace emu::kernels {
 constexpr int64_t kLineBytes = 64;
 typedef uint64_t Line __attribute__((vector_size(kLineBytes)));
 
-// Two lines are cut into pieces of kBytes; the second piece of each pair in `a` is exchanged with
-// the first one in `b`. Words have their lowest byte first, as on all supported processors.
+// Two lines are divided into pieces of kBytes bytes, and each line into pairs of pieces. The second
+// piece of each pair in `a` and the first piece of this pair in `b` change places. Words have their
+// lowest byte first, as on all supported processors.
 template <int kBytes> inline void exchange(Line &a, Line &b) {
   const Line old_a = a, old_b = b;
   if constexpr (kBytes < 8) {
@@ -34,8 +36,8 @@ template <int kBytes> inline void exchange(Line &a, Line &b) {
   }
 }
 
-// Element j of line i becomes element i of line j. First squares of one element change places, then
-// squares of two elements, of four, and so on up to half a line.
+// Element j of line i becomes element i of line j. First, squares of 1 x 1 elements change places,
+// then squares of 2 x 2 elements, and so on, up to half a line.
 template <int kElementBytes, int kBytes = kElementBytes> inline void transpose(Line *lines) {
   constexpr int count = kLineBytes / kElementBytes, apart = kBytes / kElementBytes;
   for (int i = 0; i < count; i += 2 * apart)
@@ -45,9 +47,9 @@ template <int kElementBytes, int kBytes = kElementBytes> inline void transpose(L
     transpose<kElementBytes, 2 * kBytes>(lines);
 }
 
-// Writes a line to memory and bypasses the caches: the line is not read before the write, and the
-// caches keep their contents. The address must be aligned to the line's length. Call
-// finish_stores() afterwards.
+// Writes a line to memory and bypasses the caches. So memory is not read before the write, and the
+// caches keep their contents. The address must be a multiple of the line's length. After the last
+// line, call finish_stores().
 inline void store_past_caches(void *to, Line line) {
 #ifdef __AVX512F__
   _mm512_stream_si512(static_cast<__m512i *>(to), reinterpret_cast<__m512i>(line));

@@ -1,4 +1,4 @@
-// Conversions and exp in a form that the compiler vectorises.
+// Conversions and exp, written so that the compiler can use vector instructions.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -13,15 +13,15 @@
 
 namespace emu::kernels {
 
-// GCC 12 has _Float16 in C++ for x86 only, and __fp16 for Arm only.
+// In C++, GCC 12 has _Float16 only for x86, and __fp16 only for Arm.
 #ifdef __aarch64__
 using Float16 = __fp16;
 #else
 using Float16 = _Float16;
 #endif
 
-// One vector register of floats; loads and stores need no alignment. GCC computes a vector that is
-// wider than the machine's registers through memory, which takes ten times as long.
+// The floats of one vector register. Loads and stores need no alignment. The vector must not be
+// wider than the machine's registers: GCC would keep it in memory, which takes ten times as long.
 #ifdef __AVX512F__
 constexpr int kLanes = 16, kRegisters = 32;
 #elif defined(__AVX__)
@@ -59,8 +59,8 @@ inline uint16_t float_to_bf16(float f) {  // to nearest even
   return uint16_t(f != f ? 0x7fc0u : rounded);
 }
 
-// The error is about one unit in the last place. NaN gives NaN, x < -87.3 gives 0, x > 88.7
-// gives infinity.
+// The error is about 1 unit in the last place. The result is NaN for NaN, 0 for x < -87.3, and
+// infinity for x > 88.7.
 inline float fast_exp(float x) {
   constexpr float least = -87.33f, most = 88.72f;
   float bounded = x < least ? least : x > most ? most : x;
@@ -74,7 +74,7 @@ inline float fast_exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // Two factors, because 2^n may overflow although the product does not.
+  // 2^n is multiplied as two factors, because 2^n may overflow although the product does not.
   int whole = int(n), half = whole / 2;
   float y = p * std::bit_cast<float>((half + 127) << 23) *
             std::bit_cast<float>((whole - half + 127) << 23);
@@ -89,15 +89,16 @@ inline float element(Data d, int64_t i) {
   return static_cast<float>(static_cast<const Float16 *>(d.p)[i]);
 }
 
-// Row `offset` of `d` as floats: in place for float, otherwise converted into `scratch`.
+// Returns the elements of `d` from `offset` on as floats. If `d` has another type, they are
+// converted into `scratch`.
 inline const float *as_floats(Data d, int64_t offset, int64_t count, float *scratch) {
   if (d.type == Type::F32)
     return static_cast<const float *>(d.p) + offset;
   load_floats(d, offset, scratch, count);
   return scratch;
 }
-// The memory in which a row of `d` is computed. If this memory is not in `d`, commit() copies the
-// row to `d`.
+// Returns the memory in which a row of `d` is computed: in `d` itself if its type is float,
+// otherwise `scratch`. commit() then converts the row into `d`.
 inline float *output_row(Data d, int64_t offset, float *scratch) {
   return d.type == Type::F32 ? static_cast<float *>(d.p) + offset : scratch;
 }
@@ -106,7 +107,8 @@ inline void commit(Data d, int64_t offset, int64_t count, const float *computed)
     store_floats(computed, d, offset, count);
 }
 
-// A buffer that grows and is never freed: one per thread and use.
+// A buffer that grows and is never freed. Each thread has one for each place in the code that needs
+// a buffer.
 struct Scratch {
   std::vector<float> floats;
   float *of(int64_t count) {

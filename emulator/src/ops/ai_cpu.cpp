@@ -17,7 +17,7 @@ constexpr auto F = at::kFloat, H = at::kHalf, B = at::kBFloat16, I8 = at::kChar,
 template <ScalarType... types> bool is_one_of(ScalarType type) {
   return ((type == types) || ...);
 }
-// These rules depend on the type of the input, or of the result.
+// These rules depend only on the type of the input, or on the type of the result.
 template <ScalarType... types> bool by_input(const Operands &o) {
   return !is_one_of<types...>(o.tensors.front().scalar_type());
 }

@@ -1,13 +1,13 @@
-// The launches that A2 and A3 run on their AI CPU instead of an AI core. The AI CPU is much slower.
-// The reason for such a launch is that no kernel supports its type or size. These launches are
-// counted, not refused.
+// Rules that say which launches A2 and A3 run on their AI CPU, because no AI core kernel supports
+// the type or the size. The AI CPU is much slower than an AI core. The emulator counts such
+// launches, but does not refuse them.
 #pragma once
 
 #include "aten.h"
 
 namespace emu {
 
-// The properties of a call that a rule may use.
+// The properties of a call on which a rule may depend.
 struct Operands {
   std::vector<at::Tensor> tensors;  // in the order of the call, results last
   std::vector<int64_t> numbers;
@@ -19,7 +19,8 @@ struct AiCpuRule {
   bool (*applies)(const Operands &);
 };
 
-// Null if the operator always has a kernel, or if nothing is known.
+// Returns null if an AI core kernel always exists for the operator, or if nothing is known about
+// it.
 const AiCpuRule *find_ai_cpu_rule(const char *op);
 
 }  // namespace emu

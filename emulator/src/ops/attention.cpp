@@ -8,7 +8,8 @@ using kernels::Pages;
 
 namespace {
 
-// Element strides of (token, head) in a tensor of the given layout; sequences follow by `batch`.
+// Strides between tokens, between heads, and between sequences (`batch`) in a tensor of the given
+// layout, in elements.
 struct RowStrides {
   int64_t batch, token, head;
 };
@@ -66,7 +67,7 @@ void bind_sequences(const FiaArguments &f, Attention &a, const RowStrides &q, co
       s.kv_start = f.paged() || b == 0 ? 0 : (*f.kv_lengths)[b - 1];
       s.kv_count = (*f.kv_lengths)[b] - s.kv_start;
     } else {
-      // A whole number of tokens, because the batch stride is a multiple of the token stride.
+      // The division has no remainder, because the batch stride is a multiple of the token stride.
       s.query_start = b * q.batch / q.token;
       s.out_start = b * o.batch / o.token;
       s.query_count = f.query_rows();
@@ -84,7 +85,8 @@ void bind_sequences(const FiaArguments &f, Attention &a, const RowStrides &q, co
 }
 
 void bind_mask(const FiaArguments &f, Attention &a) {
-  // By the document, sparse_mode has no effect for one query row without rope.
+  // According to the document, sparse_mode has no effect if there is a single query row without
+  // rope.
   bool single_row = !f.tnd() && f.query_rows() == 1 && !f.query_rope;
   if (f.sparse_mode >= 2) {
     a.mask = single_row            ? Mask::None
@@ -108,7 +110,8 @@ void bind_mask(const FiaArguments &f, Attention &a) {
     a.mask_batch_stride = m.stride(0);
 }
 
-// The emulator does not read the compressed mask: the user guarantees that it is a triangle.
+// The emulator does not read the elements of the compressed mask. The caller must guarantee that
+// the mask is a triangle.
 void require_triangle(const Tensor &mask) {
   auto *m = static_cast<const uint8_t *>(mask.data_ptr());
   int64_t row = mask.stride(-2), last = mask.size(-1) - 1;
@@ -155,12 +158,13 @@ TimedTask bind(FiaArguments f) {
   bind_sequences(f, a, q, o);
   if (f.wants_lse) {
     a.lse = f.lse.data_ptr<float>();
-    // The prompt, split-fuse and latent kernels write 3e+99, which is +infinity in float32; the
-    // kernel for single rows writes -3.40E+38. With all kernels, the results of such rows are zero.
+    // The log-sum-exp of a row that sees no key: the device's kernels for prompts, for split fuse
+    // and for latents write 3e+99, which is +infinity in float32; the kernel for single rows writes
+    // -3.40E+38. With all kernels, the results of such rows are zero.
     a.lse_without_keys = f.incremental() ? -3.40E+38f : INFINITY;
-    // softmax_lse is [T, N, 1] with TND, and [B, N, S, 1] with other layouts. Kernels find its rows
-    // by the tokens of `out`. This is right only if `out` has the same order, or if each sequence
-    // has one row.
+    // softmax_lse is [T, N, 1] with the layout TND, and [B, N, S, 1] with other layouts. The
+    // device's kernels compute the place of a row in softmax_lse from the place of its token in
+    // `out`. This is right only if `out` has the same order, or if each sequence has one row.
     bool bns = !f.tnd(), in_order = f.layout == FiaLayout::BNSD && f.out_layout == FiaOut::AsQuery;
     bool by_row = bns && (in_order || f.query_rows() > 1);
     a.lse_token_stride = by_row ? 1 : f.heads;
@@ -181,7 +185,8 @@ TimedTask bind(FiaArguments f) {
   return {std::move(task), ns};
 }
 
-// Quantisation, shared prefixes, padding and position shifts.
+// Refuses the arguments for quantisation, shared prefixes, padding and position shifts, which are
+// not emulated.
 void refuse_extras(std::initializer_list<std::pair<const char *, const OptTensor *>> extras) {
   for (auto &[name, tensor] : extras)
     refuse_unless(!tensor->has_value(), name, " is not emulated");
@@ -240,7 +245,8 @@ OP(aclnnFusedInferAttentionScoreV4,
                   kv_lengths, heads, scale, pre_tokens, next_tokens, layout, kv_heads, sparse_mode,
                   inner_precise, block_size, wants_lse, out, lse, sink});
    })
-// torch_npu calls these functions for task groups. They have the same signature.
+// torch_npu calls these functions for task groups. They have the same parameters as the
+// GetWorkspaceSize functions.
 EMU_EXPORT(aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize,
            emu_phase1_aclnnFusedInferAttentionScoreV3)
 EMU_EXPORT(aclnnFusedInferAttentionScoreV4GetMaxWorkspaceSize,

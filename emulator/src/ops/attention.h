@@ -1,4 +1,5 @@
-// The arguments of FusedInferAttentionScore that the emulator uses, and their checks.
+// The arguments of FusedInferAttentionScore that the emulator uses, and the checks of these
+// arguments.
 #pragma once
 
 #include "ops/bind.h"
@@ -34,19 +35,20 @@ struct FiaArguments {
   int64_t query_rows() const;  // of one sequence; with TND, of all sequences
   int64_t head_dim() const;
   int64_t value_dim() const;
-  // Multi-head latent attention after absorption: all query heads share one key head of 512 plus 64
-  // elements.
+  // Whether the call is absorbed multi-head latent attention: all query heads share one key head,
+  // which has 512 elements without rope and 64 with rope.
   bool latent() const { return query_rope && head_dim() == 512; }
-  // Whether CANN runs the call by the kernel for one query row per sequence, or by the kernel of
-  // CANN 9 that replaces it and behaves in the same way
+  // Whether CANN runs the call with the kernel for one query row per sequence, or with the kernel
+  // of CANN 9 that replaces this kernel and behaves in the same way
   // (fused_infer_attention_score_tiling_info_parser.cpp, GetLegacyIfaFlag).
   bool incremental() const;
-  // Whether the call uses CANN 9's tiling for grouped queries in TND.
+  // Whether CANN 9 would use its split-fuse tiling for the call, which is for grouped queries in
+  // the layout TND.
   bool split_fuse() const;
 
-  // Reads the layout and fills in defaults; throws Refusal.
+  // Reads the layout, and sets defaults. Throws Refusal if the arguments are not valid.
   void prepare();
-  // The requirements of documents; throws Refusal with the code of the operator.
+  // Checks the requirements of the documents. Throws a Refusal with the operator's error code.
   void check() const;
 
 private:

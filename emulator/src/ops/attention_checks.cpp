@@ -1,7 +1,7 @@
 // The requirements of FusedInferAttentionScore. The rules are from the op-plugin document
-// npu_fused_infer_attention_score; each check names its section. If a CANN release supports less,
-// the tilings of ops-transformer apply: those of November 2025 (c29bc10) for 8.5, those of 2026 for
-// 9.
+// npu_fused_infer_attention_score; each check names a section of this document. If a CANN release
+// supports less than the document says, the rules of its tiling in ops-transformer apply: the
+// tiling of November 2025 (c29bc10) for CANN 8.5, and the tiling of 2026 for CANN 9.
 #include "ops/attention.h"
 #include "target.h"
 
@@ -62,8 +62,8 @@ int64_t FiaArguments::value_dim() const {
   return flat ? value().size(-1) / std::max<int64_t>(kv_heads, 1) : value().size(-1);
 }
 
-// Section "详细参数说明": query, key and value float16 or bfloat16, contiguous. strict=false admits
-// float32 as well.
+// Section "详细参数说明": query, key and value are float16 or bfloat16, and contiguous. strict=false also
+// admits float32.
 void FiaArguments::check_types() const {
   must(is_kernel_type(query), "query must be float16 or bfloat16, got ", query.scalar_type());
   should(is_half(query), "query must be float16 or bfloat16, got ", query.scalar_type(),
@@ -97,7 +97,8 @@ void FiaArguments::check_heads() const {
   should(dim % 16 == 0, "head size ", dim, " is not a multiple of 16");
 }
 
-// Section "MLA约束": head size 512 or 128 and 64 more; all other dimensions as those of query, key.
+// Section "MLA约束": the head size is 512 or 128, and rope adds 64 elements. All other dimensions of
+// query_rope and key_rope are those of query and key.
 void FiaArguments::check_rope() const {
   if (!query_rope)
     return;
@@ -123,9 +124,9 @@ void FiaArguments::check_rope() const {
   }
 }
 
-// Section "MLA约束", head size 512. NBSD is documented for more than one query row, but other
-// projects use it for one row, too. The limit of 16 rows is from the section of input_layout; for
-// TND it is from the operator's tiling.
+// Section "MLA约束", head size 512. The document allows the layout NBSD only for more than one query
+// row, but other projects use it for one row, too. The limit of 16 rows is from the section about
+// input_layout. For TND, the limit is from the operator's tiling.
 void FiaArguments::check_latent() const {
   if (out_layout == FiaOut::NBSD || out_layout == FiaOut::NTD)
     should(latent(), "input_layout ", layout_name, " needs query_rope and head size 512");
@@ -153,9 +154,9 @@ void FiaArguments::check_latent() const {
   should(rows <= 16, "with head size 512 a sequence may have 16 query rows, one has ", rows);
 }
 
-// Section "TND布局约束": both lists given, cumulative, at most 4096 sequences; the last query length is
-// the number of query rows. In other layouts: one length for all sequences, or at least one length
-// for each sequence.
+// Section "TND布局约束": both lists of lengths are given, they are cumulative, and there are at most
+// 4096 sequences. The last query length is the number of query rows. In other layouts, there is one
+// length for all sequences, or at least one length for each sequence.
 void FiaArguments::check_lengths() const {
   if (!tnd()) {
     int64_t length = kv_lengths ? static_cast<int64_t>(kv_lengths->size()) : 1;
@@ -183,7 +184,8 @@ void FiaArguments::check_lengths() const {
          key().size(0), " rows");
 }
 
-// Section "PageAttention约束": int32 table of rank 2; block size; the layout of the cache.
+// Section "PageAttention约束": the block table is int32 and has rank 2. The section also limits the
+// block size and the layout of the cache.
 void FiaArguments::check_pages() const {
   if (!paged())
     return;
@@ -210,7 +212,7 @@ void FiaArguments::check_pages() const {
            " must be a multiple of 16 and at most 512");
   must(table.size(0) >= batch(), "block_table has ", table.size(0), " rows for ", batch(),
        " sequences");
-  // The operator's tiling compares both numbers; sequences for padding have no query rows.
+  // The operator's tiling compares both numbers. A sequence that is padding has no query rows.
   if (tnd())
     should(table.size(0) == batch(), "block_table has ", table.size(0), " rows for ", batch(),
            " sequences: with TND actual_seq_lengths needs an entry for each row");
@@ -225,8 +227,9 @@ void FiaArguments::check_pages() const {
   int64_t width = key().dim() == 3 ? key().size(2) : kv_heads * key().size(3);
   must(width == kv_heads * head_dim(), "the cache ", key().sizes(), " has not ", kv_heads,
        " heads of ", head_dim());
-  // BnBsH: [blocks, block size, heads * D]; BnNBsD, not with BSH and BSND: [blocks, heads, block
-  // size, D]. A cache kept as [blocks, block size, heads, D] is passed as a view of rank 3.
+  // There are two layouts of the cache. BnBsH is [blocks, block size, heads * D]. BnNBsD is
+  // [blocks, heads, block size, D], and is not allowed with BSH and BSND. If a cache is stored as
+  // [blocks, block size, heads, D], callers pass a view of rank 3.
   should(key().dim() == 3 || heads_first_pages(), "the cache ", key().sizes(),
          " must be [blocks, block_size, heads * D] or [blocks, heads, block_size, D]");
   if (layout == FiaLayout::BSH || layout == FiaLayout::BSND)
@@ -269,9 +272,9 @@ bool FiaArguments::incremental() const {
   return !tnd() && query_rows() == 1 && !query_rope && head_dim() == value_dim();
 }
 
-// fused_infer_attention_score_tiling.cpp of CANN 9, IsUsingFAI. In CANN 9, calls with one query
-// head per key head use the tiling of CANN 8.5, and so do all calls that the split-fuse tiling does
-// not support.
+// fused_infer_attention_score_tiling.cpp of CANN 9, IsUsingFAI. In CANN 9, two kinds of calls use
+// the tiling of CANN 8.5: calls with one query head per key head, and calls that the split-fuse
+// tiling does not support.
 bool FiaArguments::split_fuse() const {
   bool sizes = head_dim() <= 256 && value_dim() == head_dim();
   bool pages = !paged() || (key().dim() == 3 && block_size % 16 == 0 && block_size <= 512);
@@ -279,8 +282,9 @@ bool FiaArguments::split_fuse() const {
          pages;
 }
 
-// vllm-ascend pads each step with sequences of one row without keys, and ignores their results. A
-// device's results are unknown; the probe has a question about them (rules.attention.padded_row).
+// vllm-ascend pads each step with sequences that have one row and no keys, and ignores the results
+// of these rows. It is not known what a device returns for them; the probe asks this
+// (rules.attention.padded_row).
 static void warn_of_rows_without_keys() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -298,7 +302,7 @@ void FiaArguments::check_tnd() const {
   should(sparse_mode != 0 || !mask, "with TND sparse_mode 0 takes no atten_mask");
   const Ints &q = *query_lengths, &kv = *kv_lengths;
   for (size_t i = 0; sparse_mode == 3 && i < q.size(); i++) {
-    // The split-fuse tiling accepts rows without keys, but no source defines the result of such
+    // The split-fuse tiling accepts rows that see no keys, but no source defines the result of such
     // rows.
     int64_t rows = q[i] - (i ? q[i - 1] : 0), seen = kv[i] - (i && !paged() ? kv[i - 1] : 0);
     if (rows == 1 && seen == 0) {
@@ -332,14 +336,15 @@ void FiaArguments::check_tnd() const {
   for (int64_t length : kv)
     blocks += (length + block_size - 1) / block_size;
   should(blocks > 0, "actual_seq_lengths_kv must not be all zero", line);
-  // A block that two sequences share counts twice.
+  // If two sequences share a block, the block counts twice.
   should(blocks <= key().size(0), "actual_seq_lengths_kv need ", blocks, " blocks, the cache has ",
          key().size(0), line);
 }
 
-// Document npu_fused_infer_attention_score_v2, learnable_sink: bfloat16, one element for each query
-// head, TND, value heads of at most 128 elements. strict=false admits the type of query as well.
-// Whether softmax_lse counts the sink is not documented.
+// Document npu_fused_infer_attention_score_v2, learnable_sink: its type is bfloat16, it has one
+// element for each query head, the layout is TND, and value heads have at most 128 elements.
+// strict=false also admits the type of query. It is not documented whether softmax_lse includes the
+// sink.
 void FiaArguments::check_sinks() const {
   if (!sinks)
     return;

@@ -1,4 +1,5 @@
-// AttentionUpdate: merges the results of ranks over their shares of the keys.
+// AttentionUpdate: each rank has computed attention over its part of the keys; merges these
+// results.
 #include "ops/bind.h"
 #include "target.h"
 
@@ -7,9 +8,9 @@ using namespace emu;
 namespace {
 
 // Rules: document aclnnAttentionUpdate and op_api/aclnn_attention_update.cpp of ops-transformer.
-// sp, the length of both lists, is 1 to 16. lse is float32 [rows]. local_out is [rows, D] of
-// float32, float16 or bfloat16; D is a multiple of 8, at most 512. All tensors of a list have one
-// shape, and all tensors are contiguous.
+// Both lists have the same length sp, from 1 to 16. lse is float32 [rows]. local_out is [rows, D]
+// in float32, float16 or bfloat16. D is a multiple of 8, and at most 512. All tensors of a list
+// have the same shape, and all tensors are contiguous.
 void check(const Tensors &lse, const Tensors &outs, int64_t type, const OptTensor &lse_out) {
   refuse_unless(type == 0 || type == 1, "update_type ", type, " must be 0 or 1");
   refuse_unless(lse_out.has_value() == (type == 1), "lse_out goes with update_type 1");
@@ -54,7 +55,8 @@ OP(aclnnAttentionUpdate,
      m.lse = lse_out ? lse_out->data_ptr<float>() : nullptr;
      m.rows = out.size(0);
      m.dim = out.size(1);
-     // Since December 2025, +infinity also means an empty share. A row without keys is still NaN.
+     // Since December 2025, +infinity also means that a rank has no keys for a row. If no rank has
+     // keys, the result is still NaN.
      m.infinity_is_empty = !cann_before(9);
      return arithmetic([m = std::move(m)] { kernels::merge_attention(m); });
    })

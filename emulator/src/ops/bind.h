@@ -1,4 +1,5 @@
-// From at::Tensor to the pointers of the kernels, and the checks that many operators share.
+// Converts at::Tensor to the pointers that kernels need, and contains checks that many operators
+// share.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -35,8 +36,8 @@ inline void require_contiguous(const char *what, const Tensor &t) {
   refuse_unless(t.is_contiguous(), what, " must be contiguous, got strides ", t.strides());
 }
 
-// A copy between tensors of the same size. If the types are equal, it is one strided copy; else
-// ATen converts.
+// Copies a tensor to another tensor of the same size. If the types are equal, this is one strided
+// copy. Otherwise ATen converts the elements.
 Task copy_task(const Tensor &to, const Tensor &from);
 
 }  // namespace emu

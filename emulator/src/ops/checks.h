@@ -1,4 +1,5 @@
-// Argument checks. A refusal names the operator (op_abi adds it) and the rule.
+// Checks of arguments. The text of a refusal names the operator (op_abi adds the name) and the
+// rule.
 #pragma once
 
 #include "settings.h"
@@ -11,7 +12,8 @@ namespace emu {
 
 constexpr int kRefused = 161002;
 
-// Thrown in the first phase. The code is what the operator returns to the caller.
+// Thrown in the operator's first phase. `code` is the error code that the operator returns to its
+// caller.
 struct Refusal : std::invalid_argument {
   int code;
   explicit Refusal(const std::string &rule, int code_ = kRefused)
@@ -24,7 +26,7 @@ template <class... Parts> std::string text(const Parts &...parts) {
   return stream.str();
 }
 
-// Refuses a call that no setting allows.
+// Refuses a call if the condition is false. No setting can allow such a call.
 template <class Condition, class... Parts>
 void refuse_unless(const Condition &condition, const Parts &...parts) {
   if (!condition)
@@ -40,8 +42,8 @@ inline void refuse_unless_admitted(const std::string &rule, int code = kRefused)
   throw Refusal(rule, code);
 }
 
-// Refuses a call that the operator's document excludes; a comment at the check names the document.
-// With strict=false this refuses nothing.
+// Refuses a call if the condition, which the operator's document requires, is false. A comment at
+// the check names the document. With strict=false, nothing is refused.
 template <class Condition, class... Parts>
 void demand(const Condition &condition, const Parts &...parts) {
   if (settings().strict && !condition)

@@ -45,9 +45,9 @@ Task copy_task(const Tensor &to, const Tensor &from) {
 OP(aclnnInplaceCopy, [](Tensor to, Tensor from) -> Task { return copy_task(to, from); })
 OP(aclnnCast, [](Tensor a, aclDataType, Tensor out) -> Task { return copy_task(out, a); })
 
-// When a page is returned to the system, the program reads zeros from it, and the page takes no
-// memory until it is written. So a cache of zeros costs no more than a cache without initial
-// values.
+// If a page is returned to the system, the program reads zeros from it, and the page uses no memory
+// until it is written. So a cache that is filled with zeros costs no more than a cache without
+// initial values.
 static void clear(char *p, size_t bytes) {
   constexpr uintptr_t page = 2u << 20;
   auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;
@@ -55,8 +55,8 @@ static void clear(char *p, size_t bytes) {
   auto gives_back = [&](int advice) {
     return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0;
   };
-  // The second call is for memory without a file, for which the first call fails. Memory of a file
-  // would keep its contents after the second call.
+  // MADV_REMOVE fails for memory that belongs to no file, so MADV_DONTNEED is tried, too. Memory of
+  // a file would keep its contents with MADV_DONTNEED.
   if (bytes < 8 * page || !(gives_back(MADV_REMOVE) || gives_back(MADV_DONTNEED))) {
     memset(p, 0, bytes);
     return;
@@ -64,7 +64,7 @@ static void clear(char *p, size_t bytes) {
   memset(p, 0, first - begin);
   memset(reinterpret_cast<void *>(last), 0, end - last);
 }
-// Accepts even types with which no operator computes, because zeros need no arithmetic.
+// Zeros need no arithmetic, so this also accepts types with which no operator can compute.
 OP(aclnnInplaceZero, [](Tensor a) -> Task {
   return [=] {
     AtenScope scope;
@@ -91,7 +91,8 @@ OP(aclnnArange,
 OP(aclnnRange,
    [](Scalar start, Scalar end, Scalar step, Tensor out) { at::range_out(out, start, end, step); })
 OP(aclnnLinspace, [](Scalar start, Scalar end, int64_t steps, Tensor out) {
-  // Integers are rounded in each step, as in torch; half-width floats are rounded once.
+  // Integers are rounded in each step, as in torch. float16 and bfloat16 are rounded once, at the
+  // end.
   auto type = out.is_floating_point() ? at::kFloat : out.scalar_type();
   out.copy_(at::linspace(start, end, steps, type));
 })

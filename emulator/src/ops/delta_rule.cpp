@@ -9,7 +9,7 @@ using namespace emu;
 
 namespace {
 
-// The arguments that both operators have.
+// The arguments that both operators of this file have.
 struct DeltaTensors {
   Tensor query, key, value, beta, state, lengths;
   OptTensor g, gk;
@@ -64,7 +64,7 @@ void check_shapes(const DeltaTensors &d, const char *state) {
   require_contiguous("out", d.out);
 }
 
-// Copies of strided inputs live as long as this object.
+// If inputs are strided, this object owns contiguous copies of them.
 struct BoundRule {
   std::vector<Tensor> dense;
   kernels::DeltaRule rule{};
@@ -98,8 +98,9 @@ struct BoundRule {
   }
 };
 
-// Fresh memory consists of bytes 0xFF. A caller can fill a slot with such bytes when it gives the
-// slot to a request, so that the emulator refuses a read of the state of an earlier request.
+// New memory is filled with bytes 0xFF, and reading a state of such bytes is refused. If a caller
+// fills a slot with such bytes when it gives the slot to a request, the emulator notices if the
+// request reads the state of an earlier request.
 void require_written(const char *what, const Tensor &states, int64_t slot, int64_t request) {
   if (!settings().strict)
     return;
@@ -124,8 +125,9 @@ std::vector<int64_t> starts_of(const Tensor &lengths, int64_t tokens, int64_t lo
   return starts;
 }
 
-// Slot 0 belongs to the padding rows of graphs, so several requests may use it. Any other slot
-// belongs to one request of the call: on the device, requests run at the same time.
+// Slot 0 is for the padding rows of graphs, so several requests may use it. Each other slot may
+// belong to only one request of the call, because the device computes the requests at the same
+// time.
 void check_slots(const int32_t *slots, int64_t request, int64_t start, int64_t count,
                  int64_t limit, std::map<int32_t, int64_t> &owners) {
   for (int64_t t = start; t < start + count; t++) {
@@ -139,10 +141,11 @@ void check_slots(const int32_t *slots, int64_t request, int64_t start, int64_t c
 
 }  // namespace
 
-// Rules: document npu_recurrent_gated_delta_rule; two more rules from aclnnRecurrentGatedDeltaRule:
-// num_accepted_tokens is required, and T is at most the number of slots. CANN does not
-// check the values of tensors; the emulator does. torch_npu's document of 2.13 says that gk is not
-// supported yet; the newest document of aclnnRecurrentGatedDeltaRule describes it.
+// Rules: document npu_recurrent_gated_delta_rule. Two more rules are from
+// aclnnRecurrentGatedDeltaRule: num_accepted_tokens is required, and T is at most the number of
+// slots. The emulator also checks the values of tensors, which CANN does not check. torch_npu's
+// document of 2.13 says that gk is not supported yet, but the newest document of
+// aclnnRecurrentGatedDeltaRule describes gk.
 OP(aclnnRecurrentGatedDeltaRule,
    [](Tensor query, Tensor key, Tensor value, Tensor beta, Tensor state, Tensor lengths,
       Tensor slots, OptTensor g, OptTensor gk, OptTensor accepted, float scale,
@@ -189,9 +192,10 @@ OP(aclnnRecurrentGatedDeltaRule,
      return {task, delta_rule_ns(one * (requests + tokens), 0)};
    })
 
-// Rules: document npu_chunk_gated_delta_rule. Its limit of 8 tokens of a request contradicts its
-// own example, and is not checked. The document of aclnnChunkGatedDeltaRule also allows smaller
-// heads, and asks for g >= -1; neither is a rule here, because other projects pass other values.
+// Rules: document npu_chunk_gated_delta_rule. Its limit of 8 tokens per request contradicts its own
+// example, so this limit is not checked. The document of aclnnChunkGatedDeltaRule also requires g
+// >= -1. This is not checked either, because other projects pass other values. It also allows
+// smaller heads, which the emulator does not.
 OP(aclnnChunkGatedDeltaRule,
    [](Tensor query, Tensor key, Tensor value, Tensor beta, Tensor initial, Tensor lengths,
       OptTensor g, float scale, Tensor out, Tensor final) -> TimedTask {
@@ -222,7 +226,8 @@ OP(aclnnChunkGatedDeltaRule,
                                           slots.data()});
        }
      });
-     // For each token and head: products with the state, and with the tokens of a chunk.
+     // The modelled time: for each token and head, there are products with the state, and with the
+     // tokens of a chunk.
      constexpr double kChunk = 64;
      double key_dim = query.size(2), value_dim = value.size(2), rows = tokens * value.size(1);
      double operations = 2 * rows * (3 * key_dim * value_dim + 2 * kChunk * (key_dim + value_dim));

@@ -32,7 +32,7 @@ template <const Types &types> static void require_types(const Tensor &a, const T
          " is not among the types of the operator");
 }
 
-// The bytes from the first to the last element.
+// Returns the range of memory from the first to the last element.
 static std::pair<const char *, const char *> span_of(const Tensor &t) {
   auto *begin = static_cast<const char *>(t.const_data_ptr());
   int64_t last = 0;
@@ -56,7 +56,8 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
   return out.numel() > 0 && out.sizes() == shape;
 }
 
-// WRITE computes at::F(...) into `out`. It allocates no tensor for the result unless it has to.
+// WRITE computes at::F(...) into `out`. It allocates a tensor for the result only if `receives` is
+// false.
 #define WRITE(F, OUT, TENSORS, ...)                                                                \
   do {                                                                                             \
     Tensor result = OUT;                                                                           \
@@ -67,7 +68,7 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
   } while (0)
 #define TENSORS(...) (std::initializer_list<Tensor>{__VA_ARGS__})
 
-// UNARY defines aclnnX(a, out) and aclnnInplaceX(a); BINARY defines aclnnX(a, b, out) and
+// UNARY defines aclnnX(a, out) and aclnnInplaceX(a). BINARY defines aclnnX(a, b, out) and
 // aclnnInplaceX(a, b). With kernels=skip, only results that are integers or booleans are computed,
 // because they may be used as positions.
 #define UNARY_BY(NAME, COMPUTE, TYPES)                                                             \
@@ -90,7 +91,7 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
 #define UNARY(NAME, F, TYPES)                                                                      \
   static void compute_##F(const Tensor &a, const Tensor &out) { WRITE(F, out, TENSORS(a), a); }     \
   UNARY_BY(NAME, compute_##F, TYPES)
-// A unary function with a kernel of ours for floats.
+// A unary function for which the emulator has a kernel for float32.
 #define UNARY_WITH_KERNEL(NAME, F, TYPES)                                                          \
   static void compute_##F(const Tensor &a, const Tensor &out) {                                    \
     if (a.scalar_type() == kF && a.is_contiguous() && out.is_contiguous() && receives(out, {a}))   \
@@ -117,7 +118,7 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
     if (!skips(a))                                                                                 \
       a.copy_(at::F(a, b));                                                                        \
   })
-// aclnnX(a, b, alpha, out): a + alpha * b and similar.
+// Defines aclnnX(a, b, alpha, out), which computes a + alpha * b or a similar expression.
 #define SCALED(NAME, F)                                                                            \
   OP(aclnn##NAME, [](Tensor a, Tensor b, Scalar k, Tensor out) {                                   \
     if (!skips(out))                                                                               \
@@ -137,7 +138,8 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
       a.copy_(at::F(a, b, k));                                                                     \
   })
 
-// Quotients of integers are floats. CANN casts them to the type of `out`; at::div_out refuses that.
+// The quotient of two integers is a float. CANN casts it to the type of `out`, which at::div_out
+// refuses.
 static void write_quotient(const Tensor &a, const Tensor &b, const Tensor &out) {
   if (out.is_floating_point())
     WRITE(div, out, TENSORS(a, b), a, b);
@@ -186,7 +188,7 @@ OP(aclnnRemainderScalarTensor, [](Scalar a, Tensor b, Tensor out) {
     out.copy_(at::remainder(a, b));
 })
 
-// The rounding of a quotient is 0 (none), 1 (towards zero) or 2 (down).
+// The mode says how a quotient is rounded: 0 means not at all, 1 towards zero, and 2 down.
 template <class Second>
 static void divide(const Tensor &a, const Second &b, int mode, const Tensor &out) {
   if (skips(out))
@@ -226,7 +228,8 @@ UNARY(Sqrt, sqrt, kToFloats)
 UNARY(Tanh, tanh, kToFloats)
 UNARY(Trunc, trunc, kHalves)
 
-// Document aclnnGelu: always computed with tanh, also if torch requests the other form.
+// Document aclnnGelu: the result is always computed with tanh, even if torch requests the form
+// without tanh.
 OP(aclnnGelu, [](Tensor a, Tensor out) -> Task {
   require_types<kHalves>(a, out);
   return arithmetic([=] {
@@ -265,7 +268,7 @@ OP(aclnnNanToNum, [](Tensor a, float nan, float greatest, float least, Tensor ou
     out.copy_(at::nan_to_num(a, nan, greatest, least));
 })
 
-// Other files have macros of these names.
+// Other files define macros with these names, too.
 #undef UNARY
 #undef BINARY_OF
 #undef BINARY

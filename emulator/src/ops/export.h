@@ -1,10 +1,10 @@
-// Exports a function under a C name without a second declaration of its type. An exported function
-// is usually declared with its parameters. But an operator's parameters are derived from its
-// lambda, so no declaration can name them. Therefore the export is an indirect function (ifunc), a
-// symbol without code: the dynamic linker gives a caller the address that the symbol's resolver
-// returns. A call jumps directly to the function, so this code does not depend on how a processor
-// passes arguments. Ifuncs are a feature of ELF, GCC and glibc, on x86-64, aarch64 and other
-// processors.
+// Exports a function under a C name, without a declaration of its parameters. Usually, an exported
+// function is declared with its parameters. But the parameters of an operator are derived from its
+// lambda, so no declaration can name them. Therefore the exported symbol is an indirect function
+// (ifunc), which has no code of its own: the dynamic linker gives each caller the address that the
+// symbol's resolver returns. So a call jumps directly to the function, and this code does not
+// depend on how a processor passes arguments. Ifuncs are a feature of ELF, GCC and glibc, and exist
+// on x86-64, aarch64 and other processors.
 #pragma once
 
 #include "emulator.h"

@@ -1,12 +1,12 @@
-// Norms, SwiGLU, rotary embedding and cache writes, most of them computed by the fused kernels.
+// Norms, SwiGLU, rotary embedding and cache writes. The fused kernels compute most of them.
 #include "ops/bind.h"
 
 using namespace emu;
 using kernels::Rotary;
 
-// Rules: op-plugin documents npu_rms_norm and npu_add_rms_norm (type of x in float32, float16,
-// bfloat16; gamma matches the trailing dimensions of x; inputs may be strided). Only npu_rms_norm
-// takes empty tensors.
+// Rules: op-plugin documents npu_rms_norm and npu_add_rms_norm. x is float32, float16 or bfloat16.
+// The shape of gamma is the shape of the last dimensions of x. Inputs may be strided. Only
+// npu_rms_norm accepts empty tensors.
 static kernels::RmsNorm bind_norm(const Tensor &x, const Tensor &gamma, double epsilon,
                                   const Tensor &out, const Tensor &rstd) {
   require_kernel_type("x", x);
@@ -26,7 +26,8 @@ static kernels::RmsNorm bind_norm(const Tensor &x, const Tensor &gamma, double e
   return norm;
 }
 
-// Contiguous inputs are read in place; others are made contiguous first, when the task runs.
+// Contiguous inputs are read in place. Other inputs are copied when the task runs, to make them
+// contiguous.
 static Task run_norm(kernels::RmsNorm norm, Tensor x, OptTensor residual, Tensor gamma) {
   bool direct = x.is_contiguous() && (!residual || residual->is_contiguous()) &&
                 gamma.is_contiguous();
@@ -50,8 +51,8 @@ static Task run_norm(kernels::RmsNorm norm, Tensor x, OptTensor residual, Tensor
 OP(aclnnRmsNorm, [](Tensor x, Tensor gamma, double epsilon, Tensor out, Tensor rstd) -> Task {
   return run_norm(bind_norm(x, gamma, epsilon, out, rstd), x, {}, gamma);
 })
-// Document npu_gemma_rms_norm: the norm with 1 + gamma. gamma has the type of x, and x is
-// contiguous.
+// Document npu_gemma_rms_norm: the norm is multiplied by 1 + gamma. gamma has the type of x, and x
+// is contiguous.
 OP(aclnnGemmaRmsNorm, [](Tensor x, Tensor gamma, double epsilon, Tensor out, Tensor rstd) -> Task {
   demand(gamma.scalar_type() == x.scalar_type(), "gamma must be ", x.scalar_type(), ", got ",
          gamma.scalar_type());
@@ -77,8 +78,8 @@ OP(aclnnAddRmsNorm,
      return run_norm(norm, x, residual, gamma);
    })
 
-// Rules: document aclnnLayerNorm. The normalised shape is the trailing shape of x; weight and bias
-// have this shape. Everything is computed in float32.
+// Rules: document aclnnLayerNorm. The normalised shape is the shape of the last dimensions of x.
+// Weight and bias have this shape. Everything is computed in float32.
 OP(aclnnLayerNorm,
    [](Tensor x, Ints shape, OptTensor weight, OptTensor bias, double epsilon, Tensor out,
       OptTensor mean, OptTensor rstd) -> Task {
@@ -109,7 +110,8 @@ OP(aclnnLayerNorm,
      });
    })
 
-// Document npu_swiglu: the split dimension is even; float32, float16, bfloat16.
+// Document npu_swiglu: the size of the split dimension is even. The type is float32, float16 or
+// bfloat16.
 OP(aclnnSwiGlu, [](Tensor x, int64_t dim, Tensor out) -> Task {
   require_kernel_type("x", x);
   int64_t axis = dim < 0 ? dim + x.dim() : dim;
@@ -127,8 +129,9 @@ OP(aclnnSwiGlu, [](Tensor x, int64_t dim, Tensor out) -> Task {
   return arithmetic([call] { kernels::swiglu(call); });
 })
 
-// Document npu_clipped_swiglu: the split dimension is even; x is contiguous; float32, float16,
-// bfloat16. group_index, which leaves rows out, is not emulated.
+// Document npu_clipped_swiglu: the size of the split dimension is even. x is contiguous, and its
+// type is float32, float16 or bfloat16. The argument group_index, with which rows are left out, is
+// not emulated.
 OP(aclnnClippedSwiglu,
    [](Tensor x, OptTensor group_index, int64_t dim, double alpha, double limit, double bias,
       bool interleaved, Tensor out) -> Task {
@@ -150,8 +153,8 @@ OP(aclnnClippedSwiglu,
 
 // ---- rotary embedding
 
-// Binds up to three leading dimensions, right-aligned. If a dimension of the angles has size 1, it
-// is broadcast.
+// Binds up to three leading dimensions; if there are fewer, they are aligned on the right. If a
+// dimension of the angles has size 1, it is broadcast.
 static void bind_leading(Rotary &r, const Tensor &x, const Tensor &out, const Tensor &angles) {
   int64_t leading = x.dim() - 1;
   for (int64_t d = 0; d < 3; d++) {
@@ -193,8 +196,8 @@ static Rotary bind_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin,
   return r;
 }
 
-// Document npu_rotary_mul: 3 or 4 dimensions (B S N D in any order). aclnnRotaryPositionEmbedding:
-// D is even and at most 896, and cos is as wide as x.
+// Document npu_rotary_mul: there are 3 or 4 dimensions (B, S, N and D, in any order). Document
+// aclnnRotaryPositionEmbedding: D is even and at most 896, and the D of cos is the D of x.
 OP(aclnnRotaryPositionEmbedding,
    [](Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out) -> Task {
      refuse_unless(x.dim() == 3 || x.dim() == 4, "x must have 3 or 4 dimensions, got ", x.dim());
@@ -206,9 +209,9 @@ OP(aclnnRotaryPositionEmbedding,
      return arithmetic([r] { kernels::rotary(r); });
    })
 
-// Rotates in place. Layouts: 1 BSND, 2 SBND, 3 BNSD, 4 TND. Document npu_apply_rotary_pos_emb (A2,
-// A3): D is 64 or 128; the layout is BSND or TND; cos and sin have one head; the mode is half; all
-// tensors have one type.
+// Rotates in place. The numbers of the layouts: 1 is BSND, 2 is SBND, 3 is BNSD, and 4 is TND.
+// Document npu_apply_rotary_pos_emb (A2, A3): D is 64 or 128; the layout is BSND or TND; cos and
+// sin have one head; the mode is half; all tensors have the same type.
 OP(aclnnApplyRotaryPosEmbV2,
    [](Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, std::string mode) -> Task {
      bool tnd = layout == 4;
@@ -233,8 +236,8 @@ OP(aclnnApplyRotaryPosEmbV2,
 
 // ---- paged cache writes: cache mode Norm, [blocks, block size, heads, D]; slot -1 is skipped
 
-// Document npu_scatter_pa_kv_cache: all tensors are contiguous; key, value and caches have one
-// type; caches have rank 4; slots are int32 or int64, one for each token.
+// Document npu_scatter_pa_kv_cache: all tensors are contiguous. key, value and the caches have the
+// same type. The caches have rank 4. slots is int32 or int64, and has one element for each token.
 static kernels::IndexedRows bind_cache_write(const char *what, const Tensor &rows,
                                              const Tensor &cache, const Tensor &slots) {
   demand(cache.dim() == 4, what, " cache must have 4 dimensions, got ", cache.dim());

@@ -1,4 +1,5 @@
-// GroupedMatmul with weights of four bits: rows in floats (weights become floats), or in int8.
+// GroupedMatmul with weights of four bits. The rows are either floats, and the weights are
+// converted to floats; or the rows are int8.
 #include "ops/grouped_matmul.h"
 #include "ops/int4.h"
 #include "ops/matmul.h"
@@ -7,8 +8,8 @@ using namespace emu;
 
 namespace {
 
-// Document aclnnGroupedMatmulV5, shapes of antiquantScale and antiquantOffset, and
-// CheckGroupedMatmulAntiQuant in its source, which refuses null offsets.
+// Rules: document aclnnGroupedMatmulV5, about the shapes of antiquantScale and antiquantOffset; and
+// CheckGroupedMatmulAntiQuant in the operator's source, which refuses offsets that are null.
 Task bind_float_rows(const GroupedCall &call, const Tensor &x, const Tensor &weight,
                      const Tensor &y) {
   refuse_all({{"scale", &call.scale}, {"per_token_scale", &call.row_scale}});
@@ -39,9 +40,10 @@ Task bind_float_rows(const GroupedCall &call, const Tensor &x, const Tensor &wei
   });
 }
 
-// The same document, x int8 and weight INT4, symmetric, and GMMTiling::A8W4Tiling. The group list
-// always has numbers of rows, even if groupListType says otherwise. The cube unit multiplies x - 8,
-// and bias = 8 * weight * scale, added over k, corrects this.
+// Rules: the same document, about int8 for x and symmetric INT4 for weight; and
+// GMMTiling::A8W4Tiling. The group list always contains numbers of rows, even if groupListType says
+// otherwise. The cube unit multiplies x - 8 instead of x. Adding bias, the sum of 8 * weight *
+// scale over k, corrects this.
 Task bind_int8_rows(const GroupedCall &call, const Tensor &x, const Tensor &weight,
                     const Tensor &y) {
   refuse_all({{"antiquant_scale", &call.antiquant_scale},

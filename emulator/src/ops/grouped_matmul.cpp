@@ -92,7 +92,7 @@ void run(const Grouped &g) {
       multiply(g, g.products[i], i);
 }
 
-// Section "约束说明", table 2: the bias has the type of x, or float32 if x is bfloat16.
+// Section "约束说明", table 2: the bias has the type of x, but its type is float32 if x is bfloat16.
 void check_types(const Tensors &x, const Tensors &weight, const Tensors &bias) {
   for (const Tensor &t : x)
     require_kernel_type("x", t);
@@ -109,7 +109,7 @@ void check_types(const Tensors &x, const Tensors &weight, const Tensors &bias) {
          "float32 needs x, weight and y of one tensor each");
 }
 
-// The rest of the section: inner dimensions, strides, lengths of lists.
+// The other rules of this section: they are about inner dimensions, strides, and lengths of lists.
 void check_shapes(const Tensors &x, const Tensors &weight) {
   for (const Tensor &t : x) {
     refuse_unless(t.dim() == 2, "x must have 2 dimensions, got ", t.sizes());
@@ -132,9 +132,10 @@ void check_shapes(const Tensors &x, const Tensors &weight) {
          " tensors, at most 128");
 }
 
-// Rules: op-plugin document npu_grouped_matmul, for group_list as a tensor, without quantisation.
-// By the document the groups must cover x. But in other projects, ranks that have only some experts
-// pass groups with fewer rows. Then the emulator does not write the remaining rows.
+// Rules: op-plugin document npu_grouped_matmul, about calls without quantisation in which
+// group_list is a tensor. According to the document, the groups together must contain all rows of
+// x. But in other projects, ranks that have only some experts pass groups with fewer rows. In this
+// case, the emulator does not write the remaining rows.
 Task bind_grouped(const Tensors &x, const Tensors &weight, const Tensors &bias, const OptTensor &list,
                   int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,
                   const Tensors &y) {
@@ -183,8 +184,8 @@ Task bind_grouped(const Tensors &x, const Tensors &weight, const Tensors &bias, 
   return arithmetic([g] { run(g); });
 }
 
-// Table 2, rows of per-token quantisation: bfloat16 results need scales in bfloat16, float16
-// results need float32.
+// Table 2, its rows about per-token quantisation: if the result is bfloat16, scales are bfloat16;
+// if the result is float16, scales are float32.
 void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, const Tensors &rows,
                   const Tensor &y) {
   refuse_unless(is_half(y), "output_dtype ", y.scalar_type(), " of int8 is not emulated");
@@ -200,9 +201,10 @@ void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, c
                 "per_token_scale must be one float32 tensor, one for each of ", x.size(0), " rows");
 }
 
-// Rules: the same document, int8 with a scale for each row and each output of a group.
+// Rules: the same document, about int8 with one scale for each row, and one scale for each output
+// of a group.
 //
-// nz: the values of a weight in FRACTAL_NZ; only the sizes of `weight` are then used.
+// nz: the values of a weight in FRACTAL_NZ. If they are given, only the sizes of `weight` are used.
 Task bind_quantised(const Tensors &x, const Tensors &weight, const std::optional<NzMatrices> &nz,
                     const Tensors &bias, const Tensors &scale, const Tensors &row_scale, const OptTensor &list,
                     int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,
@@ -273,8 +275,8 @@ OP(aclnnGroupedMatmulV5,
                  list, split_item, group_type, list_type, activation, y);
      return {task, grouped_ns(x, weight)};
    })
-// Sources aclnn_grouped_matmul.cpp (TransWeightToNz, CheckQuantGMMWeightNz): the weight is in
-// FRACTAL_NZ, and its blocks are full.
+// Rules: source aclnn_grouped_matmul.cpp (TransWeightToNz, CheckQuantGMMWeightNz). The weight is in
+// FRACTAL_NZ, and its matrices fill all blocks completely.
 OP(aclnnGroupedMatmulWeightNz,
    [](Tensors x, aclTensorList *weight, Tensors bias, Tensors scale, Tensors offset,
       Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,

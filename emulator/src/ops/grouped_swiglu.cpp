@@ -1,5 +1,5 @@
-// One product per expert, followed by SwiGLU and quantisation. The sums of the products, SwiGLU's
-// results included, stay in float32 until they are quantised.
+// One product per expert, followed by SwiGLU and quantisation. The sums of the products and the
+// results of SwiGLU stay in float32 until they are quantised.
 #include "ops/grouped_matmul.h"
 #include "ops/quant.h"
 #include "ops/storage_formats.h"
@@ -10,8 +10,8 @@ using namespace emu;
 namespace {
 
 // Checks a stack of int8 matrices, [groups, in, out]. The operators set the format of the weight to
-// FRACTAL_NZ, whatever the caller says. So a weight in ND is refused because of its storage sizes:
-// torch_npu passes one number for them.
+// FRACTAL_NZ, whatever the caller says. So a weight in ND cannot be recognised by its format, but
+// by its storage sizes: torch_npu then passes a single number. Such a weight is refused.
 void check_weight(const aclTensor &weight, int64_t in, int64_t out) {
   const Tensor &t = weight.t;
   refuse_unless(weight.storage_shape.size() == 5,
@@ -26,8 +26,8 @@ void check_weight(const aclTensor &weight, int64_t in, int64_t out) {
 
 // Rules: documents aclnnGroupedMatmulSwigluQuantWeightNZ and ...WeightNzV2, int8; sources
 // aclnn_grouped_matmul_swiglu_quant.cpp and its tiling. Rows after the last group are not written.
-// The kernel writes int8 rows one after another into the memory of a vector core, which it can only
-// address in steps of 32 bytes: 64 must divide the columns.
+// The kernel writes int8 rows one after another into the memory of a vector core, which can only be
+// addressed in steps of 32 bytes. So the number of columns must be a multiple of 64.
 TimedTask bind(const Tensor &x, const aclTensor &weight, const Tensor &weight_scale,
                const Tensor &x_scale, const Tensor &list, int64_t list_type, const Tensor &out,
                const Tensor &scale) {
@@ -73,7 +73,8 @@ TimedTask bind(const Tensor &x, const aclTensor &weight, const Tensor &weight_sc
                            scale.slice(0, start, end));
     });
   });
-  // The sums in int32 go through memory: the vector cores begin when the cube unit has ended.
+  // The int32 sums are written to memory and read again, because the vector cores begin when the
+  // cube unit has ended.
   double sums = static_cast<double>(rows) * columns * 4;
   return {task, grouped_ns({x}, {weight.t}) + vector_phase_ns(sums + out.numel())};
 }

@@ -61,9 +61,9 @@ OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
 })
 OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
 
-// An undefined entry of the list means a whole dimension. torch_npu's placeholder means the same:
-// an empty vector without data that has the type of `a`. The placeholder differs from an empty
-// index only in its type. A boolean entry means the positions of its true elements.
+// An undefined entry of the list means that all of a dimension is selected. torch_npu's placeholder
+// means the same: an empty vector, without data, of the type of `a`. Only its type distinguishes
+// the placeholder from an empty index. A boolean entry means the positions of its true elements.
 static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) {
   c10::List<OptTensor> list;
   int64_t dim = 0;
@@ -84,8 +84,8 @@ static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) 
   }
   return list;
 }
-// Index and IndexPut return at once if there is nothing to read or write (aclnn_index.cpp,
-// aclnn_index_put_impl.cpp of ops-nn).
+// Index and IndexPut return at once if no element is read or written (aclnn_index.cpp and
+// aclnn_index_put_impl.cpp in ops-nn).
 OP(aclnnIndex, [](Tensor a, Tensors indices, Tensor out) {
   if (out.numel() == 0 || idles(out))
     return;
@@ -95,8 +95,8 @@ OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumula
   if (values.numel() == 0 || a.numel() == 0 || idles(a))
     return;
   auto list = index_list(a, indices);
-  // No call consists only of whole dimensions. So in such a list the entries are empty indices of
-  // the tensor's type.
+  // No caller selects all of each dimension. So if all entries look like placeholders, they are
+  // empty indices of the tensor's type.
   if (std::none_of(list.begin(), list.end(), [](const OptTensor &i) { return i.has_value(); }))
     return;
   a.index_put_(list, values.to(a.scalar_type()), accumulate);
@@ -112,7 +112,7 @@ OP(aclnnIndexCopy, [](Tensor a, int64_t dim, Tensor index, Tensor source, Tensor
 OP(aclnnInplaceIndexCopy, [](Tensor a, int64_t dim, Tensor index, Tensor source) {
   a.index_copy_(dim, as_long(index), source);
 })
-// aclnn_index_fill.cpp of ops-nn, CheckDtypeValid: bytes and int16 are not among the types.
+// aclnn_index_fill.cpp in ops-nn, CheckDtypeValid: the operator supports neither bytes nor int16.
 OP(aclnnInplaceIndexFill, [](Tensor a, int64_t dim, Tensor index, Scalar value) -> Task {
   auto type = a.scalar_type();
   refuse_unless(is_kernel_type(a) || is_index(a) || type == at::kBool, "self must be float32, ",
@@ -122,8 +122,8 @@ OP(aclnnInplaceIndexFill, [](Tensor a, int64_t dim, Tensor index, Scalar value) 
     Tensor(a).index_fill_(dim, as_long(index), value);
   };
 })
-// Document npu_scatter_nd_update_: no index may lie outside the tensor; a negative index is outside.
-// The rows and the tensor have one type.
+// Document npu_scatter_nd_update_: all indices must be inside the tensor, so they must not be
+// negative. The rows and the tensor have the same type.
 OP(aclnnScatterNdUpdate, [](Tensor a, Tensor indices, Tensor updates) -> Task {
   refuse_unless(is_index(indices), "indices must be int32 or int64, got ", indices.scalar_type());
   require_same_type("updates", updates, a);
@@ -144,7 +144,7 @@ OP(aclnnScatterNdUpdate, [](Tensor a, Tensor indices, Tensor updates) -> Task {
   };
 })
 
-// Reductions of a scatter: 0 none, 1 add, 2 multiply.
+// The reduction of a scatter: 0 means none, 1 means add, and 2 means multiply.
 template <class Source>
 static Tensor scattered(const Tensor &a, int64_t dim, const Tensor &index, const Source &source,
                         int64_t reduction) {
@@ -179,7 +179,8 @@ OP(aclnnSearchSorted,
      out.copy_(at::searchsorted(sorted, a, int32, right, std::nullopt, sorter));
    })
 
-// The shape of the result depends on the data: aclGetViewShape reads it back from the aclTensor.
+// The shape of the result depends on the data. It is written to the aclTensor, from which the
+// caller reads it by aclGetViewShape.
 static void write_with_shape(aclTensor *out, const Tensor &result) {
   out->t = at::from_blob(out->t.data_ptr(), result.sizes(), out->t.options());
   out->t.copy_(result);

@@ -103,7 +103,7 @@ OP(aclnnInplaceMaskedScatter, [](Tensor a, Tensor mask, Tensor source) {
   a.masked_scatter_(mask.to(at::kBool), source);
 })
 
-// Other files have macros of these names.
+// Other files define macros with these names, too.
 #undef BINARY_OF
 #undef BITWISE
 #undef COMPARISON

@@ -1,11 +1,12 @@
-// Matrix products: float32 by the emulator's loops or by sgemm; half-width types are computed in
-// float32.
+// Matrix products. The emulator's loops or sgemm compute float32. float16 and bfloat16 are computed
+// in float32, too.
 #include "ops/matmul.h"
 
 using namespace emu;
 using kernels::MatMul;
 
-// Rows of a matrix that the kernel can read: contiguous rows, or contiguous columns (transposed).
+// Whether the rows of a matrix are contiguous. The kernel can read matrices with contiguous rows,
+// or, as transposed matrices, with contiguous columns.
 static bool has_rows(const Tensor &t) { return t.stride(1) == 1 || t.size(1) == 1; }
 static bool has_columns(const Tensor &t) { return t.stride(0) == 1 || t.size(0) == 1; }
 static int64_t row_stride(const Tensor &t) {
@@ -15,14 +16,15 @@ static int64_t column_stride(const Tensor &t) {
   return t.size(1) == 1 ? std::max<int64_t>(t.size(0), 1) : t.stride(1);
 }
 
-// Document aclnnMm / torch.mm: two matrices of one type, [m, k] and [k, n].
+// Documents aclnnMm and torch.mm: two matrices of the same type, [m, k] and [k, n].
 static void check(const Tensor &a, const Tensor &b, const Tensor &out) {
   refuse_unless(a.dim() == 2 && b.dim() == 2 && out.dim() == 2, "want matrices, got ", a.sizes(),
                 " and ", b.sizes());
   refuse_unless(a.size(1) == b.size(0), "shapes ", a.sizes(), " and ", b.sizes(),
                 " do not multiply");
   require_same_type("mat2", b, a);
-  // The cube unit multiplies float32, float16 and bfloat16 (int8 by the quantised operators).
+  // With these operators, the cube unit multiplies float32, float16 or bfloat16. The quantised
+  // operators multiply int8.
   demand(is_kernel_type(a), "matrix product of ", a.scalar_type(),
          ": float32, float16 or bfloat16 is needed");
 }
@@ -57,7 +59,7 @@ Task emu::multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
   });
 }
 
-// The leading dimensions of `a` are folded into rows if the result is a view.
+// The leading dimensions of `a` are combined to one dimension of rows, if this needs no copy.
 static Task general_product(const Tensor &a, const Tensor &b, const Tensor &out) {
   if (a.dim() == 2 && b.dim() == 2)
     return multiply_task(a, b, out);
@@ -80,7 +82,7 @@ static Task general_product(const Tensor &a, const Tensor &b, const Tensor &out)
   });
 }
 
-// Adds the bias and applies the scale after the product, in float32.
+// After the product, multiplies by the scale and adds the bias, in float32.
 static Task scaled_product(const Tensor &c, const Tensor &a, const Tensor &b, const Scalar &beta,
                            const Scalar &alpha, const Tensor &out) {
   check(a, b, out);

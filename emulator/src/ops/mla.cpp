@@ -1,4 +1,4 @@
-// Operators before multi-head latent attention: rotary embedding of queries, writes of the cache.
+// The operators before multi-head latent attention: they rotate queries, and write to the cache.
 #include "kernels/mla.h"
 #include "ops/bind.h"
 
@@ -10,8 +10,8 @@ static void require_half(const char *what, const Tensor &t) {
          " (float32 only with strict=false)");
 }
 
-// Rules: op-plugin document npu_interleave_rope. x has four dimensions B N S D, and D is 64. cos
-// and sin have one head, and S positions or one. All tensors have one type and are contiguous.
+// Rules: op-plugin document npu_interleave_rope. x is [B, N, S, D], and D is 64. cos and sin have
+// one head, and one position or S positions. All tensors have the same type, and are contiguous.
 OP(aclnnInterleaveRope, [](Tensor x, Tensor cos, Tensor sin, Tensor out) -> Task {
   require_half("x", x);
   refuse_unless(x.dim() == 4 && cos.dim() == 4 && cos.sizes() == sin.sizes(),
@@ -38,11 +38,11 @@ OP(aclnnInterleaveRope, [](Tensor x, Tensor cos, Tensor sin, Tensor out) -> Task
   });
 })
 
-// Rules: op-plugin document npu_kv_rmsnorm_rope_cache. kv [B, 1, S, 512 + 64]; caches [B, 1, length,
-// D] with index [B, S] (Norm), or [blocks, block size, 1, D] with index [B * S] of flat slots (PA,
-// PA_BNSD) and at least B * ceil(S / block size) blocks; no quantisation. If is_output_kv is set,
-// the copies are written, but in PA modes only. A row with index -1 is not written. The document
-// does not say this, but other projects use it for padded batches.
+// Rules: op-plugin document npu_kv_rmsnorm_rope_cache. kv [B, 1, S, 512 + 64]; caches [B, 1,
+// length, D] with index [B, S] (Norm), or [blocks, block size, 1, D] with index [B * S] of flat
+// slots (PA, PA_BNSD) and at least B * ceil(S / block size) blocks; no quantisation. If
+// is_output_kv is set, the copies are written, but only in PA modes. A row with index -1 is not
+// written: the document does not say this, but other projects use it for padded batches.
 OP(aclnnKvRmsNormRopeCache,
    [](Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor rope_cache,
       Tensor latent_cache, OptTensor rope_scale, OptTensor latent_scale, OptTensor rope_offset,
@@ -116,10 +116,10 @@ OP(aclnnKvRmsNormRopeCache,
      });
    })
 
-// Rules: op-plugin document npu_transpose_batchmatmul. x1 [B, M, K], or [M, B, K] with perm_x1
-// (1, 0, 2); x2 [B, K, N]; the result is [M, B, N]. If batch_split_factor is more than one, the
-// result's columns are split into this number of parts. K and N are multiples of 16. B, N and K
-// (for a transposed x1: K * B) are below 65536.
+// Rules: op-plugin document npu_transpose_batchmatmul. x1 is [B, M, K], or [M, B, K] with perm_x1
+// (1, 0, 2). x2 is [B, K, N]. The result is [M, B, N]. If batch_split_factor is more than one, the
+// columns of the result are split into this number of parts. K and N are multiples of 16. B, N and
+// K are below 65536; for a transposed x1, K * B is also below 65536.
 OP(aclnnTransposeBatchMatMul,
    [](Tensor x1, Tensor x2, OptTensor bias, OptTensor scale, Ints perm1, Ints perm2, Ints perm_out,
       int8_t, int32_t split, Tensor out) -> TimedTask {

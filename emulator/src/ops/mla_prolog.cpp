@@ -17,14 +17,14 @@ bool is_one_of(int64_t value, std::initializer_list<int64_t> values) {
   return std::find(values.begin(), values.end(), value) != values.end();
 }
 
-// A matrix in FRACTAL_NZ, with the scales of its columns if it is int8.
+// A matrix in FRACTAL_NZ, and the scales of its columns if the matrix is int8.
 struct Weight {
   NzMatrices stored;
   Tensor scale;
   int64_t columns;
 
-  // The sums of a product, in float32. Sums of int8 rows are exact, and are multiplied by the scales
-  // of rows and columns.
+  // Returns the product of the rows with this matrix, in float32. If the rows are int8, the sums
+  // are exact, and are then multiplied by the scales of the rows and the columns.
   Tensor times(const Tensor &rows, const Tensor &row_scale) const {
     if (!scale.defined())
       return at::matmul(rows.to(at::kFloat), stored.matrix(0).to(at::kFloat));
@@ -62,8 +62,8 @@ Tensor normalised(const Tensor &rows, const Tensor &gamma, double epsilon) {
   return rows / at::sqrt(mean + epsilon) * gamma.to(at::kFloat);
 }
 
-// Moves the even elements of heads before the odd ones, and then rotates by halves. x is [tokens,
-// heads, 64], and the angles are [tokens, 1, 64].
+// Moves the even elements of each head before the odd elements, and then rotates the first half
+// with the second half. x is [tokens, heads, 64], and the angles are [tokens, 1, 64].
 Tensor rotated(const Tensor &x, const Tensor &cos, const Tensor &sin) {
   Tensor pairs = x.reshape({x.size(0), x.size(1), -1, 2});
   Tensor even = pairs.select(-1, 0), odd = pairs.select(-1, 1);
@@ -72,11 +72,12 @@ Tensor rotated(const Tensor &x, const Tensor &cos, const Tensor &sin) {
 
 }  // namespace
 
-// Rules: document aclnnMlaPrologV3WeightNz; sources mla_prolog_tiling_check.cpp and the kernel, of
-// November 2025, which are narrower than later documents: hidden states of 6144, 7168 or 7680
-// elements, blocks of 16 or 128. Emulated: rows and weights in bfloat16 or in int8, a cache in
-// bfloat16, cache_mode PA_BSND. The document allows indices inside the cache only; its kernel skips
-// negative ones. With int8, the kernel keeps float32 between the first products and their norms, and
+// Rules: document aclnnMlaPrologV3WeightNz, and the sources of November 2025
+// (mla_prolog_tiling_check.cpp and the kernel), which allow less than later documents: hidden
+// states have 6144, 7168 or 7680 elements, and blocks have 16 or 128 tokens. The emulator supports
+// rows and weights in bfloat16 or in int8, a cache in bfloat16, and cache_mode PA_BSND. The
+// document requires indices inside the cache, but its kernel skips negative indices. With int8, the
+// kernel keeps the results of the first products in float32 until their norms are computed, and
 // quantises the norm of the queries without rounding it to bfloat16.
 OP(aclnnMlaPrologV3WeightNz,
    [](Tensor x, aclTensor *weight_dq, aclTensor *weight_uq_qr, Tensor uk, aclTensor *weight_dkv_kr,
@@ -97,7 +98,8 @@ OP(aclnnMlaPrologV3WeightNz,
      refuse_unless(query_factor == 1 && key_factor == 1, "qc_qr_scale and kc_scale other than 1 are "
                    "not emulated");
      demand(chip() != Chip::Other, "only A2 and A3 have this operator");
-     // In the sources of CANN 8.5, the arguments have another order than in torch_npu's call.
+     // In the sources of CANN 8.5, the operator's arguments have another order than in the call of
+     // torch_npu.
      demand(!cann_before(9), "CANN 8.5 does not have this operator");
      bool is_int8 = weight_mode == kInt8;
      auto type = is_int8 ? at::kChar : at::kBFloat16;
@@ -187,7 +189,8 @@ OP(aclnnMlaPrologV3WeightNz,
          phase(heads_n * double(plain + rope), double(rank)) +
          product_phase_ns({heads_n, n, double(width), double(plain), at::kBFloat16,
                            double(uk.numel()) * 2});
-     // The vector cores read the sums of the first three products, and write what follows.
+     // The vector cores read the sums of the first three products, and write their norms and
+     // rotated keys.
      double sums = n * (first + heads_n * double(plain + rope)) * (is_int8 ? 4 : 2);
      return {task, products + vector_phase_ns(sums * 2)};
    })

@@ -1,4 +1,5 @@
-// Routing of mixture-of-experts models: choice of experts, sorting of rows, sum of results.
+// Routing in mixture-of-experts models: chooses experts, sorts rows by expert, and adds the
+// experts' results.
 #include "kernels/moe.h"
 #include "ops/bind.h"
 #include "target.h"
@@ -10,9 +11,9 @@
 using namespace emu;
 
 // Rules: op-plugin document npu_moe_gating_top_k. x is float16, bfloat16 or float32, and may be
-// strided. There are at most 2048 experts, also after each group is padded to a multiple of 32. A
-// group has more than two experts. k is at most the number of experts in the kept groups. renorm
-// must be 0.
+// strided. There are at most 2048 experts, and this limit also holds if the size of each group is
+// rounded up to a multiple of 32. A group has more than two experts. k is at most the number of
+// experts in the kept groups. renorm must be 0.
 OP(aclnnMoeGatingTopK,
    [](Tensor x, OptTensor bias, int64_t k, int64_t kept_groups, int64_t groups, int64_t group_mode,
       int64_t renorm, int64_t norm, bool wants_scores, double scale, double epsilon,
@@ -71,7 +72,8 @@ OP(aclnnMoeGatingTopK,
 
 // ---- rows sorted by expert
 
-// Writes the positions of the choices in the sorted rows, or with `scatter` the inverse positions.
+// Writes, for each choice, its position in the sorted rows. With `scatter`, writes for each sorted
+// row the number of its choice.
 static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *index) {
   for (size_t i = 0; i < to.size(); i++)
     if (!scatter)
@@ -80,7 +82,7 @@ static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *i
       index[to[i]] = static_cast<int32_t>(i);
 }
 
-// CANN 9 with all experts active (moe_v3_full_load_base.h, SortCompute): it also sorts ids that
+// If all experts are active, CANN 9 (moe_v3_full_load_base.h, SortCompute) also sorts ids that
 // belong to no expert, and counts nothing after the first such id.
 static std::vector<int64_t> sorted_unfiltered(const kernels::Routing &r, bool &counted) {
   std::vector<int64_t> order(r.count), to(r.count);
@@ -112,9 +114,9 @@ static void write_tokens(const std::vector<int64_t> &tokens, int64_t first, int6
     p[2 * pairs] = p[2 * pairs + 1] = 0;  // ends the list
 }
 
-// Quantises rows as the kernel does (moe_v3_gather_dynamic_quant.h): the quotient is cut to the
-// bits of a float16, and its halves are rounded away from zero. The quotients of a row of zeros are
-// NaN; we assume that the cast makes 0 of NaN.
+// Quantises rows as the kernel does (moe_v3_gather_dynamic_quant.h): the quotient is truncated to a
+// float16, and then rounded to an integer, halves away from zero. The quotients of a row of zeros
+// are NaN. We assume that the device converts NaN to 0.
 static std::pair<Tensor, Tensor> quantised_rows(const Tensor &x) {
   AtenScope scope;
   Tensor rows = x.to(at::kFloat), steps = at::amax(at::abs(rows), {1}, true) / 127.;
@@ -124,10 +126,10 @@ static std::pair<Tensor, Tensor> quantised_rows(const Tensor &x) {
 }
 
 // Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). x and the ids may be strided
-// (aclnn_moe_init_routing_v3.cpp copies them). Dynamic quantisation is emulated without scale.
-// Outputs that the document calls invalid or meaningless are not written: rows after the choices of
-// active experts, and counts if the flag is not set. An id outside 0 to expert_num - 1 stops the
-// device in strict mode.
+// (aclnn_moe_init_routing_v3.cpp copies them). Dynamic quantisation is emulated only without the
+// argument scale. Outputs that the document calls invalid or meaningless are not written: these are
+// the rows after the choices of active experts, and the counts if their flag is not set. In strict
+// mode, the device stops if an id is not in [0, expert_num).
 OP(aclnnMoeInitRoutingV3,
    [](Tensor x, Tensor experts, OptTensor scale, OptTensor offset, int64_t active_num,
       int64_t capacity, int64_t expert_num, int64_t drop_pad, int64_t tokens_kind,
@@ -177,7 +179,8 @@ OP(aclnnMoeInitRoutingV3,
      int64_t columns = x.size(1), k = experts.size(1);
      int64_t room = columns ? rows.numel() / columns : 0;
      refuse_unless(index.numel() == experts.numel(), "expanded_row_idx of shape ", index.sizes());
-     // torch_npu keeps the default range of its first call: always pass active_expert_range.
+     // torch_npu reuses the default range of its first call in later calls, so callers must always
+     // pass active_expert_range.
      int64_t counted = tokens_kind == Pairs ? 2 * expert_num : range[1] - range[0];
      refuse_unless(tokens.numel() == counted, "expert_tokens_count_or_cumsum of shape ",
                    tokens.sizes(), " for ", counted, " numbers");
@@ -222,12 +225,13 @@ OP(aclnnMoeInitRoutingV3,
 
 // ---- sum of results
 
-// Rules: op-plugin document npu_moe_finalize_routing, and the operator's tiling if it has further
-// rules: the rows have rank 2 with drop_pad_mode 0 and 2 (then there are exactly tokens * k rows),
-// and rank 3 with modes 1 and 3. skip2 needs skip1. A bias needs the list of experts, and the bias
-// has at least k experts. All tensors have one type, but scales may be float32 if the rows are
-// bfloat16. Index -1 means a dropped row in modes 1 and 3. In other modes it stops the device in
-// strict mode, because the kernel would add whatever its buffer contains.
+// Rules: op-plugin document npu_moe_finalize_routing, and further rules of the operator's tiling.
+// With drop_pad_mode 0 and 2, the rows have rank 2, and there are exactly tokens * k rows. With
+// modes 1 and 3, the rows have rank 3. skip2 is allowed only with skip1. A bias is allowed only
+// with the list of experts, and has at least k experts. All tensors have the same type, but scales
+// may be float32 if the rows are bfloat16. In modes 1 and 3, index -1 means a dropped row. In other
+// modes, index -1 stops the device in strict mode, because the kernel would add whatever its buffer
+// contains.
 OP(aclnnMoeFinalizeRoutingV2,
    [](Tensor rows, Tensor sources, OptTensor skip1, OptTensor skip2, OptTensor bias,
       OptTensor scales, OptTensor experts, int64_t mode, Tensor out) -> Task {

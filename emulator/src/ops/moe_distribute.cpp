@@ -1,6 +1,6 @@
-// MoeDistributeDispatch and Combine: rows go to the ranks of their experts, and come back. On the
-// device both operators communicate inside their kernel; in the emulator the data of all ranks is
-// gathered. The operators take no stream ids of the domain.
+// MoeDistributeDispatch sends rows to the ranks of their experts, and MoeDistributeCombine sends
+// the results back. On the device, both operators communicate inside their kernel. In the emulator,
+// each rank gathers the data of all ranks. The operators use no stream ids of the domain.
 #include "hccl/domain.h"
 #include "ops/bind.h"
 #include "target.h"
@@ -13,8 +13,8 @@ using hccl::Domain;
 
 namespace {
 
-// Sizes in bytes: the part of the domain's buffer that dispatch and combine use, the buffer's size
-// that the tiling assumes, and its real size.
+// Three sizes in bytes: how much of the domain's buffer dispatch and combine need, the size of the
+// buffer that the tiling assumes, and the real size of the buffer.
 struct Window {
   int64_t needed, assumed, real;
 };
@@ -31,8 +31,8 @@ bool is_a3() { return chip() == Chip::A3; }
 
 int64_t aligned(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
-// The formulas of op-plugin's document of npu_moe_distribute_dispatch_v2, for types of two bytes and
-// no shared experts.
+// The formulas are from op-plugin's document of npu_moe_distribute_dispatch_v2, for types of two
+// bytes and without shared experts.
 int64_t needed_bytes(const std::string &algorithm, int64_t experts, int64_t ranks, int64_t rows,
                      int64_t k, int64_t hidden) {
   int64_t local = experts / ranks, row = 2 * hidden;
@@ -47,8 +47,8 @@ int64_t needed_bytes(const std::string &algorithm, int64_t experts, int64_t rank
   return 2 * (local * rows * ranks * sent + k * rows * aligned(row, 512));
 }
 
-// The tiling for A3 uses the size of the communicator's buffer since 29 November 2025, but never
-// for the algorithm "hierarchy" (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
+// Since 29 November 2025, the tiling for A3 uses the size of the communicator's buffer; but it
+// never does for the algorithm "hierarchy" (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
 Window window_of(const Domain &domain, const std::string &algorithm, int64_t needed) {
   int64_t real = domain.buffer_mb * MIB, variable = hccl::hccl_buffsize_mb() * MIB;
   return {needed, cann_before(8, 5, 1) || algorithm == "hierarchy" ? variable : real, real};
@@ -61,8 +61,8 @@ void check_tiling(const Window &w) {
                 w.assumed / MIB, "MB");
 }
 
-// The kernel of A3 compares the buffer's size with that of the tiling (check_winsize.h). The kernel
-// of A2 reads and writes beyond the buffer.
+// The kernel of A3 compares the real size of the buffer with the size that the tiling assumed
+// (check_winsize.h). The kernel of A2 does not, and would read and write beyond the buffer.
 void check_kernel(const Window &w) {
   TORCH_CHECK(!is_a3() || w.real >= w.assumed, "AICORE exception: the communicator's buffer has ",
               w.real / MIB, " MB, and HCCL_BUFFSIZE says ", w.assumed / MIB);
@@ -152,8 +152,9 @@ bool is_active(const OptTensor &mask, int64_t row, int64_t choice) {
   return mask->dim() == 1 ? *p : p[choice * mask->stride(1)];
 }
 
-// Ids must be in range and different within each row, in masked rows too; masked rows must come
-// last. By the documents of both operators, the caller is responsible for these conditions.
+// Ids must be in range, and the ids of a row must differ. This is also true for masked rows, which
+// must come last. According to the documents of both operators, the caller is responsible for these
+// conditions.
 void require_ids(const int32_t *ids, int64_t rows, int64_t k, int64_t experts,
                  const OptTensor &mask) {
   for (int64_t row = 0; row < rows; row++) {
@@ -174,7 +175,7 @@ std::string describe(const char *what, const Parallel &p, int64_t hidden, int64_
               p.most_rows * p.ranks);
 }
 
-// The data of all ranks, one after the other; all ranks have the same size.
+// Returns the data of all ranks, one after the other. All ranks must pass the same number of bytes.
 std::vector<char> gather(const Domain &domain, const std::string &what,
                          const std::vector<char> &offer) {
   std::vector<char> all(offer.size() * domain.ranks);
@@ -186,13 +187,13 @@ std::vector<char> gather(const Domain &domain, const std::string &what,
   return all;
 }
 
-// With modelled time, only the clocks are exchanged.
+// With modelled time, the ranks exchange only their clocks.
 void meet_only(const Domain &domain, const std::string &what) {
   domain.exchange(what, nullptr, 0, [](size_t, size_t, const char *const *) {});
 }
 
-// The origin of a received row: the sending rank, the row on that rank, and the choice. 128 numbers
-// are reserved.
+// The origin of a received row: the rank that sent it, the row's number on that rank, and the
+// choice of an expert. The operator's output has room for 128 numbers per row.
 struct Origin {
   int32_t rank, row, choice;
 };
@@ -205,8 +206,8 @@ struct Dispatch {
   bool cumulative;
 };
 
-// A rank's data: the number of rows, whether a mask is given, the expert of each choice (-1: none),
-// the scales, the rows.
+// The data that a rank offers: the number of rows, whether a mask is given, the expert of each
+// choice (-1 for none), the scales, and the rows.
 void run(const Dispatch &d) {
   AtenScope scope;
   const Parallel &p = d.parallel;
@@ -278,7 +279,8 @@ struct Return {
   Tensor out;
 };
 
-// First the ranks exchange how many rows each rank returns, then the rows with their origins.
+// First, the ranks exchange how many rows each rank returns. Then they exchange the rows with their
+// origins.
 void run(const Return &c) {
   AtenScope scope;
   const Parallel &p = c.parallel;

@@ -81,8 +81,8 @@ static Scalar read_scalar(const void *p, aclDataType dtype) {
 }
 
 AtenScope::AtenScope() {
-  // In ATen each thread has its own number of intra-op threads. If a worker does not set its
-  // number, OpenMP's threads spin.
+  // In ATen, each thread has its own setting for the number of intra-op threads. If a worker did
+  // not set it, OpenMP's threads would spin.
   static thread_local const bool once = [] {
     at::set_num_threads(settings().threads);
     return true;
@@ -183,7 +183,7 @@ EMU_API int aclDestroyTensorList(aclTensorList *p) { return destroy(p); }
 EMU_API int aclDestroyScalarList(aclScalarList *p) { return destroy(p); }
 EMU_API int aclDestroyAclOpExecutor(aclOpExecutor *p) { return destroy(p); }
 
-// op-plugin calls this function, after a synchronize, if the shape of a result depends on data.
+// If the shape of a result depends on data, op-plugin synchronizes and then calls this function.
 EMU_API int aclGetViewShape(const aclTensor *tensor, int64_t **shape, uint64_t *rank) {
   auto sizes = tensor->t.sizes();
   *rank = sizes.size();

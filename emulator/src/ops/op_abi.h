@@ -6,10 +6,10 @@
 //
 // All three export two functions: aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor
 // **), whose signature is derived from the lambda, and aclnnX(workspace, size, executor, stream).
-// The first function is the first phase: it converts the arguments. A lambda that returns a Task
-// runs in this phase; it checks its arguments, as the real operator does in its first phase, and
-// binds pointers. The second phase launches the task. With modelled time, the task takes the time
-// in the TimedTask, or a time estimated from the tensors (work.h).
+// The first function is the first phase: it converts the arguments. If the lambda returns a Task,
+// it runs in this phase: it checks its arguments, as the real operator does in its first phase, and
+// binds pointers. The second function, the second phase, launches the task. With modelled time, the
+// task takes the time that the TimedTask contains, or a time estimated from the tensors (work.h).
 #pragma once
 
 #include "aten.h"
@@ -20,7 +20,7 @@
 #include "ops/export.h"
 #include "ops/work.h"
 
-// CANN declares these types without defining them. The tensor is a view made by from_blob; it is
+// CANN declares these types, but does not define them. `t` is a view made by from_blob; it is
 // undefined if its type is not emulated.
 struct aclTensor {
   at::Tensor t;
@@ -69,12 +69,13 @@ std::string type_name(aclDataType dtype);
 
 inline Tensor emulated(const aclTensor &p) {
   refuse_unless(p.t.defined(), type_name(p.dtype), " is not emulated");
-  // Operators whose tensors may have this format take them as aclTensor * or aclTensorList *.
+  // If the tensors of an operator may have this format, its lambda has parameters of the type
+  // aclTensor * or aclTensorList *.
   refuse_unless(p.format != ACL_FORMAT_FRACTAL_NZ, "tensors in FRACTAL_NZ are not emulated here");
   return p.t;
 }
 
-// The C type of an argument, and its conversion to the lambda's parameter.
+// The C type of an argument, and how it is converted to the type of the lambda's parameter.
 template <class T> struct Argument {
   using C = T;
   static T convert(T v) { return v; }
@@ -124,33 +125,34 @@ template <> struct Argument<std::string> {
   static std::string convert(C p) { return p ? p : ""; }
 };
 
-// ATen inside a task: no autograd, and the worker's own number of threads.
+// Settings for ATen inside a task: no autograd, and the number of threads that is set for this
+// worker.
 struct AtenScope {
   AtenScope();
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
-// With kernels=skip no arithmetic runs. Values that are used as positions are set to zero, which is
-// always a valid index.
+// With kernels=skip, nothing is computed. Values that are used as positions are set to zero, which
+// is always a valid index.
 inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
-// Applies the same rule to operators that only move floats, or int8 values that replace floats.
-// Modelled time also skips these moves, because nothing computed the values. Other integers are
-// always moved.
+// Whether an operator that only moves elements may do nothing. With modelled time, it does not move
+// floats, or int8 values, which are quantised floats, because nothing computed these values. Other
+// integers are always moved.
 inline bool idles(const Tensor &out) {
   return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
 }
 
-// With modelled time, int16 values are bits of masks, which only change floats, and no floats are
-// computed.
+// With modelled time, no floats are computed. int16 values are bits of masks, which only have an
+// effect on floats.
 inline bool are_mask_bits(const Tensor &t) {
   return settings().timed && t.scalar_type() == at::kShort;
 }
 
-// A task, and its modelled time.
+// A task, and its modelled time in nanoseconds.
 struct TimedTask {
   Task task;
   int64_t ns;
@@ -158,10 +160,10 @@ struct TimedTask {
 
 int refused(const char *op, const std::exception &error);
 
-// Refuses an operator that the device of the settings does not have.
+// Refuses an operator if the device that the settings describe does not have it.
 void refuse_by_settings(const char *op);
 
-// ATen has tensors of wide unsigned integers, but ATen has almost no function for them.
+// ATen has tensors of uint16, uint32 and uint64, but almost no functions for them.
 inline bool is_wide_unsigned(const Tensor &t) {
   if (!t.defined())
     return false;
@@ -176,7 +178,8 @@ template <class... A> void refuse_wide_unsigned(const std::tuple<A...> &argument
 
 // ---- counts of a launch
 
-// Kernels load whole blocks of 32 bytes, so a tensor that begins inside a block costs more.
+// Kernels load whole blocks of 32 bytes. So it costs more if a tensor begins in the middle of a
+// block.
 inline bool is_unaligned(const Tensor &t) {
   return t.defined() && t.numel() > 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 32 != 0;
 }
@@ -231,7 +234,7 @@ template <class Argument> void add_tensor(std::vector<Tensor> &tensors, const Ar
   }
 }
 
-// Addresses as the program sees them.
+// Returns the addresses of tensors as the program sees them.
 inline std::shared_ptr<const std::vector<uintptr_t>> places_of(const std::vector<Tensor> &tensors) {
   auto places = std::make_shared<std::vector<uintptr_t>>();
   for (const Tensor &t : tensors)
@@ -247,7 +250,8 @@ int64_t ns_of(const char *name, const LaunchTraits &traits, const std::tuple<A..
   return memory_ns(name, traits.ai_cpu != nullptr, tensors);
 }
 
-// The compiler instantiates this once per signature; each operator only adds one call.
+// The compiler generates this code only once for each signature, and each operator only adds one
+// call. This saves compile time.
 template <class Function> struct WorkspacePhase;
 template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
   using Body = Result (*)(A...);
@@ -264,7 +268,8 @@ template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
     try {
       *bytes = 0;
       refuse_by_settings(name);
-      // Owned copies: torch_npu destroys the aclTensors right after the launch.
+      // The task needs its own copies of the arguments, because torch_npu destroys the aclTensors
+      // directly after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
       LaunchTraits traits = traits_of(name, rule, arguments);
       if (wants_operands(name)) {

@@ -1,5 +1,5 @@
-// int8: quantisation of activations token by token, alone and after a norm or SwiGLU, and products
-// of quantised matrices.
+// int8: the quantisation of activations for each token, as an operator of its own or after a norm
+// or SwiGLU; and products of quantised matrices.
 #include "ops/int4.h"
 #include "ops/quant.h"
 #include "ops/storage_formats.h"
@@ -7,8 +7,8 @@
 using namespace emu;
 
 // Rules: op-plugin document npu_dynamic_quant. x is float16 or bfloat16, has more than one
-// dimension, and may be strided. smooth_scales is [last], or [groups, last] with the groups' ends
-// in group_index (int32). Only int8 results are emulated.
+// dimension, and may be strided. smooth_scales is [last], or [groups, last]; in the second case,
+// group_index (int32) contains the ends of the groups. Only int8 results are emulated.
 OP(aclnnDynamicQuantV2,
    [](Tensor x, OptTensor smooth, OptTensor ends, int32_t type, Tensor out, Tensor scale,
       OptTensor) -> Task {
@@ -56,9 +56,9 @@ OP(aclnnDynamicQuantV2,
 // rounded to the type of the input first
 
 // Rules: op-plugin document npu_add_rms_norm_dynamic_quant; document aclnnAddRmsNormDynamicQuantV2
-// and its tiling. x1 and x2 are float16 or bfloat16 and have 2 to 8 dimensions; gamma has their
-// type and one dimension; epsilon is above 0. The kernel normalises the sum before it rounds the
-// sum to x_out.
+// and its tiling. x1 and x2 are float16 or bfloat16, and have 2 to 8 dimensions. gamma has the same
+// type, and one dimension. epsilon is greater than 0. The kernel computes the norm of the exact
+// sum, and rounds the sum only for x_out.
 OP(aclnnAddRmsNormDynamicQuantV2,
    [](Tensor x, Tensor residual, Tensor gamma, OptTensor smooth, OptTensor smooth_2, OptTensor beta,
       double epsilon, aclBoolArray *mask, Tensor out, Tensor, Tensor sum, Tensor scale,
@@ -91,10 +91,11 @@ OP(aclnnAddRmsNormDynamicQuantV2,
      });
    })
 
-// Rules: op-plugin document npu_dequant_swiglu_quant; for A2 and A3, document
-// aclnnDequantSwigluQuantV2: x has two dimensions and is int32 or bfloat16, and 64 divides the
-// width of its rows. That document also requires group_index on these products. op-plugin's
-// document, the document of aclnnDequantSwigluQuant, the tiling and the kernel do not require it.
+// Rules: op-plugin document npu_dequant_swiglu_quant. For A2 and A3 also document
+// aclnnDequantSwigluQuantV2: x has two dimensions, its type is int32 or bfloat16, and the width of
+// its rows is a multiple of 64. The second document also requires group_index on A2 and A3. The
+// emulator does not, because op-plugin's document, the document of aclnnDequantSwigluQuant, the
+// tiling and the kernel do not require it.
 static Task swiglu_quant(const Tensor &x, std::initializer_list<const OptTensor *> others,
                          bool activate_left, const std::string &mode, const Tensor &out,
                          const Tensor &scale) {
@@ -139,12 +140,13 @@ OP(aclnnDequantSwigluQuantV2,
 
 // ---- products
 
-// Rules: op-plugin document npu_quant_matmul, table 2, int8 with results in bfloat16 (scale float32
-// or bfloat16), float16 (scale and pertoken_scale float32) and int32. The other rows (int8 results,
-// prepared int64 scales, int4 rows) are not emulated; int4.cpp has the rules of
-// int4 weights. An integer bias is added before the scale.
+// Rules: op-plugin document npu_quant_matmul, the rows of table 2 about int8 inputs. The result is
+// bfloat16 (scale is float32 or bfloat16), float16 (scale and pertoken_scale are float32), or
+// int32. The other rows of the table (int8 results, prepared int64 scales, int4 rows) are not
+// emulated; int4.cpp has the rules for int4 weights. An integer bias is added before the product is
+// scaled.
 //
-// nz: the values of b if b is in FRACTAL_NZ; only the sizes of `b` are then used.
+// nz: the values of b if b is in FRACTAL_NZ. In this case, only the sizes of `b` are used.
 static TimedTask quant_matmul(const Tensor &a, const Tensor &b, const std::optional<NzMatrices> &nz,
                               const OptTensor &row_scale, const OptTensor &scale,
                               const OptTensor &out_scale, const OptTensor &offset,
@@ -209,7 +211,8 @@ OP(aclnnQuantMatmulV5,
      return quant_matmul(a, b, {}, row_scale, scale, out_scale, offset, bias, turn_a, turn_b, group,
                          out);
    })
-// Document aclnnQuantMatmulWeightNz, and its sources: the same rules; x2 is in FRACTAL_NZ.
+// Document aclnnQuantMatmulWeightNz and its sources: the rules are the same, but x2 is in
+// FRACTAL_NZ.
 OP(aclnnQuantMatmulWeightNz,
    [](Tensor a, aclTensor *b, OptTensor row_scale, OptTensor scale, OptTensor out_scale, OptTensor,
       OptTensor offset, OptTensor, OptTensor bias, bool turn_a, bool turn_b, int64_t group,

@@ -1,21 +1,21 @@
-// Rows in int8, which fused operators make of their results in float32.
+// Functions with which fused operators convert their float32 results to rows in int8.
 #pragma once
 
 #include "ops/bind.h"
 
 namespace emu {
 
-// The largest element of each row, [rows, 1].
+// Returns the largest absolute value of each row, [rows, 1].
 inline Tensor largest_of(const Tensor &rows) { return at::amax(at::abs(rows), {-1}, true); }
 
-// Multiplies rows by their factors and rounds. A row of zeros has an infinite factor, so its
-// products are NaN. We assume that the cast makes 0 of NaN; the value has no effect, because the
-// row's scale is 0.
+// Multiplies rows by their factors, and rounds. A row of zeros has an infinite factor, so its
+// products are NaN. We assume that the device converts NaN to 0. This value has no effect, because
+// the scale of such a row is 0.
 inline void write_int8(const Tensor &rows, const Tensor &factors, const Tensor &out) {
   out.copy_(at::nan_to_num(at::round(rows * factors), 0., 127., -128.).view(out.sizes()));
 }
 
-// Writes rows in int8, and the step of each row.
+// Writes rows in int8 to `out`, and the step of each row to `scale`.
 inline void write_int8_and_steps(const Tensor &rows, const Tensor &out, const Tensor &scale) {
   Tensor steps = largest_of(rows) / 127.;
   write_int8(rows, 1. / steps, out);

@@ -54,9 +54,9 @@ OP(aclnnAmin, [](Tensor a, Ints dims, bool keep, Tensor out) {
     out.copy_(at::amin(a, dims, keep));
 })
 
-// Without arithmetic, returns a random index below `choices`, so that some drafts are rejected. All
-// ranks make the same choices if they use one stream, because a choice depends on the number of
-// calls since the device's last abort.
+// Used if nothing is computed: writes random indexes below `choices`, so that some drafts are
+// rejected. A choice depends on the number of calls since the device's last abort. So all ranks
+// make the same choices if each rank uses only one stream.
 static void choose_by_chance(const Tensor &out, int64_t choices) {
   struct Calls {
     std::mutex mutex;
@@ -78,7 +78,7 @@ static void choose_by_chance(const Tensor &out, int64_t choices) {
   out.copy_(chosen);
 }
 
-// Without arithmetic, returns index 0, or a random index below `choices`.
+// If nothing is computed, the result is index 0, or a random index below the setting `choices`.
 static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
   int64_t choices = std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1);
   return [out, choices] {
@@ -90,7 +90,8 @@ static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
   };
 }
 
-// The kernel for the greatest value of each row. Returns no kernel if ATen must compute the result.
+// Returns a task that finds the position of the greatest value in each row with the emulator's
+// kernel. Returns no task if ATen must compute the result.
 static Task argmax_kernel(const Tensor &a, int64_t dim, const Tensor &out) {
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
   if (!last || !is_kernel_type(a) || !a.is_contiguous() || !out.is_contiguous() ||
@@ -170,8 +171,8 @@ OP(aclnnLinalgVectorNorm,
        out.copy_(at::linalg_vector_norm(a, p, dims, keep, scalar_type(dtype)));
    })
 
-// The input's type may be narrower than the output's (softmax with a dtype), so this computes in
-// float32.
+// This is computed in float32, because the output may have a wider type than the input (softmax
+// with a dtype).
 OP(aclnnSoftmax, [](Tensor a, int64_t dim, Tensor out) {
   if (!skips(out))
     out.copy_(at::softmax(is_half(a) ? a.to(at::kFloat) : a, dim));

@@ -1,10 +1,12 @@
-// Rotary embedding with angles from a cache: each row of the cache is [cos | sin] of a position.
+// Rotary embedding with angles from a cache. Each row of the cache belongs to a position, and
+// contains [cos | sin].
 #include "ops/bind.h"
 
 using namespace emu;
 
-// Cosines and sines, each [tokens, 1, rotated / 2]. With several rows of positions (mrope), each
-// section of the columns belongs to one row.
+// Returns the cosines and the sines, each as [tokens, 1, rotated / 2]. If there are several rows of
+// positions (mrope), the columns are divided into sections, and each section uses the positions of
+// one row.
 static std::pair<Tensor, Tensor> angles(const Tensor &cache, const Tensor &positions,
                                         const Ints &sections) {
   Tensor rows = at::index_select(cache, 0, positions.reshape({-1})).to(at::kFloat);
@@ -64,8 +66,8 @@ static void check(const Tensor &positions, const Tensor &query, const Tensor &ke
   demand(one_row || sections == Ints{16, 24, 24}, "the sections must be 16, 24, 24");
 }
 
-// Rules: document and source of aclnnRopeWithSinCosCache (ops-transformer, posembedding). With one
-// row of positions the sections have no meaning.
+// Rules: document and source of aclnnRopeWithSinCosCache (ops-transformer, posembedding). If there
+// is only one row of positions, the sections are ignored.
 OP(aclnnRopeWithSinCosCache,
    [](Tensor positions, Tensor query, Tensor key, Tensor cache, Ints sections, int64_t head,
       bool in_halves, Tensor query_out, Tensor key_out) -> Task {

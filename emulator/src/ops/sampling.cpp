@@ -1,5 +1,5 @@
 // Sorting and random numbers. The random numbers are those of ATen's Mersenne twister, with the
-// seed that torch_npu passes. They are reproducible, but they are not the device's numbers.
+// seed that torch_npu passes. They are reproducible, but a device generates other numbers.
 #include "kernels/kernels.h"
 #include "ops/bind.h"
 
@@ -27,12 +27,13 @@ OP(aclnnSort,
    })
 
 static at::Generator seeded(int64_t seed, int64_t offset) {
-  // Seed and offset are mixed, so that neighbouring offsets do not give shifted copies of one
-  // stream.
+  // Seed and offset are mixed, so that successive offsets do not give shifted copies of the same
+  // sequence.
   uint64_t mixed = static_cast<uint64_t>(seed) + 0x9e3779b97f4a7c15ull * (offset + 1);
   return at::make_generator<at::CPUGeneratorImpl>(mixed);
 }
-// In a captured graph seed and offset are in device memory, rewritten before each replay.
+// In a captured graph, seed and offset are in device memory, and are written again before each
+// replay.
 static at::Generator seeded_by(const Tensor &seed, const Tensor &offset, uint64_t inside) {
   return seeded(*static_cast<int64_t *>(seed.data_ptr()),
                 *static_cast<int64_t *>(offset.data_ptr()) + static_cast<int64_t>(inside));
@@ -51,7 +52,8 @@ OP(aclnnMultinomialTensor,
    [](Tensor p, int64_t count, bool replacement, Tensor seed, Tensor offset, uint64_t inside,
       Tensor out) { draw(p, count, replacement, seeded_by(seed, offset, inside), out); })
 
-// torch_npu requests values in [from, to). They are drawn in float32 and rounded once.
+// torch_npu requests values in [from, to). The values are drawn in float32 and rounded once to the
+// type of the tensor.
 static void uniform(const Tensor &a, double from, double to, at::Generator generator) {
   if (!skipping())
     a.copy_(at::empty(a.sizes(), at::kFloat).uniform_(from, to, generator));
@@ -92,11 +94,11 @@ OP(aclnnRandperm, [](int64_t n, int64_t seed, int64_t offset, Tensor out) {
   out.copy_(at::randperm(n, seeded(seed, offset)));
 })
 
-// Document npu_top_k_top_p: logits [rows, vocabulary]; logits that are cut off become -inf. Each
-// row is sorted in ascending order; equal logits are sorted by index. Top-k drops the logits that
-// are less than the k-th from the end. Top-p drops the first logits, as long as the sum of their
-// probabilities does not exceed 1 - p; it never drops the last logit. Sums are computed in float64,
-// so their order affects only near ties.
+// Document npu_top_k_top_p: logits is [rows, vocabulary]. Dropped logits become -inf. Each row is
+// sorted in ascending order, and equal logits are sorted by index. Top-k drops the logits that are
+// less than the k-th logit from the end. Top-p drops logits from the beginning, as long as the sum
+// of their probabilities does not exceed 1 - p, but never the last logit. Sums are computed in
+// float64, so the order of the additions matters only if a sum is extremely close to 1 - p.
 namespace {
 
 void cut_by_sorting(const Tensor &row, int64_t k, std::optional<double> p) {
@@ -146,7 +148,7 @@ OP(aclnnApplyTopKTopP, [](Tensor logits, OptTensor p, OptTensor k, Tensor out) {
   out.copy_(kept);
 })
 
-// torch.npu._sleep: one cycle counts as one nanosecond.
+// torch.npu._sleep calls this. One cycle counts as one nanosecond.
 OP(aclnnSleep, [](Ints cycles) -> TimedTask {
   constexpr int64_t second = 1000000000;
   int64_t ns = cycles.at(0);

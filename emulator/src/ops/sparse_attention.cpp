@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
-// The arguments of both operators that describe the requests.
+// Those arguments of both operators that describe the requests.
 struct StepArguments {
   OptTensor query_lengths, kv_lengths, block_table;
   std::string layout_query, layout_kv;
@@ -43,8 +43,8 @@ const int32_t *require_lengths(const char *what, const OptTensor &lengths, int64
   return lengths->data_ptr<int32_t>();
 }
 
-// Checks the requirements of both documents for lengths and tables. The device does not check the
-// values in these tensors; the kernels here check all values.
+// Checks what both documents require of lengths and block tables. A device does not check the
+// values in these tensors, but the emulator's kernels check all values.
 kernels::StoredRequests bind_requests(const StepArguments &s, const Tensor &query,
                                      const Tensor &cache) {
   bool is_paged = s.layout_kv == "PA_BSND";
@@ -97,7 +97,8 @@ float *require_sums(const char *what, const OptTensor &sums, int64_t rows, int64
   return sums->data_ptr<float>();
 }
 
-// [T, 1, sparse_size], the indices of the keys to which each row attends.
+// Checks the tensor of chosen keys: [T, 1, sparse_size], the indices of the keys to which each row
+// attends.
 void require_choice(const Tensor &chosen, int64_t rows) {
   require_contiguous("sparse_indices", chosen);
   refuse_unless(chosen.scalar_type() == at::kInt && chosen.dim() == 3 && chosen.size(0) == rows &&
@@ -111,8 +112,8 @@ void require_heads(int64_t heads) {
          " heads; they must be a power of two up to 128");
 }
 
-// The lengths are on the device. So the modelled time is that of requests that fill their block
-// tables.
+// Returns the largest possible number of keys. The real lengths are in device memory, so the
+// modelled time is that of requests that fill their block tables.
 double longest_keys(const kernels::StoredRequests &r) {
   return static_cast<double>(r.table_width) * r.page_size;
 }
@@ -134,8 +135,9 @@ TimedTask attend_task(const kernels::SparseAttention &a) {
 }  // namespace
 
 // Rules: document aclnnLightningIndexer and lightning_indexer_tiling.cpp of ops-transformer. query
-// [T, N, 128] with at most 64 heads, key [blocks, block_size, 1, 128]; weights [T, N] have the type
-// of the query (newer releases also take float32). With pages, the scores are not returned.
+// is [T, N, 128], with at most 64 heads. key is [blocks, block_size, 1, 128]. weights is [T, N],
+// and has the type of query (newer releases also accept float32). With pages, the scores are not
+// returned.
 OP(aclnnLightningIndexer,
    [](Tensor query, Tensor key, Tensor weights, OptTensor query_lengths, OptTensor key_lengths,
       OptTensor block_table, std::string layout_query, std::string layout_key, int64_t wanted,
@@ -177,11 +179,12 @@ OP(aclnnLightningIndexer,
      return {arithmetic([c] { kernels::choose_keys(c); }), ns};
    })
 
-// Rules: document aclnnSparseFlashAttention of ops-transformer. attention_mode 2: query [T, N, 512]
-// of 1, 2, 4, ... or 128 heads, query_rope [T, N, 64], key and key_rope of one head, in pages or TND;
-// the value is the key. Valid indices come first in a row, then -1. With pages, the operator does
-// not return the greatest scores and the sums [1, T, N]. The document says that it returns them only
-// for training; the code of release 9 has no such condition.
+// Rules: document aclnnSparseFlashAttention of ops-transformer. attention_mode is 2. query is [T,
+// N, 512], where N is 1, 2, 4, ... or 128. query_rope is [T, N, 64]. key and key_rope have one head,
+// and are in pages or TND. The value is the key. In each row of indices, the valid indices come
+// first, and then -1. With pages, the operator does not return the greatest scores and the sums,
+// which are [1, T, N]. According to the document, the operator returns them only for training, but
+// the code of release 9 has no such condition.
 OP(aclnnSparseFlashAttention,
    [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor block_table,
       OptTensor query_lengths, OptTensor kv_lengths, OptTensor query_rope, OptTensor key_rope,
@@ -239,12 +242,12 @@ OP(aclnnSparseFlashAttention,
      return attend_task(a);
    })
 
-// Rules: README and kv_quant_sparse_flash_attention_tiling.cpp of ops-transformer. query [T, N, 576]:
-// 512 elements for latents and 64 rotated ones; N is 1, 2, 4, ... or 128. A key is a row of 656
-// bytes: 512 values of int8, 64 elements of the query's type, and 4 floats, one for each 128 values.
-// attention_out is [T, N, 512]. sparse_indices name blocks of sparse_block_size keys: 1, 2, 4, 8 or
-// 16, each of which divides the pages' size, a multiple of 16. The aclnn function of the release that
-// torch_npu calls returns no sums.
+// Rules: README and kv_quant_sparse_flash_attention_tiling.cpp of ops-transformer. query is [T, N,
+// 576]: 512 elements for latents, and 64 rotated elements. N is 1, 2, 4, ... or 128. A key is a row
+// of 656 bytes: 512 values of int8, 64 elements of the type of query, and 4 floats, one for each
+// 128 values. attention_out is [T, N, 512]. sparse_indices contains numbers of blocks. A block has
+// sparse_block_size keys: 1, 2, 4, 8 or 16. The size of a page is a multiple of 16. The function of
+// the aclnn release that torch_npu calls returns no sums.
 OP(aclnnKvQuantSparseFlashAttention,
    [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor key_scale,
       OptTensor value_scale, OptTensor block_table, OptTensor query_lengths, OptTensor kv_lengths,

@@ -1,4 +1,4 @@
-// The change between the storage formats ND and FRACTAL_NZ.
+// Conversions between the storage formats ND and FRACTAL_NZ.
 #include "ops/storage_formats.h"
 
 using namespace emu;
@@ -28,14 +28,15 @@ Tensor NzMatrices::matrix(int64_t index) const {
   return rows.narrow(1, 0, columns_);
 }
 
-// torch_npu describes a tensor in ND by a format that follows from its rank.
+// Whether this format stands for ND. torch_npu gives a tensor in ND a format that depends on its
+// rank.
 static bool is_plain(int format) {
   return format == ACL_FORMAT_ND || format == ACL_FORMAT_NCL || format == ACL_FORMAT_NCHW ||
          format == ACL_FORMAT_NCDHW;
 }
 
-// Document aclnnNpuFormatCast. Emulated: int8, float16 and bfloat16, whose blocks have the width of
-// their own type.
+// Rules: document aclnnNpuFormatCast. The emulator supports int8, float16 and bfloat16, and only
+// blocks whose width in elements is that of the tensor's own type.
 static void check_cast(const aclTensor &from, int to) {
   refuse_unless(has_fractal_nz(from.t), "only int8, float16 and bfloat16 of two or more dimensions "
                                         "are emulated");

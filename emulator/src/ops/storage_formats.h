@@ -11,12 +11,14 @@ bool has_fractal_nz(const Tensor &t);
 
 FractalNz fractal_nz(const Tensor &t);
 
-// The matrices of a tensor in FRACTAL_NZ, [.., rows, columns]. Its blocks must be full or padded.
+// The matrices of a tensor in FRACTAL_NZ, [.., rows, columns]. The tensor's memory must contain
+// whole blocks.
 class NzMatrices {
 public:
   explicit NzMatrices(const aclTensor &tensor);
 
-  // A copy in ND; matrices of several leading dimensions are numbered through.
+  // Returns a copy in ND of the matrix with this index. If there are several leading dimensions,
+  // all matrices are numbered in one sequence.
   Tensor matrix(int64_t index) const;
 
 private:

@@ -19,8 +19,9 @@ int64_t kernel_ns(double us, double floor_us) {
   return microseconds(std::max(us, floor_us) + rates().gap_us);
 }
 
-// Between measured sizes, the efficiency is interpolated by the logarithm of the size. Another
-// shape counts as the cube with the same number of operations.
+// The efficiency was measured for products of n x n matrices. Between two measured sizes, it is
+// interpolated by the logarithm of the size. A product of another shape has the efficiency of the n
+// x n product with the same number of operations.
 double product_efficiency(const Product &p) {
   const Rates &r = rates();
   double size = std::log2(std::max(std::cbrt(p.m * p.n * p.k), 1.));
@@ -33,7 +34,7 @@ double product_efficiency(const Product &p) {
   return r.matmul_4096;
 }
 
-// The bytes that a tensor occupies; an expanded dimension counts once.
+// Returns how many bytes of memory a tensor uses. An expanded dimension counts as one element.
 double bytes_of(const at::Tensor &t) {
   if (!t.defined())
     return 0;
@@ -43,7 +44,8 @@ double bytes_of(const at::Tensor &t) {
   return elements * t.element_size();
 }
 
-// The operands of which only the indexed rows are read or written. Other operands count in full.
+// An operator that reads or writes only the indexed rows of some operands. All bytes of its other
+// operands count.
 struct IndexedRule {
   const char *op;
   std::initializer_list<size_t> tables;
@@ -65,7 +67,8 @@ const IndexedRule kIndexed[] = {
     {"aclnnKvRmsNormRopeCache", {5, 6}},
 };
 
-// The tensor of an in-place operator counts twice, except for these operators, which only write.
+// An in-place operator reads and writes its result, so the result's bytes count twice. The
+// operators listed here only write it.
 bool reads_its_result(const char *op) {
   if (strncmp(op, "aclnnInplace", 12))
     return false;
@@ -108,7 +111,8 @@ double memory_efficiency(const char *op) {
 
 }  // namespace
 
-// The time of the cube unit, without the kernel's minimum time and the gap.
+// Returns the time of the cube unit in microseconds, without the kernel's minimum time and without
+// the gap to the next kernel.
 static double product_us(const Product &p) {
   const Rates &r = rates();
   bool is_int8 = p.type == at::kChar;
@@ -148,7 +152,7 @@ int64_t attention_ns(const kernels::Attention &a) {
   }
   double element = a.query.type == kernels::Type::F32 ? 4 : 2;
   double width = a.dim + a.rope_dim + a.value_dim;
-  // In latent attention the values are a part of the keys.
+  // In latent attention, the values are a part of the keys, so they are not read separately.
   double cache = keys * a.kv_heads * (is_latent ? a.dim + a.rope_dim : width) * element;
   double bytes = cache + rows * a.heads * width * element;
   return kernel_ns(std::max(compute_us(2 * a.heads * pairs * width, r.bf16_tflops,

@@ -1,5 +1,6 @@
-// Aborts of a device's work, and CANN's reports of memory errors (13_exception_handling.md of the
-// runtime's documents; the order of the steps is that of ContextManage::DeviceTaskAbort).
+// Aborts the work of a device, and reports memory errors as CANN does (13_exception_handling.md in
+// the runtime's documents). The steps of an abort have the same order as in
+// ContextManage::DeviceTaskAbort.
 #include "runtime/bad_memory.h"
 #include "runtime/faults.h"
 #include "runtime/objects.h"
@@ -32,7 +33,8 @@ aclError tell_listeners(int device, aclrtDeviceTaskAbortStage stage, uint32_t ti
   return 0;
 }
 
-// Because the device has failed, workers skip queued tasks, and running tasks end early.
+// Waits until no task runs. This does not take long: because the device has failed, workers skip
+// queued tasks, and running tasks end early.
 bool wait_until_drained(int device, uint32_t timeout_ms) {
   auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
   for (Stream *stream : streams_of(device))
@@ -52,8 +54,8 @@ aclError refuse_device(int32_t device) {
 
 }  // namespace
 
-// Memory, handles and graphs stay valid. Queued work is removed, and events recorded after this
-// work count as complete. If the abort fails, the device stays stopped.
+// Memory, handles and graphs stay valid. Queued work is removed, and events that were to be
+// recorded after this work count as complete. If the abort fails, the device stays stopped.
 EMU_API aclError aclrtDeviceTaskAbort(int32_t device, uint32_t timeout_ms) {
   if (!is_device(device))
     return refuse_device(device);
@@ -107,8 +109,8 @@ EMU_API aclError aclrtMemUceRepair(int32_t device, aclrtMemUceInfo *ranges, size
   return repair_memory(device, ranges, count);
 }
 
-// On A2 and A3 the answer is an error of memory, another error, or none (ApiImpl::GetErrorVerbose);
-// torch_npu makes this query only for Ascend950 and later chips.
+// On A2 and A3, there are three answers: a memory error, another error, or no error
+// (ApiImpl::GetErrorVerbose). torch_npu makes this query only on Ascend950 and later chips.
 EMU_API aclError aclrtGetErrorVerbose(int32_t device, aclrtErrorInfo *info) {
   if (!is_device(device))
     return refuse_device(device);

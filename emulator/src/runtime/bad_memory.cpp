@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kBadPage = 4096;  // unit of bad memory and of repairs
 constexpr int kMostPages = 20;  // as many as CANN records per device (RT_MAX_RECORD_PA_NUM_PER_DEV)
 
-// The signal handler reads these without a lock.
+// A bad page. The signal handler reads these fields without a lock.
 struct Page {
   std::atomic<uintptr_t> address{0};  // the program's address; 0 means none
   std::atomic<bool> touched{false};
@@ -36,8 +36,9 @@ void *alias_of(const Page &page) {
   return accessible(reinterpret_cast<void *>(page.address.load()));
 }
 
-// A thread that accesses a bad page continues with the stored values, and the thread's task reports
-// the access at the task's end. A fault at another page is passed to the previous signal handler.
+// If a thread accesses a bad page, the access succeeds with the stored values, and the thread's
+// task reports the access when it ends. If the fault is at another page, the previous signal
+// handler is called.
 void on_fault(int, siginfo_t *info, void *) {
   uintptr_t alias = reinterpret_cast<uintptr_t>(info->si_addr) / kBadPage * kBadPage;
   uintptr_t at = alias - kDeviceWindowBytes;
@@ -62,7 +63,7 @@ void install_handler() {
   (void)once;
 }
 
-// Call it with the mutex held. Returns null if the maximum number of pages is bad already.
+// The caller must hold the mutex. Returns null if there are already as many bad pages as possible.
 Page *new_page(int device, uintptr_t address) {
   for (Page &page : g_pages)
     if (!page.address || page.address == address) {
@@ -76,7 +77,7 @@ Page *new_page(int device, uintptr_t address) {
 
 void protect(const Page &page) { mprotect(alias_of(page), kBadPage, PROT_NONE); }
 
-// The pages that this thread has accessed, as text; the pages stay bad.
+// Returns the bad pages that this thread has accessed, as text. The pages stay bad.
 std::string take_touched() {
   std::string text;
   Lock lock(g_bad_mutex);
@@ -128,8 +129,8 @@ Task watched(Task body) {
   if (!may_turn_bad())
     return body;
   return [body = std::move(body)] {
-    // Clears bits of an earlier task, which failed for another reason. Also creates the variable,
-    // so that the signal handler need not create it.
+    // Clears the bits of an earlier task that failed for another reason. This also creates the
+    // thread's variable, so that the signal handler does not have to create it.
     t_touched = 0;
     body();
     check_memory();
@@ -161,8 +162,8 @@ std::vector<aclrtMemUceInfo> told_bad_memory(int device) {
   return told;
 }
 
-// The repair loses the contents of the memory. Tasks must have been aborted, and only bad memory
-// may be repaired. As far as we know, CANN does not require these two conditions.
+// After a repair, the contents of the memory are lost. The emulator requires that tasks were
+// aborted before, and that only bad memory is repaired. As far as we know, CANN requires neither.
 aclError repair_memory(int device, const aclrtMemUceInfo *ranges, size_t count) {
   if (count > kMostPages)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu addresses to repair, at most %d", count,

@@ -1,5 +1,6 @@
-// Memory with errors that the hardware finds and cannot correct (UCE). A fault of the settings
-// makes a page bad; afterwards every access to this page fails, until the page is repaired.
+// Memory with errors that the hardware finds but cannot correct (UCE). A fault in the settings
+// makes a page bad. From then on, every task that accesses this page fails, until the page is
+// repaired.
 #pragma once
 
 #include "emulator.h"
@@ -8,28 +9,31 @@
 
 namespace emu {
 
-// Whether a fault of the settings may make memory bad: only then accesses are watched.
+// Whether the settings contain a fault that makes memory bad. If not, accesses to memory are not
+// watched.
 bool may_turn_bad();
 
-// Makes the page that contains `address` bad. The next access notices this.
+// Makes the page that contains `address` bad. The next access to this page is noticed.
 void turn_bad(int device, uintptr_t address);
-// Does the same for memory of a library, which no program can address. The calling task counts as
-// having accessed this memory.
+// Does the same for memory of a library, which no program can address. The calling task counts as a
+// task that has accessed this memory.
 void turn_library_memory_bad(int device);
 
-// Wraps the body of a task. The wrapped body throws at its end if the task has accessed bad memory.
+// Wraps the body of a task. If the task has accessed bad memory, the wrapped body throws when it
+// ends.
 Task watched(Task body);
-// Throws the same error at once if the task has accessed bad memory. Call this before data that was
-// read is sent to other ranks.
+// Throws the same error at once if the task has already accessed bad memory. To be called before a
+// task sends data to other ranks, because this data may come from bad memory.
 EMU_SHARED void check_memory();
-// For calls of the host that access memory themselves. Returns 0, or the code with which the device
-// stops.
+// Does the same check for a call of the host that accesses memory without a task. Returns 0, or the
+// error code with which the device stops.
 aclError check_memory_of_call(const char *call);
 
-// Memory that is freed or unmapped loses its errors.
+// To be called when memory is freed or unmapped: its pages are no longer bad.
 void release_bad_memory(uintptr_t address, size_t bytes);
 
-// CANN's list: accessed bad addresses. The list is kept until the next repair.
+// Returns the list that CANN reports: the bad addresses that were accessed. The list grows until
+// the next repair.
 std::vector<aclrtMemUceInfo> told_bad_memory(int device);
 aclError repair_memory(int device, const aclrtMemUceInfo *ranges, size_t count);
 

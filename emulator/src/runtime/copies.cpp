@@ -17,8 +17,8 @@ static aclError check_room(size_t room, size_t bytes) {
   return 0;
 }
 
-// With modelled time, a copy uses the link to the host, or the device's memory only. Fills have
-// only a destination.
+// With modelled time, a copy uses either the link to the host, or only the device's memory. A fill
+// has a destination, but no source.
 static LaunchTraits traits_of(const void *to, const void *from, size_t bytes) {
   const Rates &r = rates();
   LaunchTraits traits;
@@ -30,7 +30,8 @@ static LaunchTraits traits_of(const void *to, const void *from, size_t bytes) {
                                              r.vector_memory / 1e3);
   return traits;
 }
-// The host waits for a synchronous copy. The copy does not affect streams.
+// With modelled time, the host sleeps for as long as a synchronous copy takes. The copy does not
+// affect streams.
 static void sleep_for(const LaunchTraits &traits) {
   if (settings().timed)
     sleep_until_ns(now_ns() + traits.ns);
@@ -75,7 +76,8 @@ EMU_API aclError aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t b
                 [=] { memset(accessible(to), value, bytes); }, traits_of(to, nullptr, bytes));
 }
 
-// By the call's document, each copy is between host and device, and attributes give its locations.
+// According to the document of this call, each copy is between host and device, and attributes say
+// where its source and its destination are.
 static aclError check_batch(void **to, size_t *room, void **from, size_t *bytes, size_t count,
                             aclrtMemcpyBatchAttr *attributes, size_t *first, size_t num_attributes,
                             size_t *failed) {

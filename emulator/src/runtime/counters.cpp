@@ -17,7 +17,7 @@ Counters &Counters::of(int device) {
 
 namespace {
 
-// The number of executions of each operator.
+// Counts, for each operator, how many times it was executed.
 struct Operators {
   std::mutex mutex;
   std::map<std::string, long> counts;
@@ -29,7 +29,8 @@ struct Operators {
 };
 Operators g_ai_cpu[kMaxDevices], g_unaligned[kMaxDevices];
 
-// A JSON object of whole numbers. The text is valid until the thread's next call.
+// Returns a JSON object whose values are whole numbers. The text is valid until the next call in
+// this thread.
 template <class Pairs> const char *as_json(const Pairs &values) {
   static thread_local std::string text;
   text = "{";
@@ -63,8 +64,8 @@ void count_socket_bytes(int device, size_t bytes) {
 
 }  // namespace emu
 
-// Returns a JSON object. A negative number means the calling thread's current device. Returns null
-// for a device that does not exist.
+// Returns the counters as a JSON object. A negative `device` means the calling thread's current
+// device. Returns null if the device does not exist.
 EMU_API const char *emulator_counters(int device) {
   using namespace emu;
   if (device < 0)
@@ -118,8 +119,8 @@ static const char *counts_of(emu::Operators *by_device, int device) {
   return as_json(by_device[device].counts);
 }
 
-// The number of executions of each operator on the AI CPU, and on unaligned views. Argument and
-// result are as in emulator_counters.
+// Two functions: how many times each operator was executed on the AI CPU, and how many times on
+// unaligned tensors. Argument and result are as in emulator_counters.
 EMU_API const char *emulator_ai_cpu_operators(int device) {
   return counts_of(emu::g_ai_cpu, device);
 }

@@ -1,5 +1,5 @@
-// Counts of a device since the process began. Only emulator_counters() reads them: nothing in the
-// emulator depends on them.
+// The counts of a device since the start of the process. Only emulator_counters() reads them;
+// nothing in the emulator depends on them.
 #pragma once
 
 #include "emulator.h"
@@ -31,8 +31,8 @@ inline void count(std::atomic<long> &counter, long by = 1) {
 
 void count_traits(int device, LaunchTraits traits);
 
-// This object exists while a stream waits for an external event. The wait is counted if a graph
-// caused it.
+// An object of this class exists while a stream waits for an external event. The wait is counted if
+// it is part of a graph.
 class ExternalWait {
 public:
   ExternalWait(int device, bool captured)

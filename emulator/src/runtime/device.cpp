@@ -16,10 +16,10 @@ using namespace emu;
 
 static const char *cann_version() { return settings().cann.c_str(); }
 
-// The devices that ASCEND_RT_VISIBLE_DEVICES selects: ids between commas, up to the first invalid
-// one (CANN's document of the variable). If an id is not larger than the id before it, no device is
-// selected: a test of torch_npu compares its count with CANN's. The process counts the devices from
-// zero.
+// Returns the devices that ASCEND_RT_VISIBLE_DEVICES selects. The variable contains ids between
+// commas; ids after the first invalid id are ignored (CANN's document of the variable). If an id is
+// not larger than the id before it, no device is selected; a test of torch_npu compares its own
+// count of devices with CANN's count. The process numbers its devices from zero.
 static std::vector<int> parse_visible_devices() {
   std::vector<int> ids;
   const char *p = getenv("ASCEND_RT_VISIBLE_DEVICES");
@@ -76,8 +76,8 @@ EMU_API aclError aclrtGetDeviceCount(uint32_t *count) {
   *count = static_cast<uint32_t>(visible_devices().size());
   return 0;
 }
-// A function of the driver, which does not read ASCEND_RT_VISIBLE_DEVICES. torch_npu reads the
-// variable itself until it opens a device.
+// A function of the driver. It ignores ASCEND_RT_VISIBLE_DEVICES. Until torch_npu opens a device,
+// it calls this function, and reads the variable itself.
 EMU_API int drvGetDevNum(uint32_t *count) {
   *count = static_cast<uint32_t>(settings().devices);
   return 0;
@@ -104,12 +104,12 @@ EMU_API aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t *cons
   return 0;
 }
 
-// The physical device is the one that ASCEND_RT_VISIBLE_DEVICES names.
+// The physical id of a device is its id in ASCEND_RT_VISIBLE_DEVICES.
 EMU_API aclError aclrtGetPhyDevIdByLogicDevId(const int32_t logical, int32_t *const physical) {
   return aclrtGetLogicDevIdByUserDevId(logical, physical);
 }
 
-// A context is the device number plus one.
+// A context is represented by the device's number plus one.
 EMU_API aclError aclrtGetCurrentContext(aclrtContext *context) {
   if (t_device < 0)
     return ACL_ERROR_RT_CONTEXT_NULL;

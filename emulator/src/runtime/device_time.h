@@ -1,5 +1,5 @@
-// The time in which a device's kernels ran, and the causes of the idle time, as the device's
-// streams report them.
+// For how long a device's kernels ran, and why the device was idle in the rest of the time. The
+// device's streams report both.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace emu {
 
-// The reason for which a stream was idle. Host means that nothing was queued.
+// The reason why a stream was idle. Host means that no task was queued.
 enum class Idle { Host, Event, External, Collective, Copy, Update };
 constexpr int kIdleCauses = 6;
 
@@ -19,8 +19,8 @@ struct IdleSpan {
   Idle cause;
 };
 
-// Streams report in any order. The device is busy while a kernel of any stream runs. For idle time
-// before a kernel, the kernel's stream reports the causes.
+// Streams report in any order. The device is busy while at least one kernel of any stream runs. If
+// the device was idle before a kernel, the kernel's stream reports why.
 class DeviceTime {
 public:
   static DeviceTime &of(int device);

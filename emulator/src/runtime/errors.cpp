@@ -32,14 +32,14 @@ aclError fail(aclError code, const char *format, ...) {
     t_last_error = code;
   if (settings().trace)
     fprintf(stderr, "[emulator] error %d: %s\n", code, text);
-  // A call that an abort ends has not failed.
+  // If an abort has ended a call, this does not count as a failure of the call.
   if (!in_task_queue() || code == ACL_ERROR_RT_DEVICE_TASK_ABORT)
     return code;
   stop_device(current_device(), code, text);
   return 0;
 }
 
-// torch_npu names the thread that launches the calls of its task queue.
+// torch_npu gives a certain name to the thread that launches the calls of its task queue.
 bool in_task_queue() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
@@ -102,7 +102,7 @@ EMU_API const char *aclGetRecentErrMsg() {
   emu::t_error.clear();
   return returned.empty() ? nullptr : returned.c_str();
 }
-// torch_npu queries this error if a library that uses the runtime fails. HCCL, for example, only
-// reports that "a call of the runtime has failed".
+// torch_npu queries this error if a library that uses the runtime fails, because the library's own
+// error may not say why. HCCL, for example, only reports that "a call of the runtime has failed".
 EMU_API aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return emu::t_last_error; }
 EMU_API aclError aclrtGetLastError(aclrtLastErrLevel) { return std::exchange(emu::t_last_error, 0); }

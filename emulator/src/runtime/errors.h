@@ -1,4 +1,4 @@
-// Errors of calls, and of devices stopped by a failed kernel.
+// The errors of calls, and of devices that a failed kernel has stopped.
 #pragma once
 
 #include "emulator.h"
@@ -10,8 +10,8 @@
 
 namespace emu {
 
-// A kernel error stops the whole device: later launches, waits and synchronizes report the error,
-// until the device's work is aborted.
+// An error of a kernel stops the whole device. Later launches, waits and synchronizes report the
+// error, until the device's work is aborted.
 struct DeviceFailure {
   std::atomic<aclError> code{0};
   std::atomic<uint32_t> aborts{0};  // number of aborts; an abort makes running waits fail
@@ -20,7 +20,8 @@ struct DeviceFailure {
 
   bool set(aclError new_code, std::string text);  // false: there is an earlier error, which is kept
   aclError report();                              // 0, or the code with the message set
-  // Does the same for a wait that began after `aborts_before` aborts.
+  // Does the same for a wait. `aborts_before` is the number of aborts when the wait began; if there
+  // was another abort since then, the wait fails, too.
   aclError report_since(uint32_t aborts_before);
 
   void begin_abort();  // replaces any existing error
@@ -28,7 +29,7 @@ struct DeviceFailure {
 };
 extern DeviceFailure g_failures[kMaxDevices];
 
-// Thrown by a task whose device stops with another code than that of a failed kernel.
+// Thrown by a task if the device must stop with another error code than that of a failed kernel.
 class TaskError : public std::runtime_error {
 public:
   const aclError code;
@@ -38,8 +39,9 @@ aclError code_of(const std::exception &e);
 
 void stop_device(int device, aclError code, const std::string &text);
 
-// Whether this is the thread of torch_npu's task queue. That thread gives up at the first error and
-// skips later work silently. So no call fails there: the device stops instead, with the reason.
+// Whether the calling thread is the thread of torch_npu's task queue. That thread stops at the
+// first error, and silently skips all later work. So no call fails in that thread: instead, the
+// device stops, and reports the reason.
 bool in_task_queue();
 
 // The device of the thread; -1 before aclrtSetDevice.

@@ -1,4 +1,5 @@
-// Events: ordinary, captured (edges of a graph), and external ones.
+// Events. There are three kinds: ordinary events, captured events (edges of a graph), and external
+// events.
 #include "runtime/counters.h"
 #include "runtime/graph.h"
 #include "runtime/objects.h"
@@ -29,7 +30,8 @@ static std::shared_ptr<Event> event_of(aclrtEvent handle) {
   return static_cast<Event *>(handle)->self;
 }
 
-// The time of the worker's task, by the modelled clock or by the host's clock.
+// Returns the time of the task that this worker runs: the modelled time of its stream, or the time
+// of the host's clock.
 static int64_t time_of_task() { return t_timeline ? t_timeline->ns() : now_ns(); }
 
 static void set_external(Event &e, bool value) {
@@ -40,9 +42,9 @@ static void set_external(Event &e, bool value) {
     e.changed.notify_all();
   }
 }
-// The host's queries about a captured event are refused until the capture ends; queries about an
-// external event are always refused (api_error.cc: EventSynchronize, EventQueryStatus and similar
-// functions).
+// If the host queries a captured event, the query is refused until the capture has ended. Queries
+// of an external event are always refused (api_error.cc: EventSynchronize, EventQueryStatus and
+// similar functions).
 static aclError refuse_question(const Event &e, const char *question) {
   if (e.external())
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s of an external event is not supported",
@@ -208,7 +210,8 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   uint32_t aborts = e->aborts;
   if (g_failures[e->device].aborts != aborts)
     return 0;  // the record was removed, and nothing waits for it
-  // A failed device never completes the event, because tasks after the failed one do not run.
+  // If the device has failed, the event never completes, because tasks after the failed task do not
+  // run.
   while (!e->changed.wait_for(lock, std::chrono::milliseconds(20), done))
     if (aclError error = g_failures[e->device].report_since(aborts))
       return error;

@@ -38,7 +38,7 @@ struct Call {
   bool in_capture;
 };
 
-// A fault that happens at this call.
+// A fault of the settings that happens at the present call.
 struct Due {
   Fault fault;
   std::string which;
@@ -50,8 +50,8 @@ bool is_for(const Fault &f, const Call &call) {
   return f.op == call.name && counts && (f.rank < 0 || f.rank == identity);
 }
 
-// Returns a fault of the settings if this call is the one at which it happens. Each fault counts
-// its calls separately.
+// Each fault of the settings counts the calls that match it, and happens at one of these calls.
+// Returns the fault that happens at this call, if any.
 std::optional<Due> counted_fault(const Call &call) {
   std::optional<Due> due;
   for (int i = 0; i < kFaults; i++) {
@@ -62,7 +62,8 @@ std::optional<Due> counted_fault(const Call &call) {
   return due;
 }
 
-// Returns the fault that a file has armed if this is the first matching call of all processes.
+// A fault can also be armed by a file, and then happens at the first matching call in any process.
+// Returns this fault if this is the call.
 std::optional<Due> armed_fault(const Call &call) {
   const std::string &path = settings().fault_file;
   if (path.empty() || access(path.c_str(), R_OK))
@@ -86,7 +87,7 @@ void sleep_for(double seconds, const std::function<bool()> &is_over) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-// Executes the fault; returns true if the call must fail.
+// Executes the fault. Returns true if the call must fail.
 bool strike(const Fault &f, const std::function<bool()> &is_over) {
   switch (f.kind) {
   case FaultKind::Stall: {
@@ -105,7 +106,7 @@ bool strike(const Fault &f, const std::function<bool()> &is_over) {
 
 bool never() { return false; }
 
-// The code with which the device stops, and the reason in CANN's text.
+// Returns the error code with which the device stops, and the reason as CANN words it.
 std::pair<aclError, const char *> code_of(FaultKind kind) {
   switch (kind) {
   case FaultKind::Link:
@@ -140,7 +141,8 @@ bool may_be_due(const char *name) {
 
 bool wants_operands(const char *name) { return may_turn_bad() && may_be_due(name); }
 
-// A page of one of the operator's tensors; for an operator without tensors, of HCCL's own memory.
+// Makes a page of one of the operator's tensors bad. If the operator has no tensors, a page of
+// HCCL's own memory becomes bad.
 static void turn_bad(const Fault &f, int device, const std::vector<uintptr_t> *operands) {
   if (!operands || operands->empty())
     return turn_library_memory_bad(device);
@@ -171,8 +173,8 @@ aclError fault_in_capture(const char *name, int device) {
   return 0;
 }
 
-// Only allocations during a capture count. One failure is enough, because torch_npu's allocator
-// tries again only outside captures.
+// Only allocations during a capture are counted. It is enough if one allocation fails: torch_npu's
+// allocator tries again only outside captures.
 aclError fault_in_allocation(int device) {
   if (!is_capturing(device))
     return 0;

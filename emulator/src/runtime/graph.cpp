@@ -1,4 +1,4 @@
-// Capture bookkeeping and replay of graphs.
+// The capture of graphs: its records and its checks. Also the replay of graphs.
 #include "runtime/graph.h"
 
 #include "runtime/queue_pool.h"
@@ -13,10 +13,11 @@
 
 namespace emu {
 
-// A captured stream's queue has 2048 entries, of which 32 are reserved. For more entries, a
-// cascaded stream is appended.
+// The queue of a captured stream has 2048 entries, of which 32 are reserved. If a stream needs more
+// entries, a cascaded stream is appended.
 constexpr long kSqesPerStream = 2016;
-// Entries of a task: a wait on a device word allocates four.
+// Returns the number of queue entries that a task needs. A wait for a word in device memory needs
+// four.
 static long sqes_of(const Node &node) { return node.kind == TaskKind::ExternalTask ? 4 : 1; }
 
 static std::atomic<uint32_t> g_next_graph_id{1};
@@ -118,7 +119,7 @@ void Graph::end_capture() {
   capturing = false;
 }
 
-// Whether edges order each task after the task that was captured before it. Then two lanes never
+// Whether edges order each task after the task that was captured before it. If so, two lanes never
 // run at the same time.
 bool Graph::each_task_follows_the_one_before() const {
   // for each lane, the last task that the lane follows or contains
@@ -141,8 +142,8 @@ bool Graph::each_task_follows_the_one_before() const {
   return true;
 }
 
-// True if some forked stream was not joined: its last node is not a record that another lane waits
-// for.
+// Whether a forked stream was not joined. A stream was joined if its last node records an event for
+// which another lane waits.
 bool Graph::has_unjoined_lane() const {
   std::vector<int> last(lanes.size(), -1);
   std::vector<char> joined(nodes.size(), 0);
@@ -199,7 +200,7 @@ static void run_node(const Node &node) {
 
 namespace {
 
-// Threads for lanes. The threads are kept for the next replay.
+// The threads that run lanes. They are kept for the next replay.
 class LaneThreads {
 public:
   void run(Task task) {
@@ -233,8 +234,8 @@ private:
   }
 };
 
-// The shared state of a replay's lanes. Each lane owns a reference, so that the state exists until
-// the last lane has ended.
+// The state that the lanes of a replay share. Each lane owns a reference to it, so that the state
+// exists until the last lane has ended.
 struct LaneRun {
   std::mutex mutex;
   std::condition_variable changed;
@@ -327,9 +328,9 @@ private:
 
 }  // namespace
 
-// Replays one lane, or several lanes of which only one can run at a time, for example if the graph
-// waits for each collective directly after its launch. Such lanes need no separate threads that
-// wake each other.
+// Replays a graph with one lane, or with several lanes of which only one can run at a time. The
+// second case occurs, for example, if the graph waits for each collective directly after its
+// launch. Such lanes need no separate threads, which would have to wake each other.
 void Graph::replay_in_order() const {
   Turns turns(*this, lane_sqes_.size());
   std::vector<int64_t> recorded_ns(t_timeline ? nodes.size() : 0);

@@ -1,4 +1,5 @@
-// A captured graph: nodes in capture order, each on a lane (a captured stream).
+// A captured graph: its nodes in the order of their capture. Each node is on a lane, which is a
+// captured stream.
 #pragma once
 
 #include "runtime/objects.h"
@@ -8,7 +9,8 @@
 
 namespace emu {
 
-// The body of a node that a task group may replace: read by replays, written by update tasks.
+// The body of a node, which a task group may replace. Replays read the body, and update tasks write
+// it.
 struct UpdatableBody {
   std::mutex mutex;
   std::shared_ptr<const Task> task;
@@ -30,7 +32,8 @@ struct TaskGroup {
   std::vector<int> nodes;
 };
 
-// g_capture_mutex guards a graph until its capture ends. Later only bodies of task groups change.
+// g_capture_mutex guards a graph until its capture ends. After that, only the bodies of task groups
+// change.
 struct Graph : std::enable_shared_from_this<Graph> {
   const uint32_t id;
   const int device;
@@ -49,8 +52,8 @@ struct Graph : std::enable_shared_from_this<Graph> {
   Graph(Stream *origin, aclmdlRICaptureMode mode);
   ~Graph();
 
-  // If no stream id is free, each of these functions invalidates the capture and returns the error
-  // code.
+  // These functions may need a stream id. If no id is free, they invalidate the capture and return
+  // the error code.
   aclError add_lane(Stream *stream);
   aclError append(Stream *stream, Node node, int *index = nullptr);
   aclError use_domain(const void *domain);

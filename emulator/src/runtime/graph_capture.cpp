@@ -1,4 +1,5 @@
-// The aclmdlRI calls: capture, execution, destruction. Also decides where a launch goes.
+// The aclmdlRI calls, which capture, execute and destroy graphs. Also decides whether a launch is
+// queued on a stream or recorded into a graph.
 #include "runtime/counters.h"
 #include "runtime/faults.h"
 #include "runtime/graph.h"
@@ -41,7 +42,7 @@ aclError refuse_during_capture(const char *call) {
   return 0;
 }
 
-// Returns a body that counts each of its runs.
+// Returns a body that runs `body` and counts its runs.
 static Task counted(Task body, int device, LaunchTraits traits) {
   if (!traits.ai_cpu && !traits.unaligned)
     return body;
@@ -154,7 +155,8 @@ EMU_API aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id) {
   return 0;
 }
 
-// If `streams` is null, only the number is returned. The handles only identify the graph's streams.
+// If `streams` is null, only the number of streams is returned. The returned handles only identify
+// the streams of the graph.
 EMU_API aclError aclmdlRIGetStreams(aclmdlRI model, aclrtStream *streams, uint32_t *count) {
   Graph *g = graph_of(model);
   auto number = static_cast<uint32_t>(g->stream_count());
@@ -171,7 +173,7 @@ EMU_API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
     if (aclError e = QueuePool::of(g->device).bind(*g))
       return e;
   g->in_flight++;
-  // The count is reduced when the task is freed, also if the task never ran.
+  // The count decreases when the task is freed, even if the task never ran.
   std::shared_ptr<void> flight(nullptr, [g](void *) { g->in_flight--; });
   return launch(stream, TaskKind::GraphLaunch, "aclmdlRIExecute",
                 [g, flight = std::move(flight)] { g->replay(); });
@@ -206,8 +208,8 @@ static const char *task_type(const Node &node) {
   }
 }
 
-// As in stream.cc of the runtime, one line per task, in capture order. Each task takes one unit of
-// time.
+// Prints one line per task, in the order of the capture, as stream.cc of the runtime does. Each
+// task takes one unit of time.
 EMU_API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char *path, uint32_t) {
   Graph *g = graph_of(model);
   FILE *file = fopen(path, "w");

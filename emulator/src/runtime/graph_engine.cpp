@@ -1,6 +1,6 @@
-// Operators that torch_npu sends to the graph engine, because it found no aclnn kernel. Only
-// Identity is emulated: with it, torch_npu changes the storage format of a tensor if CANN is older
-// than 9.1.
+// If torch_npu finds no aclnn kernel for an operator, it sends the operator to the graph engine. Of
+// these operators, only Identity is emulated: if CANN is older than 9.1, torch_npu uses Identity to
+// change the storage format of a tensor.
 #include "fractal_nz.h"
 #include "rates.h"
 #include "runtime/objects.h"
@@ -15,7 +15,7 @@
 
 using namespace emu;
 
-// CANN declares these types without defining them.
+// CANN declares these types, but does not define them.
 struct aclTensorDesc {
   aclDataType dtype;
   std::vector<int64_t> sizes;
@@ -67,8 +67,8 @@ static int64_t num_bytes(const aclTensorDesc &desc) {
   return elements * bytes_of(desc.dtype);
 }
 
-// Between equal formats, Identity only copies. torch_npu makes such calls if the program does not
-// allow internal formats: then the new tensor is in ND, too.
+// If both formats are equal, Identity only copies. torch_npu makes such calls if the program does
+// not allow internal formats. In such a call, both tensors are in ND.
 static aclError run_identity(const aclTensorDesc &from, const aclDataBuffer &input,
                              const aclTensorDesc &to, const aclDataBuffer &output,
                              aclrtStream stream) {
@@ -79,7 +79,7 @@ static aclError run_identity(const aclTensorDesc &from, const aclDataBuffer &inp
     return not_emulated("Identity");
   if ((reads_nz || writes_nz) && from.sizes.size() < 2)
     return not_emulated("Identity");
-  // Without a matrix, the layout is not used.
+  // A tensor with fewer than two dimensions has no matrix; the layout is not used for it.
   const FractalNz layout(from.sizes.size() < 2 ? std::vector<int64_t>{0, 0} : from.sizes, element);
   const int64_t read = reads_nz ? layout.bytes() : plain;
   const int64_t written = writes_nz ? layout.bytes() : plain;

@@ -1,5 +1,5 @@
-// Streams, events and captured graphs. Handles are plain pointers; an object owns itself until the
-// program destroys it, and is freed when no queued task or graph refers to it any more.
+// Streams, events and captured graphs. A handle is a plain pointer. An object owns itself until the
+// program destroys it. It is freed when no queued task and no graph refers to it any more.
 #pragma once
 
 #include "runtime/errors.h"
@@ -28,19 +28,22 @@ class Stream;
 inline thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 inline thread_local std::string t_where;  // where a worker is: "stream 3" or "lane 1 of graph 7"
 
-// Guards the values in streams, events and captured graphs that captures and updates change. The
-// capturing thread, torch_npu's queue thread and threads that query events lock it. Workers never
-// lock it, and no thread locks it while it holds the mutex of a stream or an event.
+// Guards those values in streams, events and captured graphs that captures and updates change. It
+// is locked by the capturing thread, by torch_npu's queue thread, and by threads that query events.
+// Workers never lock it. No thread locks it while the thread holds the mutex of a stream or an
+// event.
 extern std::mutex g_capture_mutex;
 
 // ---- waiting
 
 extern std::atomic<bool> g_oversubscribed;  // see services.h
 
-// Spins until `ready`, for at most some tens of microseconds; returns false if the time is over.
+// Spins until `ready` returns true, for at most some tens of microseconds. Returns false if this
+// time is over.
 template <class Ready> bool spin_until(Ready ready);
 
-// For tasks: waits until `ready`; throws if the device has failed or wait_s has passed.
+// Lets a task wait until `ready` returns true. Throws if the device has failed, or if the wait has
+// taken longer than the setting wait_s.
 void wait_or_throw(Lock &lock, std::condition_variable &cv, const std::function<bool()> &ready,
                    const std::function<std::string()> &what);
 
@@ -51,12 +54,12 @@ struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t submitted = 0, completed = 0;  // generations: re-recording makes a new one
-  // The time at which the last record ended. Each record makes a new object; a task that waits
-  // keeps the object of its record.
+  // The time at which the last record of the event ended. Each record makes a new object for its
+  // time, and a task that waits for a record keeps this record's object.
   std::shared_ptr<int64_t> moment = std::make_shared<int64_t>(0);
   int64_t timestamp_ns = 0;  // of the last complete record
-  // The device on which the last record was queued, and the device's number of aborts before that.
-  // A later abort removes the record, and then no task waits for the record.
+  // The device on which the last record was queued, and how many aborts the device had before. A
+  // later abort removes the record from the queue. In this case, no task waits for the record.
   int device = 0;
   uint32_t aborts = 0;
   bool external_set = false;
@@ -71,12 +74,14 @@ struct Event {
   bool is_over(uint64_t generation) const {
     return completed >= generation || g_failures[device].aborts != aborts;
   }
-  // The active capture that recorded the event, or null. Call it with the mutex locked.
+  // Returns the active capture that recorded the event, or null. The caller must hold
+  // g_capture_mutex.
   std::shared_ptr<Graph> capture() const;
   std::string name() const;
 };
 
-// A queue with its own worker thread, started at first use.
+// A queue of tasks, and the worker thread that runs them. The thread is started when the queue is
+// first used.
 class Stream {
 public:
   const int device, id;
@@ -125,12 +130,12 @@ private:
 
 Stream *stream_of(aclrtStream handle);  // nullptr means the default stream of the current device
 std::vector<Stream *> streams_of(int device);
-// Waits until the device has reached the time `until_ns` or has stopped. Then returns the error for
-// a wait that began after `aborts_before` aborts.
+// Waits until the device's modelled time is `until_ns`, or until the device has stopped. Returns
+// the error of this wait; `aborts_before` is the number of aborts when the wait began.
 aclError sleep_with_device(int device, int64_t until_ns, uint32_t aborts_before);
 
 // Returns an error if the call is not permitted during an active capture. The capture stays valid,
-// as in CANN's sources (api_error.cc returns the error and does not terminate the capture).
+// as in CANN's sources: api_error.cc returns the error, but does not terminate the capture.
 aclError refuse_during_capture(const char *call);
 
 template <class Ready> bool spin_until(Ready ready) {

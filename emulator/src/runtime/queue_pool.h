@@ -1,10 +1,11 @@
-// Accounting software_sq: the hardware queues of a device. Every stream has an id. A stream that
-// the program or HCCL made holds a queue for its whole life. A stream of a graph only borrows a
-// queue while the graph is bound. Queues for graphs are in a pool. A capture adds one queue per
-// stream to the pool, as long as the device has free queues and the pool has fewer than 1024; a
-// capture never fails for lack of queues. The first execution binds a graph to queues. The graph
-// stays bound until another graph needs these queues: idle graphs lose their queues in the order of
-// the graphs' creation. The pool shrinks only for a stream that finds no other queue.
+// The hardware queues of a device, if the setting accounting is software_sq. Every stream has an
+// id. A stream that the program or HCCL made has its own queue for its whole life. A stream of a
+// graph only borrows a queue while the graph is bound. The queues for graphs are in a pool. A
+// capture adds one queue per stream to the pool, as long as the device has free queues and the pool
+// has fewer than 1024. So a capture never fails because queues are missing. The first execution
+// binds a graph to queues. The graph stays bound until another graph needs its queues; idle graphs
+// lose their queues in the order in which the graphs were created. The pool becomes smaller only if
+// a stream outside graphs needs a queue and no other queue is free.
 #pragma once
 
 #include "runtime/stream_budget.h"
@@ -28,8 +29,8 @@ public:
   void set_aside(long count);   // a graph has captured `count` more streams
   aclError bind(Graph &graph);  // before an execution; waits while too many graphs run
   void unbind(Graph &graph);
-  // Makes room for `count` more running streams, which are already counted. False if there is no
-  // room.
+  // Frees queues for `count` new streams outside graphs, which are already counted. Returns false
+  // if there are not enough queues.
   bool spare(long count);
 
   long size();
@@ -47,8 +48,8 @@ private:
   void recycle(long count);
 };
 
-// Takes ids and queues for streams outside graphs. If ids or queues are missing, takes nothing and
-// returns false.
+// Takes ids and queues for `count` streams outside graphs. If there are too few ids or queues,
+// takes none and returns false.
 bool take_running_streams(int device, StreamBudget::Holder holder, long count);
 
 }  // namespace emu

@@ -1,5 +1,5 @@
-// The table of rates. docs/develop/device-time.md repeats each number, with its source and its
-// certainty.
+// The table of rates. docs/develop/device-time.md repeats each number, says where it comes from,
+// and how certain it is.
 #include "rates.h"
 
 #include "target.h"
@@ -7,8 +7,8 @@
 namespace emu {
 namespace {
 
-// The peaks and the memory of each chip. A chip whose name is missing here has the rates of the
-// first chip of its kind.
+// The peak speeds and the memory speed of each chip. If the name of a chip is not in this table, it
+// has the rates of the first chip of its generation.
 struct ChipRow {
   const char *soc;
   double bf16_tflops, int8_tflops, hbm_tb_s;
@@ -120,7 +120,7 @@ bool is_rate(const std::string &name) {
 
 }  // namespace emu
 
-// A JSON object of the rates in use. The text is valid until the thread's next call.
+// Returns the rates in use as a JSON object. The text is valid until the next call in this thread.
 EMU_API const char *emulator_rates() {
   using namespace emu;
   static thread_local std::string text;

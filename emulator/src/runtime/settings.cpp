@@ -1,4 +1,4 @@
-// emulator_configure: checks and stores settings that are given as text.
+// emulator_configure, which checks settings that are given as text, and stores them.
 #include "settings.h"
 
 #include "emulator.h"
@@ -45,7 +45,7 @@ bool boolean(const std::string &value) {
   throw std::invalid_argument("want true or false");
 }
 
-// The index of `value` among the choices.
+// Returns the index of `value` among the choices. Throws if it is not among them.
 int choice(const std::string &value, std::initializer_list<const char *> choices) {
   std::string all;
   int i = 0;
@@ -57,14 +57,16 @@ int choice(const std::string &value, std::initializer_list<const char *> choices
   throw std::invalid_argument("want " + all);
 }
 
-// The CANN lines whose rules are known; target.h distinguishes their releases.
+// Returns `value` if it is a CANN release line whose rules are known. target.h distinguishes the
+// releases of a line.
 std::string known_cann(const std::string &value) {
   if (value.rfind("8.5.", 0) != 0 && value.rfind("9.", 0) != 0)
     throw std::invalid_argument("want a version of CANN 8.5 or 9, such as 8.5.1 or 9.1.0");
   return value;
 }
 
-// Decodes a part of a URL's query: + stands for a space, and %2B for a plus.
+// Decodes a part that is encoded like a part of a URL's query: + stands for a space, and %2B for a
+// plus.
 std::string decoded(const std::string &part) {
   std::string text;
   for (size_t i = 0; i < part.size(); i++) {
@@ -80,7 +82,7 @@ std::string decoded(const std::string &part) {
   return text;
 }
 
-// Splits a list, whose parts are separated by semicolons, into its parts.
+// Splits a list at its semicolons, and returns the parts.
 std::vector<std::string> parts(const std::string &value) {
   std::vector<std::string> all;
   std::istringstream stream(value);
@@ -93,7 +95,7 @@ std::vector<std::string> parts(const std::string &value) {
   return all;
 }
 
-// A part of a file's name.
+// Checks a value that will be a part of a file's name.
 std::string short_name(const std::string &value) {
   if (value.size() > 32 || value.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") !=
                                std::string::npos)
@@ -136,7 +138,8 @@ const std::map<std::string, FaultSetter> &fault_setters() {
   return table;
 }
 
-// "fault_op" belongs to the first fault, "fault2_op" to the second; "stall_s" has no such prefix.
+// A name with the prefix "fault_", such as "fault_op", belongs to the first fault, and a name with
+// the prefix "fault2_" to the second fault. "stall_s" has no prefix.
 bool set_fault(Settings &settings, std::string name, const std::string &value) {
   if (name == "stall_s")
     name = "fault_stall_s";
@@ -233,8 +236,8 @@ void read_settings(Settings &s, const std::string &text, const char *where) {
 
 }  // namespace emu
 
-// Returns null, or the error. Call it before the first use; later changes have only a partial
-// effect.
+// Sets one setting. Returns null, or the text of an error. To be called before the device is first
+// used: later changes have only a partial effect.
 EMU_API const char *emulator_configure(const char *key, const char *value) {
   static thread_local std::string problem;
   try {
@@ -246,8 +249,8 @@ EMU_API const char *emulator_configure(const char *key, const char *value) {
   }
 }
 
-// Reads the settings that the command `run` passes to a process and its children. The command has
-// checked them before.
+// Reads the settings that the command `npu-emulator run` passes to a process and its child
+// processes. The command has already checked these settings.
 static const bool is_configured_by_environment = [] {
   const char *text = getenv("EMULATED_NPU");
   emu::read_settings(emu::g_settings, text ? text : "", "EMULATED_NPU");

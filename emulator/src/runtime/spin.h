@@ -1,12 +1,12 @@
-// Waiting for another thread without sleeping.
+// Lets a thread wait for another thread without sleeping.
 #pragma once
 
 #include <thread>
 
 namespace emu {
 
-// One turn of a waiting loop: some ten nanoseconds, in which the core's other hardware threads may
-// work.
+// One turn of a loop that waits. It takes some ten nanoseconds, in which other hardware threads of
+// the core can work.
 inline void spin_once() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

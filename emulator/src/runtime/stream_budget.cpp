@@ -50,10 +50,10 @@ std::string StreamBudget::shortage() {
          std::to_string(h[Captured] + h[Cascaded] + h[GraphDomains]) + " by captured graphs)";
 }
 
-// These numbers follow public notes and were never measured. vllm-ascend's stream formula
-// multiplies the number of graphs by one for each domain with AIV, and by two with other modes. A
-// comment there says that AI CPU takes "up to rank_size (max 16) - 1 streams per collective
-// communication domain on the device".
+// These numbers are from public notes and were never measured. In vllm-ascend's formula for
+// streams, each graph needs one stream per domain with AIV, and two streams per domain with other
+// modes. A comment there says that AI CPU takes "up to rank_size (max 16) - 1 streams per
+// collective communication domain on the device".
 long streams_per_graph() {
   if (settings().hccl_streams_per_domain >= 0)
     return settings().hccl_streams_per_domain;

@@ -1,4 +1,4 @@
-// Stream ids of a device, by holder.
+// Counts the stream ids of a device, by the kind of object that uses them.
 #pragma once
 
 #include <array>
@@ -31,9 +31,9 @@ private:
   Held held_{};
 };
 
-// Ids that a communication domain holds.
+// Returns the number of ids that a communication domain uses.
 long streams_per_domain(uint32_t ranks);
-// Ids that a captured graph takes for each domain that it uses.
+// Returns the number of ids that a captured graph needs for each domain that it uses.
 long streams_per_graph();
 
 }  // namespace emu

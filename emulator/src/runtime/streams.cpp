@@ -1,4 +1,4 @@
-// Streams and their worker threads, synchronization.
+// Streams, their worker threads, and synchronization.
 #include "runtime/objects.h"
 
 #include "runtime/counters.h"
@@ -112,7 +112,8 @@ aclError Stream::synchronize(int timeout_ms) {
   if (!settings().timed)
     return wait(submitted_, timeout_ms);
   pay_host_time(device);
-  // The call does not wait for work that other threads queue meanwhile.
+  // The call waits only for work that is queued now, not for work that other threads queue while it
+  // waits.
   auto end = std::make_shared<int64_t>(0);
   post("synchronize", [end] { *end = t_timeline->ns(); });
   aclError error = wait(submitted_, timeout_ms);
@@ -128,7 +129,7 @@ aclError sleep_with_device(int device, int64_t until_ns, uint32_t aborts_before)
   return 0;
 }
 
-// Waits until the modelled time of the device has been reached.
+// Waits until the host's clock has reached the modelled time `until_ns`.
 aclError Stream::sleep(int64_t until_ns, int timeout_ms) const {
   uint32_t aborts = g_failures[device].aborts;
   int64_t limit = now_ns() + timeout_ms * 1000000ll;
@@ -228,7 +229,8 @@ EMU_API aclError aclrtDestroyStream(aclrtStream handle) {
   return 0;
 }
 EMU_API aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
-// The abort of a single stream, after which its events would never be recorded, is not emulated.
+// The abort of a single stream is not emulated. After such an abort, the stream's events would
+// never be recorded.
 EMU_API aclError aclrtStreamAbort(aclrtStream handle) {
   if (!handle)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "abort of no stream");
@@ -237,8 +239,8 @@ EMU_API aclError aclrtStreamAbort(aclrtStream handle) {
     return fail(kNotEmulated, "the abort of stream %d, which has tasks, is not emulated", s->id);
   return 0;
 }
-// CANN returns the number of free hardware queues, not of ids. If each stream pins its queue, the
-// two numbers are equal.
+// CANN returns the number of free hardware queues, not the number of free ids. If each stream has
+// its own queue, both numbers are equal.
 EMU_API aclError aclrtGetStreamAvailableNum(uint32_t *count) {
   int device = current_device();
   *count = settings().software_sq ? QueuePool::of(device).available()
@@ -273,7 +275,7 @@ EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t t
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
   count(Counters::of(s->device).host_syncs);
-  // This call is allowed while other threads capture, because torch_npu's generator makes it when
+  // This call is allowed while another thread captures: torch_npu's random generator makes it when
   // the generator is first used in a graph.
   return s->synchronize(timeout_ms);
 }

@@ -11,8 +11,8 @@
 
 namespace emu {
 
-// Callers may keep handles after their graphs are destroyed, so only handles of existing graphs are
-// dereferenced.
+// Callers may keep a handle after its graph was destroyed. So a handle is dereferenced only if its
+// graph exists.
 static std::mutex g_groups_mutex;
 static std::map<TaskGroup *, std::weak_ptr<Graph>> g_groups;
 
@@ -34,7 +34,7 @@ static void remember(TaskGroup *group, const std::shared_ptr<Graph> &graph) {
   g_groups[group] = graph;
 }
 
-// With modelled time: the host's time for an update.
+// Returns how long the host needs for an update, with modelled time.
 static int64_t update_ns(const char *name) {
   bool is_attention = strncmp(name, "aclnnFusedInferAttention", 24) == 0;
   return microseconds(is_attention ? rates().update_attention_us : rates().update_us);
@@ -52,8 +52,8 @@ aclError update_task(Stream *s, TaskKind kind, const char *name, Task body) {
   if (strcmp(node.name, name))
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP, "captured %s, update %s", node.name,
                 name);
-  // The replacement is a task of the update stream. So it runs in the stream's order before or
-  // after an external event that is recorded on this stream.
+  // The body is replaced by a task on the update stream. So the replacement is ordered with the
+  // external events that are recorded on this stream.
   auto replacement = std::make_shared<const Task>(std::move(body));
   UpdatableBody *target = node.updatable.get();
   s->update_ends_ns += update_ns(name);

@@ -5,7 +5,7 @@
 
 namespace emu {
 
-// A launch in an update section of `stream`; under g_capture_mutex.
+// Handles a launch in an update section of `stream`. The caller must hold g_capture_mutex.
 aclError update_task(Stream *stream, TaskKind kind, const char *name, Task body);
 
 }  // namespace emu

@@ -23,7 +23,8 @@ int64_t now_ns() {
   return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
-// The system wakes threads up to 50 us late, unless they request a smaller timer slack.
+// By default, the system wakes sleeping threads up to 50 us late. So the thread requests a smaller
+// timer slack.
 void sleep_until_ns(int64_t ns) {
   if (now_ns() >= ns)
     return;

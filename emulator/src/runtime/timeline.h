@@ -1,6 +1,7 @@
-// Modelled time (kernels=timed). A stream has a clock, in nanoseconds of the host's monotonic
-// clock: the end of its work on the modelled chip. Workers run tasks as soon as the tasks' order
-// permits, so clocks run ahead of the host; a waiting host thread sleeps until the clock's time.
+// Modelled time (kernels=timed). Each stream has a clock, which shows when the work that it has run
+// so far would end on the modelled chip, in nanoseconds of the host's monotonic clock. Workers run
+// tasks as soon as the order of the tasks permits, so the clocks of streams are ahead of the host's
+// clock. A host thread that waits for a stream sleeps until the time on the stream's clock.
 #pragma once
 
 #include "emulator.h"
@@ -15,11 +16,11 @@ namespace emu {
 int64_t now_ns();
 void sleep_until_ns(int64_t ns);
 
-// The time of the host that works with a device. For some calls, CANN's code on the host takes
-// longer than the emulator. The differences are summed up, and the host's modelled time is ahead of
-// the real clock by this sum. The host sleeps for this time later: for several calls together, and
-// always before it reads a result of the device. All threads share one sum, because torch_npu's
-// task queue launches the calls of another thread.
+// The modelled time of the host that works with a device. For some calls, CANN's code on the host
+// needs more time than the emulator. These differences are added up, and the host's modelled time
+// is ahead of the real clock by their sum. The host sleeps for this time later: once for several
+// calls, and always before it reads a result of the device. All threads share one sum, because
+// torch_npu's task queue launches calls for another thread.
 int64_t host_ns(int device);
 void host_works_until(int device, int64_t ns);
 void pay_host_time(int device);
@@ -30,19 +31,21 @@ public:
   Timeline(int device, int64_t ns = 0) : device_(device), ns_(ns) {}
   int64_t ns() const { return ns_.load(std::memory_order_relaxed); }
 
-  // Begins a task that was queued at this time.
+  // Begins a task that was queued at the time `queued_ns`.
   void begin(int64_t queued_ns);
-  // Moves the clock to `ns` if this is later; returns the waiting time.
+  // Moves the clock to `ns` if this is later than the clock's time. Returns by how much the clock
+  // was moved.
   int64_t wait_until(int64_t ns, Idle cause);
   int64_t pass(int64_t ns, Idle cause) { return wait_until(this->ns() + ns, cause); }
-  // Adds the run of a kernel.
+  // Moves the clock by the duration of a kernel.
   void work(int64_t ns);
-  // For a task of a collective, whose cost counts from the latest rank's arrival.
+  // For a collective: its cost begins when the last rank has arrived, so the clock is moved later.
   void start_kernel(int64_t cost_ns) { cost_ns_ = cost_ns; }
   int64_t cost_ns() const { return cost_ns_; }
   void meet(int64_t latest_ns, int64_t cost_ns);
   void end_kernel() { work(cost_ns_); }
-  // Drops the work after this time, because the device was stopped. The stream must be idle.
+  // Moves the clock back to this time, because the device was stopped and later work did not
+  // happen. The stream must be idle.
   void cut(int64_t ns);
 
 private:
@@ -56,7 +59,7 @@ private:
 // without modelled time.
 inline thread_local Timeline *t_timeline = nullptr;
 
-// Wraps the body of a launch, so that it moves the clock by the launch's time.
+// Wraps the body of a launch. The wrapped body also moves the clock by the time of the launch.
 Task on_clock(TaskKind kind, const LaunchTraits &traits, Task body);
 
 }  // namespace emu

@@ -1,5 +1,5 @@
-// Waits for a word of device memory, writes of such a word, and host callbacks. torch_npu 2.13 uses
-// the words for torch.npu.ExternalEvent.
+// Tasks that wait for a word in device memory, tasks that write such a word, and host callbacks.
+// torch_npu 2.13 uses such words for torch.npu.ExternalEvent.
 #include "runtime/counters.h"
 #include "runtime/graph.h"
 
@@ -10,7 +10,7 @@ using namespace emu;
 
 static std::mutex g_value_mutex;
 static std::condition_variable g_value_changed;
-// With modelled time: time of the last write of each word.
+// With modelled time: the time at which each word was last written.
 static std::map<const void *, int64_t> g_written_ns;
 
 static bool value_matches(uint64_t x, uint64_t v, uint32_t condition) {

@@ -56,8 +56,8 @@ void unmap_window(uintptr_t address, size_t bytes) {
   munmap(accessible(at(address)), bytes);
 }
 
-// Mapping all pages at once costs a third less than a page fault for each. If the system cannot map
-// them at once, page faults map them.
+// Mapping all pages at once costs a third less than one page fault for each page. If the system
+// cannot map them at once, they are mapped later by page faults.
 static void have_pages(char *p, size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   madvise(p, bytes, MADV_POPULATE_WRITE);

@@ -1,6 +1,6 @@
-// The device window: memory that is inaccessible at the address that the program sees and accessible
-// at the alias that the kernels use. Fresh memory is poisoned with 0xFF (NaN, -1), so that a read
-// before the first write has a visible effect.
+// The device window: device memory is mapped twice. At the address that the program sees, it cannot
+// be accessed. Kernels use the second address, the alias. New memory is poisoned: it is filled with
+// bytes 0xFF (NaN or -1), so that a read before the first write has a visible effect.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@ namespace emu {
 uintptr_t reserve_window(size_t bytes);  // reserves an address range, which is never used twice
 int new_memory_file(size_t bytes);       // -1 on failure
 
-// Maps `bytes` of new memory that is mapped nowhere else. False if the kernel refuses.
+// Maps `bytes` bytes of new memory at `address` and at its alias. Returns false if Linux refuses.
 bool map_new_window(uintptr_t address, size_t bytes);
-// Maps `bytes` of `file` at `address` and its alias. False if the kernel refuses.
+// Maps `bytes` bytes of `file` at `address` and at its alias. Returns false if Linux refuses.
 bool map_window(uintptr_t address, size_t bytes, int file, size_t offset);
 void hide_window(uintptr_t address, size_t bytes);   // keeps the range reserved
 void unmap_window(uintptr_t address, size_t bytes);  // both mappings
