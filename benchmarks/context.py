@@ -234,7 +234,7 @@ def _make_engine(
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
     """Return a row for each number of shards and each context length. Ratios compare a row with the
-    first number of shards.
+    row of the first number of shards.
     """
     base, *_ = decode.runs
     return [
@@ -257,7 +257,7 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
     """Return a row for each number of ranks that share a prompt, and each prompt length. Ratios
-    compare a row with a single rank.
+    compare a row with the row of a single rank.
     """
     base = next(iter(turns.runs.values()))
     return [

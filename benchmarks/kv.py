@@ -265,7 +265,7 @@ def decode_beside(
 
 
 def prompts_of(service: Service, length: int, number: int, way: str) -> Iterator[IntArray]:
-    """Yield three prompts: new ones, or, if ``way`` is READ, prompts whose KV is in files."""
+    """Yield three prompts. Their KV is in files if ``way`` is READ; otherwise they are new."""
     prompts = [prompt_of(length, 1_000 * (number + 1) + index) for index in range(3)]
     if way == READ:
         for index, prompt in enumerate(prompts):

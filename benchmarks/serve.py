@@ -112,8 +112,8 @@ def measure(
     """Stream from each server in turn. Return one row for each server and each number of streams.
 
     Args:
-        is_apart: whether the servers have one core for themselves, so that clients never preempt a
-            server, as if they ran on another machine.
+        is_apart: whether the servers have one core for themselves. Clients then never preempt a
+            server, as if the clients ran on another machine.
     """
     config = _config(max(sizes), pace)
     tokens = Tokenizer(config.model).encode(TEXT)

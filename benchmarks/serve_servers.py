@@ -35,7 +35,7 @@ class Server:
     """A server that listens at ``ports``. ``pids`` are the ids of the processes through which a
     token passes.
 
-    ``ingresses`` are those of them that serve HTTP, if there may be several.
+    ``ingresses`` are the ids of the processes that serve HTTP, if there may be several.
     """
 
     name: str

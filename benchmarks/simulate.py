@@ -55,7 +55,7 @@ class Case(NamedTuple):
     """A deployment and its loads.
 
     Attributes:
-        shared_tokens: number of tokens at the beginning that prompts share; 0 if they share none.
+        shared_tokens: length in tokens of the prefix that prompts share; 0 if they share none.
         num_drafts: number of drafts for each request and step.
     """
 

@@ -2,8 +2,8 @@
 by a grammar.
 
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
-each step, some of the requests have a grammar, which comes from a typical JSON schema. The number
-of such requests varies, and the numbers take turns. The device's times are computed by a model
+each step, some of the requests have a grammar, which comes from a typical JSON schema. Several
+numbers of such requests are measured in turns. The device's times are computed by a model
 (``docs/develop/device-time.md``), and there are no weights. The models have the shapes of Qwen3-8B,
 and of a dense DeepSeek of the same size with one draft. The device computes nothing, so its tokens
 are arbitrary. Therefore the bench replaces tokens and drafts by the tokens of a valid answer before

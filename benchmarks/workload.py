@@ -135,7 +135,7 @@ def run_workload(
     """Send each request when it is due, and wait until all requests have ended.
 
     Args:
-        name: prefix of the request ids. Each run must have another name.
+        name: prefix of the request ids. Each run must have a name of its own.
         sampling: sampling parameters of all requests. By default, sampling is greedy.
 
     Raises:
@@ -280,7 +280,7 @@ def whole_steps(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value for which at least ``percent`` % of all values are not larger
+    """Return the smallest of the values that is not smaller than ``percent`` % of all values
     (nearest rank).
     """
     ordered = sorted(values)

@@ -178,7 +178,7 @@ def not_passed(files: Mapping[str, Results], causes: Sequence[Cause]) -> dict[st
 
 
 def left_out_of(data: Mapping[str, Any]) -> list[str]:
-    """Return what does not run: patterns of files, and tests."""
+    """Return the patterns of files, and the tests, that do not run."""
     return [name for entry in data["left_out"] for name in entry["names"]]
 
 

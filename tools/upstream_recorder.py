@@ -1,4 +1,4 @@
-"""A plugin for pytest that records in a file when each test starts, and its outcome.
+"""A plugin for pytest that records the start and the outcome of each test in a file.
 
 ``make test-upstream`` runs this script for each file of tests, several times if a test hangs or
 ends the process.

@@ -27,8 +27,8 @@ class CollectiveMarks:
     """
 
     def begin_step(self, step: int) -> None:
-        """Queue a mark which says that the device begins this step, after all work that is already
-        queued.
+        """After all work that is already queued, queue a mark which says that the device begins
+        this step.
         """
 
     def begin_pass(self, first_layer: int) -> None:
@@ -42,8 +42,8 @@ class CollectiveMarks:
         """
 
     def before(self, kind: Kind) -> None:
-        """Queue a mark which says that the device begins a collective, after all work that is
-        already queued.
+        """After all work that is already queued, queue a mark which says that the device begins a
+        collective.
         """
 
     def read(self) -> tuple[int, int] | None:

@@ -49,7 +49,7 @@ class SimulatedTier:
             self._used_s[block_hash] = used_s
 
     def add(self, block_hash: BlockHash, used_s: float) -> bool:
-        """Add a file if it does not exist. Return whether the tier has the file then."""
+        """Add a file if it does not exist. Return whether the tier has the file afterwards."""
         if block_hash in self._used_s:
             return True
         if not self.capacity:
@@ -99,7 +99,7 @@ class SimulatedNode:
         return next((name for name, tier in self.tiers.items() if tier.has(block_hash)), None)
 
     def write(self, block_hash: BlockHash, used_s: float) -> bool:
-        """Write a block to all tiers. Return whether the first tier has the block then."""
+        """Write a block to all tiers. Return whether the first tier has the block afterwards."""
         first, *others = self.tiers.values()
         for tier in others:
             tier.add(block_hash, used_s)
@@ -117,7 +117,7 @@ class SimulatedNode:
 
     def add_fetched(self, block_hash: BlockHash, used_s: float) -> bool:
         """Add a block from another node to the first tier. Return whether this tier has the block
-        then.
+        afterwards.
         """
         return next(iter(self.tiers.values())).add(block_hash, used_s)
 

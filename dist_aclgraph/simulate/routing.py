@@ -133,7 +133,9 @@ class RoutedLoad:
                 self._take(outputs)
 
     def _hand_over(self, group: SimulatedGroup) -> None:
-        """Send those requests to decode groups whose prompts this prefill group has computed."""
+        """If this prefill group has computed a request's prompt, send the request to a decode
+        group.
+        """
         for request in group.take_handed_over():
             name = request.request_id
             coming = self._arrivals.pop(name)

@@ -46,7 +46,7 @@ class StepTimes:
     _known: dict[tuple[int, RunMode], float] = field(default_factory=dict, compare=False)
 
     def step_s(self, num_tokens: int, mode: RunMode) -> float:
-        """Return how many seconds a step with ``num_tokens`` tokens takes, including padding."""
+        """Return how many seconds a step takes. ``num_tokens`` includes padding."""
         key = num_tokens, mode
         if key not in self._known:
             self._known[key] = self._step_s(num_tokens, mode)

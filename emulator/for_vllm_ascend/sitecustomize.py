@@ -36,10 +36,10 @@ def register() -> None:
     """Change three parts of vllm-ascend. This runs in each process that loads vllm-ascend's
     plugins.
 
-    vllm-ascend's own kernels are imported before the model is compiled; the import fails, because
-    the kernels are not built.
-    The warm-up of ATB does nothing, because ATB's operators are not emulated and not needed.
-    The slots of tokens are computed by torch, because triton is not installed.
+    The import of vllm-ascend's own kernels is tried now, before the model is compiled. It fails,
+    because the kernels are not built. The warm-up of ATB does nothing, because ATB's operators are
+    not emulated and not needed. The slots of tokens are computed by torch, because triton is not
+    installed.
     """
     import torch_npu
     from torch_npu.op_plugin.atb import _atb_ops

@@ -48,7 +48,7 @@ def build_with_progress() -> None:
     """Build the libraries if necessary, and show the progress on stderr.
 
     Raises:
-        BuildError: as ``build``.
+        BuildError: see ``build``.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

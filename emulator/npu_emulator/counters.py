@@ -27,7 +27,7 @@ def counters(device: int | None = None) -> dict[str, int]:
 def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
     """Return how many times an emulated device has run each operator on its AI CPU, which is slow.
 
-    Args and errors as ``counters``.
+    For arguments and errors, see ``counters``.
     """
     return _read_numbers("emulator_ai_cpu_operators", device)
 
@@ -36,7 +36,7 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
     """Return, for each operator, how many times it ran with a tensor whose address is no multiple
     of 32 bytes.
 
-    Args and errors as ``counters``.
+    For arguments and errors, see ``counters``.
     """
     return _read_numbers("emulator_unaligned_operators", device)
 

@@ -48,7 +48,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
         settings: see ``README.md``. The settings cannot be changed later in this process.
 
     Raises:
-        BuildError: as ``build``.
+        BuildError: see ``build``.
         EmulatorError: a setting is unknown or out of range; torch_npu is loaded already; the
             emulator is loaded with other settings; torch is built for CUDA; or a file of rates or
             rules is invalid.
@@ -73,7 +73,7 @@ def preload() -> None:
     afterwards, ``load`` only has to apply the settings, and is fast.
 
     Raises:
-        BuildError: as ``build``.
+        BuildError: see ``build``.
         EmulatorError: a library cannot be loaded.
     """
     global _preloaded
@@ -97,7 +97,7 @@ def run(
         packages: further folders from which the command can import.
 
     Raises:
-        BuildError: as ``build``.
+        BuildError: see ``build``.
         EmulatorError: a setting is unknown or out of range, or a file of rates or rules is invalid;
             torch is built for CUDA; there is no such program.
     """

@@ -78,7 +78,7 @@ class Pause:
 
 
 def longest_pause(times_s: Sequence[float], struck_s: float) -> Pause | None:
-    """Return the longest interval without a delta, of those that ended after ``struck_s``."""
+    """Of the intervals without a delta that ended after ``struck_s``, return the longest."""
     found = [Pause(a, b) for a, b in pairwise(sorted(times_s)) if b > struck_s]
     return max(found, key=lambda pause: pause.length_s, default=None)
 

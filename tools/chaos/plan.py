@@ -130,8 +130,8 @@ def make_plan(
 
 
 def _round(chance: random.Random, kinds: Sequence[Kind]) -> list[Fault]:
-    """Return a fault of each kind alone. Then return pairs: for each second kind, a first kind that
-    ends a group.
+    """Return a single fault of each kind, and then pairs of faults. Each possible second fault is
+    in one pair, together with a first fault that ends a group.
     """
     alone = [Fault(kind) for kind in kinds]
     ending = [kind for kind in kinds if kind in GROUP_ENDING]

@@ -189,7 +189,8 @@ class Rig:
         kind = strike.fault.kind
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
-        # The target is searched before the load begins, because this takes time on a busy machine.
+        # The target is searched before the load begins, because the search takes time on a busy
+        # machine.
         if self._full is not None:  # the disk must have space for the file that arms faults
             self._full.join()
         victim = self._victim(service, kind, strike.target)
@@ -337,11 +338,11 @@ class Rig:
         return found[target % len(found)]
 
     def _repair(self, kind: Kind, victim: int | None, host: Node | None, struck_s: float) -> bool:
-        """No service can undo certain faults of hosts. If this is such a fault, undo it. Return
-        whether it was one.
+        """Undo a fault of a host if no service can undo it. Return whether ``kind`` is such a
+        fault.
 
-        Only after Ray has noticed that the host is lost, the host is started again, or its stopped
-        node manager continues.
+        First wait until Ray has noticed that the host is lost. Then start the host again, or let
+        its stopped node manager continue.
         """
         if self._hosts is None:
             return False

@@ -1,10 +1,10 @@
 """Changes the graphs of a serving group: one graph at a time, between two steps.
 
-There are two kinds of changes. A change to a new plan version captures the new graphs one by one in
-quiet steps, and then releases the graphs that the new plan does not contain. A lazy graph is
-captured when the traffic needs it. Steps replay only graphs that exist on every rank. A failed
-capture is undone on all ranks. A lazy graph may take the streams of an older graph. If the capture
-of such a lazy graph fails, the older graph is captured again.
+There are two kinds of changes. A change to a new plan version captures the new graphs one by one,
+when no request is about to start. It then releases the graphs that the new plan does not contain. A
+lazy graph is captured when the traffic needs it. Steps replay only graphs that exist on every rank.
+A failed capture is undone on all ranks. A lazy graph may take the streams of an older graph. If the
+capture of such a lazy graph fails, the older graph is captured again.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture and release each graph; return the offers with each rank's measured costs.
+    """Capture and release each graph. Return the ranks' offers of resources, with each rank's
+    measured costs.
 
     If a graph is too large for a rank, the offers contain no costs for that graph.
     """

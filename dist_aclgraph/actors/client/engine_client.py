@@ -189,7 +189,7 @@ class EngineClient:
             return next(found, None)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request whose deltas its client will not read. Unknown ids are ignored."""
+        """Abort a request, because no one will read its deltas. Unknown ids are ignored."""
         with self._lock:
             engine = self._table.forget(request_id)
         if engine is not None:
@@ -226,7 +226,7 @@ class EngineClient:
                 raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
-        """Return why no group serves, and how far the next group's start is; "" if a group serves.
+        """Return why no group serves, and the progress of the next start; "" if a group serves.
 
         A group serves if it both accepts and runs requests.
         """

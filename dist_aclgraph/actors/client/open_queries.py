@@ -1,4 +1,4 @@
-"""OpenQueries: the queries of a client to engines that have not been answered yet."""
+"""OpenQueries: a client's queries that engines have not answered yet."""
 
 from __future__ import annotations
 

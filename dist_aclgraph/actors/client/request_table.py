@@ -312,8 +312,8 @@ class RequestTable:
                 self._give(OpenRequest.probe(request_id), [url])
             return
 
-        # If only links were lost, and no engine died, no group is replaced, so no newer engine will
-        # start.
+        # A group is replaced only if its engine has died. If only links were lost, no newer engine
+        # will start.
         is_any_lost = any(engine.dead_because for engine in self.engines.values())
 
         def suitable(request: OpenRequest) -> list[str]:

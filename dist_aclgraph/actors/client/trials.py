@@ -48,7 +48,9 @@ class Trials:
 
     @property
     def alone(self) -> str | None:
-        """The id of the current turn's request, if this turn has exactly one request."""
+        """The id of the current turn's request if this turn has exactly one request; otherwise
+        None.
+        """
         return next(iter(self._running)) if len(self._running) == 1 else None
 
     def wait(self, request: OpenRequest, until_s: float) -> None:
@@ -62,8 +64,9 @@ class Trials:
     def begin_turn(self, has_engine: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
         """Remove and return the requests of the next turn. While a turn runs, return an empty list.
 
-        The first turns contain requests that lost one engine. The next turns contain one request
-        each, which lost several engines. The last turn contains all requests that lost no engine.
+        The first turns contain requests that lost one engine. Each of the next turns contains a
+        single request that lost several engines. The last turn contains all requests that lost no
+        engine.
 
         Args:
             has_engine: a function that returns whether a given request may run on one of the

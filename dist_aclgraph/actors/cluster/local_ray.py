@@ -1,6 +1,6 @@
 """Joins an existing Ray cluster, or starts Ray on this machine.
 
-A Ray that this module starts serves this machine only: Ray listens on loopback and requires a
+If this module starts Ray, this Ray serves this machine only: it listens on loopback and requires a
 token. Signals to the process group of Ray's driver do not reach this Ray. If one of Ray's daemons
 dies, calls to Ray can hang forever. So the process that started Ray watches the daemons, and can
 kill all processes of this Ray.

@@ -1,4 +1,5 @@
-"""Asks all nodes of a Ray cluster at the same time, with one short-lived actor on each node.
+"""Sends questions to all nodes of a Ray cluster at the same time, with one short-lived actor on
+each node.
 
 If a node does not answer a question in time, the node gets no more questions, so that later
 questions do not wait for it.

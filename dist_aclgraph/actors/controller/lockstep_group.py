@@ -56,7 +56,7 @@ class LockstepGroup:
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve
     prefills: bool = False  # whether the group computes prompts for other groups
-    is_rejoined: bool = False  # whether workers that survived another group are part of this group
+    is_rejoined: bool = False  # whether surviving workers of a lost group are part of this group
     lost_because: str = ""  # why the group is lost; "" while it is not lost
     lost_s: float = 0.0  # time when the loss was noticed
     lost_ranks: set[GroupRank] = field(default_factory=set)

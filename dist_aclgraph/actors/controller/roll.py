@@ -1,5 +1,5 @@
-"""Checks whether a roll may change the keys that it changes, and makes the error text of a roll
-that ended early.
+"""Checks that a roll changes only keys that may change. Makes the error text of a roll that ended
+early.
 """
 
 from __future__ import annotations

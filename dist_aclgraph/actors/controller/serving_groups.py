@@ -145,7 +145,8 @@ class ServingGroups:
         groups.
 
         Raises:
-            ConfigError: the caches are too small for the context length that clients were promised.
+            ConfigError: the caches are too small for the context length that was promised to
+                clients.
             WorkerError: a rank did not start its step loop.
         """
         new = [group for scope in scopes for group in scope]
@@ -260,8 +261,8 @@ class ServingGroups:
         the old configuration.
 
         Raises:
-            ConfigError: a changed key needs a new service; or the new groups cannot run requests
-                of the context length that clients were promised.
+            ConfigError: a changed key needs a new service; or the new groups cannot run requests of
+                the context length that was promised to clients.
             PlacementError: there is only one group, and there are no NPUs for a second group.
             EngineUnavailableError: another change is running.
             RollError: the roll ended early; the message says which group runs which configuration.
@@ -476,8 +477,8 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups that must be drained so that ``count`` groups remain.
 
-    Prefill groups remain first, but at least one other group remains. Of two groups of the same
-    kind, the older one remains first.
+    Prefill groups are drained last, but at least one other group remains. Of two groups of the same
+    kind, the newer one is drained first.
 
     Args:
         groups: the groups that accept requests, the oldest first.

@@ -392,8 +392,8 @@ def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
-    """Return a text that shows the next graph, the number of free streams on the rank that has
-    fewest, and the bytes that the graphs use.
+    """Return a text that shows the next graph, the smallest number of free streams on any rank, and
+    the bytes that the graphs use.
     """
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())

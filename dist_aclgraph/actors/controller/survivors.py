@@ -63,7 +63,7 @@ def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]
 
 def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
     """Return whether the worker's call ``done``, which has ended, raised an error. EngineDeadError
-    does not count, because only the engine has failed then.
+    does not count, because it means that only the engine has failed.
     """
     world_rank = group.workers.ranks[rank]
     try:

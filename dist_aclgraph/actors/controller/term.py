@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config
 
-# Each controller begins to number its groups and its versions at a multiple of these values. A
-# controller makes fewer groups and versions than these values, so no two controllers use the same
-# number.
+# A controller numbers its groups, and the versions of its group list, from a multiple of these
+# values on. It makes fewer groups and versions than these values, so no two controllers use the
+# same number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
@@ -19,8 +19,7 @@ class Term:
     Attributes:
         number: how many previous controllers there were.
         token: the deployment's connection token, which its clients know.
-        max_model_len: the context length that clients were promised; 0 if no controller has
-            promised one yet.
+        max_model_len: the context length that was promised to clients; 0 before the first promise.
         num_groups: how many groups should accept requests; 0 for the number in the configuration.
         slowest_start_s: how long the slowest start of a group's processes took, in seconds; None if
             no group has started yet. The time limit of later starts depends on it (``StartLimit``).

@@ -41,8 +41,8 @@ from dist_aclgraph.topology import NO_RANK
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
 # Errors that mean that the controller has not answered. The controller is dead or busy, or Ray
-# cannot reach it, for example because the control store does not answer. The keeper of the
-# controller finds the reason, or the check of Ray does.
+# cannot reach it, for example because the control store does not answer. The controller's keeper or
+# the check of Ray finds the reason.
 UNKNOWN = (ActorDiedError, ActorUnavailableError, GetTimeoutError)
 
 
@@ -155,7 +155,8 @@ class RayDeployment(Deployment):
         fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups with another configuration. No request fails because of it.
+        """Replace all groups by groups with another configuration. No request fails because of the
+        roll.
 
         Raises:
             DistAclGraphError: the change failed; all groups that served continue to serve.
@@ -180,7 +181,7 @@ def check_startable(config: Config) -> None:
     """Check the model's files and the build of torch, before anything is started.
 
     Raises:
-        ConfigError, ModelError: the model cannot be served, or not with this configuration.
+        ConfigError, ModelError: the model, or the model with this configuration, cannot be served.
         DeviceError: torch is built for CUDA.
     """
     Planner.from_config(config)

@@ -86,7 +86,7 @@ class LLM:
     Args:
         model: a model's directory, a model's name, a configuration, or the path of a configuration
             file.
-        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They replace other values.
+        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They replace ``options``.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.
@@ -161,7 +161,7 @@ class LLM:
                 ``cache_salt``: only prompts with the same salt share cached blocks.
             sampling_params: one object for all prompts, or one object for each prompt. None uses
                 the parameters that the model recommends.
-            use_tqdm: show the progress on stderr, if stderr is a terminal.
+            use_tqdm: whether to show the progress on stderr if stderr is a terminal.
             lora_request: must be None, because LoRA is not offered.
             priority: has no effect.
 
@@ -233,8 +233,8 @@ class LLM:
         """Return the embedding of each prompt, in the order of the prompts; see ``generate``.
 
         Args:
-            dimensions: keep this number of elements, from the first one; None keeps all elements.
-            truncate_prompt_tokens: as in ``SamplingParams``.
+            dimensions: number of elements to keep, from the first one on; None keeps all elements.
+            truncate_prompt_tokens: see ``SamplingParams``.
             pooling_params: must be None.
 
         Raises:
@@ -279,7 +279,7 @@ class LLM:
         Args:
             text_1: one query for all documents, or a list with one query for each document.
             text_2: one or more documents.
-            instruction: text that says which documents are relevant; None means a web search.
+            instruction: text that says which documents are relevant, by default for a web search.
             truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means as many as the
                 context allows. If a prompt is longer, the end of its document is cut off.
             pooling_params: must be None.
@@ -401,7 +401,7 @@ class LLM:
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
             if self._deployment is not None:
-                self._deployment.raise_if_dead()  # raises an error with its cause, if it is known
+                self._deployment.raise_if_dead()  # raises an error with the cause, if known
             raise
         finally:
             for engine_id in running:
@@ -421,7 +421,7 @@ class LLM:
         return with_structure(found, self._grammars)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text of any length, because ids may be cut off later."""
+        """Return a text's token ids. There may be too many, because some may be cut off later."""
         return self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )

@@ -114,6 +114,6 @@ class CopyLink:
                 event(logger, "copies_are_late", logging.WARNING, dp_rank=rank, requests=freed)
 
     def reset(self) -> None:
-        """Wait no longer for answers to the last message: the workers have dropped all jobs."""
+        """Expect no answers to the last message, because the workers have dropped all jobs."""
         self._waits_for.clear()
         self._progress_s = [time.monotonic()] * len(self._progress_s)

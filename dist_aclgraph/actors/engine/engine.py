@@ -289,7 +289,8 @@ class Engine:
         blocks to other nodes, and prepare to fetch files from other nodes. Return the addresses
         from which others fetch the group's files.
 
-        If only workers fetch files, the engine fetches none, and tells the workers the addresses.
+        If only workers fetch files, the engine fetches none, and tells the workers the addresses of
+        the other groups.
         """
         config, at, place = self._config, self._clients_at, files.places[0]
         if not config.sends_files:

@@ -75,8 +75,8 @@ class _Sent:
     """A step in flight.
 
     Attributes:
-        delayed_s: seconds for which the decision of the step waited for further requests.
-        schedule_s, send_s: seconds that it took to decide the step, and to send it.
+        delayed_s: how long the decision of the step waited for further requests, in seconds.
+        schedule_s, send_s: how long the decision and the sending of the step took, in seconds.
         at_s: time when the step was sent.
     """
 

@@ -139,8 +139,8 @@ def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """Return a number of streams for each rank: the offered, the predicted or the measured number,
-    as ``which`` says.
+    """Return the offered, the predicted or the measured number of streams of each rank; ``which``
+    chooses.
     """
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}

@@ -29,8 +29,8 @@ class HandOvers:
     def __init__(self, copies: GroupCopies, recipients: Recipients) -> None:
         self._copies = copies
         self._recipients = recipients
-        # Each request is stored with its client and its number there, because a later request can
-        # have the same id.
+        # Each request is stored with its client's link, and the number that the client gave to the
+        # request. The id does not suffice, because a later request can have the same id.
         self._waiting: list[tuple[Request, tuple[ClientLink, int] | None]] = []
 
     def __len__(self) -> int:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import StepPlan
 
-# For each kind of step, the stored time is the time for which the next decision could have waited
-# in earlier steps. The next delay is shorter than this time by LEAST_SPARE_S, or by the fraction
-# SPARE_PART of this time, whichever is more.
+# While earlier steps of a kind ran, the next decision could have waited for some time, which is
+# stored for this kind. The next delay is shorter than the stored time by LEAST_SPARE_S, or by the
+# fraction SPARE_PART of the stored time, whichever is more.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
 # A shorter measured time replaces the stored time at once. A longer measured time increases the

@@ -80,8 +80,8 @@ class Recipients:
         return requests
 
     def remove_all(self) -> Iterator[tuple[ClientLink, int]]:
-        """Remove all requests. For each, yield its client's link, and the number that the client
-        gave to it.
+        """Remove all requests. For each request, yield its client's link, and the number that the
+        client gave to the request.
         """
         for request_id in list(self._key_of):
             yield self.pop(request_id)

@@ -25,8 +25,8 @@ from dist_aclgraph.steps.step import Resume
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 # A function that stops the devices of all ranks. Its arguments are a time limit in seconds, and a
-# function that it calls several times a second while it waits. It returns a reason for each rank
-# whose device did not stop.
+# check that is called several times a second during the wait. The result contains a reason for each
+# rank whose device did not stop.
 StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
 
 MOMENT_S = 1.0  # a pause of more than this many seconds is reported

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def beat_s(limit_s: float) -> float:
-    """Return the seconds between two heartbeats if a silence of ``limit_s`` is too long."""
+    """Return the seconds between two heartbeats of a peer that counts as dead after ``limit_s``."""
     return limit_s / BEATS_OF_A_SILENCE
 
 

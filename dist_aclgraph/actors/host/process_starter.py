@@ -35,7 +35,7 @@ class ProcessStarter:
         return []
 
     def renew(self) -> None:
-        """Replace the fork server by a new one, in case it hangs. Does nothing without a fork
+        """Replace the fork server, which may hang, by a new one. Does nothing without a fork
         server.
         """
 

@@ -92,8 +92,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Lock a directory within this context. Yield whether the lock succeeded: the directory must
-    belong to this user and have no owner.
+    """Lock a directory within this context. Yield whether the lock succeeded. It fails if the
+    directory is another user's, or if a living process owns the directory.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):

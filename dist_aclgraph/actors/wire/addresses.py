@@ -151,8 +151,8 @@ class Listener:
         self._clients = {client_public, other_client}
         self._authenticator: ThreadAuthenticator | None = None
         if place.host is not None:
-            # CURVE proves only that a client has a key pair. The authenticator checks that it is
-            # the channel's client key.
+            # CURVE proves only that a client has a key pair. The authenticator checks that the
+            # client's key is the channel's client key.
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.configure_curve_callback(DOMAIN, self)
             self._authenticator.start()

@@ -166,8 +166,8 @@ class BlockFetches:
         fetched from ``group``.
 
         Args:
-            group: name of the group that has computed the blocks. If another service has computed
-                them, its ``BlockSource``.
+            group: name of the group that has computed the blocks. If a group of another service has
+                computed them, the ``BlockSource`` of that group.
             is_wanted: see ``fetch_of``.
         """
         source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)
@@ -177,8 +177,8 @@ class BlockFetches:
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def _of_peer(self, source: BlockSource) -> BlockSource | None:
-        """Return ``source``, a group of another service; None if the model's files here are not the
-        same as there.
+        """Return ``source``, a group of another service; None if the model's files on this node
+        differ from those of that service.
         """
         if source.identity == self._identity:
             return source

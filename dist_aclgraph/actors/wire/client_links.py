@@ -226,7 +226,7 @@ class ClientLinks:
         self._send_deltas()
 
     def _receive(self, answers: LoopAnswers) -> bool:
-        """Read frames from the socket. Return whether the socket is empty then."""
+        """Read frames from the socket. Return whether the socket has no more frames."""
         for _ in range(FRAMES_A_TURN):
             if not has_message(self._socket):
                 return True

@@ -106,8 +106,8 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and at its replay port. If one of them is in use, use neither, and
-        raise.
+        """Listen at a port and at its replay port. If one of the two ports is in use, use neither,
+        and raise an error.
         """
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")

@@ -24,9 +24,9 @@ from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.planning.budget import MAX_LINKS
 
 # A reader that is silent for LEASE_S seconds counts as dead: its slots get other files, and another
-# reader may take its place. If the reader is alive after all, it does no harm, because it only
-# reads memory, and the checksum tells it that the slot contains another file. A reader ends a link
-# that it has not used for IDLE_S seconds.
+# reader may take its place. A reader that is still alive does no harm: it only reads memory, and
+# the checksum shows that the slot contains another file. A reader ends a link that it has not used
+# for IDLE_S seconds.
 LEASE_S, IDLE_S = 60.0, 30.0
 MAX_WAITING = 256  # maximum number of requests that wait for a slot; further requests get no answer
 
@@ -170,8 +170,8 @@ class LentFiles:
                 each.file.close()
 
     def answers(self) -> Iterator[LentAnswer]:
-        """Yield the answers to waiting requests, in order. Stop at the first request for whose file
-        no slot is free.
+        """Yield the answers to waiting requests, in order. Stop when no slot is free for a
+        request's file.
         """
         self._expire()
         while self._waiting:

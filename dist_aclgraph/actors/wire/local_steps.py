@@ -31,7 +31,7 @@ CREDENTIALS = struct.Struct("3i")  # the peer's process id, user id and group id
 
 @dataclass(frozen=True)
 class SocketFile:
-    """The socket file to which workers on the engine's node connect, and what a worker sends first.
+    """The socket file to which workers on the engine's node connect, and a worker's first frame.
 
     A worker's first frame contains the token and the worker's data-parallel rank. Then the worker
     gets the frames for this rank.

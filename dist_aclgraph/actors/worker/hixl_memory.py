@@ -63,7 +63,7 @@ class HixlMemory:
         open_engine: a function that makes the HIXL engine. The thread calls it.
         host: the node's own address, at which the HIXL engine listens.
         ports: the ports to choose from; None for any free port.
-        timeout_s: time limit in seconds, until the HIXL engine listens.
+        timeout_s: maximum number of seconds until the HIXL engine listens.
 
     Attributes:
         engine: name of the HIXL engine, as ``host:port``.
@@ -224,8 +224,8 @@ class HixlMemory:
                 call = self._reads.get_nowait()
 
     def _run(self, engine: Transfers, call: _Read) -> str | None:
-        """Read a file. Return why this failed, or None. After a failure, free the slot, unless the
-        transfer may still write to it.
+        """Read a file. Return the reason if this failed, else None. After a failure, free the slot,
+        unless the transfer may still write to it.
         """
         name, slot = call.lent.engine, call.slot
         try:

@@ -37,7 +37,7 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.planning.budget import PART_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 
-CLOSE_S = 5.0  # seconds that HIXL may take to end if the server cannot begin
+CLOSE_S = 5.0  # if the server cannot start, HIXL may take this number of seconds to end
 
 
 @dataclass(frozen=True)

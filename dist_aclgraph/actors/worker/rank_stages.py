@@ -3,7 +3,7 @@
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
 ``LoadedRank``, which can join another group. torch_npu reads environment variables once, during its
-import. Ray must set these variables before, so torch_npu is imported inside functions.
+import. Ray must set these variables before the import, so torch_npu is imported inside functions.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def join_rank(
 
 
 def _bind_cores(config: Config, rank: WorldRank) -> frozenset[int]:
-    """Bind this process to the cores near its NPU. Return these cores; empty if it is not bound."""
+    """Bind this process to the cores near its NPU. Return the cores; none if the process is not
+    bound.
+    """
     if resolve_kind(config.device.kind) != "npu":
         return frozenset()
     try:
@@ -155,7 +157,9 @@ def _check_chip(
 
 @contextmanager
 def _host_threads(num_processes: int) -> Iterator[None]:
-    """Limit torch's threads within this context, as ``num_processes`` processes share the cores."""
+    """Limit torch's threads within this context, because ``num_processes`` processes share the
+    cores.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -455,12 +459,13 @@ class RunningRank:
         stays low even after graphs were released.
         """
         joined = self.joined
-        # Free the temporary memory of eager steps. ``eager_bytes`` is subtracted for it below, and
-        # it must not count twice.
+        # Free the temporary memory of eager steps. ``eager_bytes`` is subtracted for this memory
+        # below, so the memory must not count twice.
         joined.npu.give_back()
         # Before graphs are captured, the caches of the trial steps are freed, and larger caches
-        # replace them. The recurrent states keep their size, so their bytes count as free. The few
-        # blocks of the trial steps do not, because parts of torch's segments may stay reserved.
+        # replace them. The recurrent states keep their size, so their bytes count as free. The
+        # bytes of the few blocks do not count as free, because parts of torch's segments may stay
+        # reserved.
         free_bytes = joined.npu.memory().free_bytes + self.runner.caches.state_bytes
         free_bytes -= self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
@@ -478,7 +483,9 @@ class RunningRank:
         )
 
     def move(self, command: GraphCommand) -> CaptureCost:
-        """Do one action of a graph transaction. Return its cost, 0 unless a graph is captured."""
+        """Do one action of a graph transaction. Return the cost of a captured graph; 0 for other
+        actions.
+        """
         assert command.graph is not None
         if command.action == "capture":
             return self.runner.capture(command.graph)

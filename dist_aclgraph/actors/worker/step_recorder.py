@@ -75,7 +75,7 @@ SIZE = STEPS_AT + NUM_STEPS * STEP_BYTES
 
 
 class StepRecorder:
-    """The recorder of a worker that has no file. It records nothing."""
+    """A recorder without a file, which records nothing."""
 
     def join(self, group: int | None) -> None:
         """Record the number of the group that the rank has joined."""
@@ -367,8 +367,8 @@ def _read_step(data: bytes, at: int) -> RecordedStep:
 
 
 def began_at_ns(path: Path) -> int:
-    """Return the time in a file's name, at which the file was created, in ns since 1970. Raise
-    ValueError if the name contains no time.
+    """Return the time at which a file was created, in ns since 1970. The file's name contains this
+    time. Raise ValueError if the name contains no time.
     """
     return int(path.stem.rpartition("-")[2])
 

@@ -25,7 +25,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
 
 ENGINE_GONE = "EngineDeadError"
 MIN_STEPS = 16  # the waits of ranks are compared only after this number of steps
-SLOW = 0.5  # a rank is slow if its wait is less than this fraction of any other rank's wait
+SLOW = 0.5  # a rank is slow if its wait is less than this fraction of every other rank's wait
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def explain_stop(recordings: Sequence[Recording]) -> Explanation:
     """Return why a group stopped. ``recordings`` contains one recording of each rank."""
     found = _explain(recordings)
     if all(doing_of(recording) == IDLE for recording in recordings):
-        return found  # all steps have ended, so the devices have nothing to explain
+        return found  # all steps have ended, so no device causes the stop
     return Explanation(found.blamed, found.sentence + _on_devices(recordings))
 
 

@@ -25,7 +25,9 @@ class StreamLedger:
         self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
-        """Count all streams that were taken since the last call for the operation ``what``."""
+        """Record that the operation ``what`` has taken all streams that were taken since the last
+        call.
+        """
         available = self._npu.available_streams()
         self.taken[what] += self._available - available
         if not self.taken[what]:

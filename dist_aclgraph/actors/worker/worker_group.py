@@ -118,7 +118,9 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """Return the error for workers that did not answer. It names the rank to blame if known."""
+        """Return the error for workers that did not answer. The error names the rank to blame if
+        this rank is known.
+        """
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(
@@ -340,7 +342,7 @@ def refill_group(
     The new group takes over the bundles and the surviving workers of ``left``.
 
     Args:
-        python: as in ``place_group``.
+        python: see ``place_group``.
     """
     request, bundles = left.request, left.bundles
     assert bundles is not None, "given to one other group only"

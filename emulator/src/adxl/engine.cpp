@@ -10,7 +10,7 @@ namespace {
 
 using namespace emu::adxl;
 
-// With AutoConnect, CANN's time limit for links that TransferAsync makes.
+// With AutoConnect, TransferAsync makes missing links. This is CANN's time limit for making a link.
 constexpr int kAsyncConnectMs = 3000;
 
 struct Options {
@@ -110,7 +110,8 @@ public:
       listener_ = std::make_unique<Listener>(name, self_.identity(), memory_, context_);
   }
 
-  // The documents of all calls except Finalize and SendNotify require this.
+  // Refuses a call if the thread does not use the context of Initialize. The documents of all calls
+  // except Finalize and SendNotify require this context.
   void check_context() const {
     aclrtContext current = nullptr;
     aclrtGetCurrentContext(&current);
@@ -149,8 +150,8 @@ public:
   }
 
   // Closes the link to an engine. A new link to the same engine is made only after the old link has
-  // ended all its accesses to memory. If `only` is given, the link is closed only if its channel is
-  // `only`.
+  // ended all its accesses to memory. If the argument `only` is given, a link with another channel
+  // stays open.
   void disconnect(const std::string &remote, int timeout_ms, const Channel *only = nullptr) {
     check_context();
     std::shared_ptr<Channel> channel;

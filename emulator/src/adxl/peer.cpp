@@ -252,8 +252,8 @@ Listener::Listener(const EngineName &name, const Identity &self, const Memory &m
                  !listen(socket_.get(), SOMAXCONN);
   refuse_unless(listens, FAILED, "cannot listen at ", name.text, ": ", strerror(errno));
   wake_ = File(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  // By default, Linux (Yama) lets only a parent access this process's memory. This allows any
-  // process of the user.
+  // By default, Linux (Yama) lets only a parent access this process's memory. This call allows the
+  // access to all processes of the user.
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   thread_ = std::thread([this] { serve(); });
 }

@@ -27,7 +27,8 @@ void refuse_unless(bool condition, Status status, const Parts &...parts) {
 }
 
 // Refuses a call that breaks a rule of CANN's documents, if the condition is false. The call is
-// still allowed with strict=false, or if a text in the setting `admit` is a part of this text.
+// still allowed with strict=false, or if the text of the refusal contains a text of the setting
+// `admit`.
 template <class... Parts>
 void demand(bool condition, Status status, const Parts &...parts) {
   if (condition || !settings().strict)

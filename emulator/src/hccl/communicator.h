@@ -66,8 +66,8 @@ public:
   // Publishes `bytes` bytes at `data` (at most kSlotBytes), waits for all ranks, and checks that
   // all run the same call. Then slot(r) contains the bytes of rank r until the next operation.
   void exchange_small(const Call &call, const void *data, size_t bytes);
-  // Does the same with at most kAreaBytes bytes. While `consume()` runs, area(r) contains the bytes
-  // of rank r.
+  // Does the same as exchange_small, but with at most kAreaBytes bytes. While `consume()` runs,
+  // area(r) contains the bytes of rank r.
   template <class Consume>
   void exchange_chunk(const Call &call, const void *data, size_t bytes, Consume consume) {
     exchange(call, areas_, data, bytes);

@@ -115,11 +115,11 @@ struct MergedAttention {
 };
 void merge_attention(const MergedAttention &m);
 
-// ---- top_k_top_p.cpp Replaces all logits of a row that are smaller than the k-th largest logit by
+// ---- top_k_top_p.cpp Sets all logits of a row that are smaller than the k-th largest logit to
 // -infinity.
 void cut_top_k(float *row, int64_t n, int64_t k);
-// Replaces the logits that top-p removes by -infinity. Sorts only the logits near the cut. If the
-// rounding of sums could decide, returns false and writes nothing.
+// Sets the logits that top-p removes to -infinity. Sorts only the logits near the cut. If the
+// rounding of sums could decide which logits are removed, returns false and writes nothing.
 // weights: exp(logit - greatest) of each logit, as float or double.
 template <typename Weight>
 bool cut_top_p(float *row, const Weight *weights, int64_t n, double p, float greatest);

@@ -5,8 +5,8 @@
 
 namespace emu::kernels {
 
-// Moves the even elements of x before the odd elements, and then rotates the first half with the
-// second half.
+// Moves the elements of x with an even index before the other elements, and then rotates the first
+// half with the second half.
 struct PairRotary {
   Data x, cos, sin, out;
   int64_t dim;

@@ -1,5 +1,5 @@
-// AttentionUpdate: each rank has computed attention over its part of the keys; merges these
-// results.
+// AttentionUpdate merges the results of several ranks. Each rank has computed attention over its
+// part of the keys.
 #include "ops/bind.h"
 #include "target.h"
 

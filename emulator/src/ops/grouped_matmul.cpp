@@ -109,7 +109,7 @@ void check_types(const Tensors &x, const Tensors &weight, const Tensors &bias) {
          "float32 needs x, weight and y of one tensor each");
 }
 
-// The other rules of this section: they are about inner dimensions, strides, and lengths of lists.
+// The other rules of section "约束说明", about inner dimensions, strides, and lengths of lists.
 void check_shapes(const Tensors &x, const Tensors &weight) {
   for (const Tensor &t : x) {
     refuse_unless(t.dim() == 2, "x must have 2 dimensions, got ", t.sizes());

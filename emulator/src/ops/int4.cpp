@@ -93,8 +93,8 @@ OP(aclnnWeightQuantBatchMatmulV2,
 
 // Rules: document aclnnQuantMatmulV5, about int8 for x1 and int32 for x2, and its source
 // (CheckDtypeA8W4Int, CheckScaleDimRangeA8W4, CheckA8W4KDim). out = (x1 @ (x2 * x2Scale)) *
-// x1Scale. The cube unit multiplies x1 - 8 instead of x1. Adding sums, the sum of 8 * x2 * x2Scale
-// over the rows of x2, corrects this.
+// x1Scale. The cube unit multiplies x1 - 8 instead of x1. The sum of 8 * x2 * x2Scale over the rows
+// of x2 corrects this: callers pass it as the argument sums.
 TimedTask emu::bind_int4_weight(const Tensor &a, const Tensor &b, const OptTensor &row_scale,
                                 const OptTensor &scale, const OptTensor &sums,
                                 const OptTensor &bias, int64_t group, const Tensor &out) {
@@ -122,7 +122,7 @@ TimedTask emu::bind_int4_weight(const Tensor &a, const Tensor &b, const OptTenso
     refuse_unless(row_scale->dim() == 2 && row_scale->size(0) == m && row_scale->size(1) == 1,
                   "pertoken_scale must be [", m, ", 1], got ", row_scale->sizes());
   } else {
-    // The source allows scales that depend only on the output since February 2026.
+    // Since February 2026, the source allows scales that depend only on the output.
     demand(!cann_before(9), "scale must be [", k / 256, ", ", n, "] before CANN 9.0");
     refuse_unless(group == 0 && k % 2 == 0 && scale->dim() == 1 && scale->numel() == n &&
                       row_scale->dim() == 1 && row_scale->numel() == m,

@@ -62,8 +62,9 @@ Tensor normalised(const Tensor &rows, const Tensor &gamma, double epsilon) {
   return rows / at::sqrt(mean + epsilon) * gamma.to(at::kFloat);
 }
 
-// Moves the even elements of each head before the odd elements, and then rotates the first half
-// with the second half. x is [tokens, heads, 64], and the angles are [tokens, 1, 64].
+// Moves the elements of each head with an even index before the other elements, and then rotates
+// the first half with the second half. x is [tokens, heads, 64], and the angles are [tokens, 1,
+// 64].
 Tensor rotated(const Tensor &x, const Tensor &cos, const Tensor &sin) {
   Tensor pairs = x.reshape({x.size(0), x.size(1), -1, 2});
   Tensor even = pairs.select(-1, 0), odd = pairs.select(-1, 1);

@@ -47,8 +47,8 @@ int64_t needed_bytes(const std::string &algorithm, int64_t experts, int64_t rank
   return 2 * (local * rows * ranks * sent + k * rows * aligned(row, 512));
 }
 
-// Since 29 November 2025, the tiling for A3 uses the size of the communicator's buffer; but it
-// never does for the algorithm "hierarchy" (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
+// Since 29 November 2025, the tiling for A3 uses the size of the communicator's buffer, except for
+// the algorithm "hierarchy" (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
 Window window_of(const Domain &domain, const std::string &algorithm, int64_t needed) {
   int64_t real = domain.buffer_mb * MIB, variable = hccl::hccl_buffsize_mb() * MIB;
   return {needed, cann_before(8, 5, 1) || algorithm == "hierarchy" ? variable : real, real};

@@ -139,9 +139,9 @@ inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
-// Whether an operator that only moves elements may do nothing. With modelled time, it does not move
-// floats, or int8 values, which are quantised floats, because nothing computed these values. Other
-// integers are always moved.
+// Whether an operator that only moves elements may do nothing. With modelled time, floats and int8
+// values (quantised floats) are not computed, so they need not be moved. Other integers are always
+// moved.
 inline bool idles(const Tensor &out) {
   return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
 }

@@ -15,18 +15,18 @@ bool may_turn_bad();
 
 // Makes the page that contains `address` bad. The next access to this page is noticed.
 void turn_bad(int device, uintptr_t address);
-// Does the same for memory of a library, which no program can address. The calling task counts as a
-// task that has accessed this memory.
+// Makes memory of a library bad, which no program can address. The calling task counts as a task
+// that has accessed this memory.
 void turn_library_memory_bad(int device);
 
 // Wraps the body of a task. If the task has accessed bad memory, the wrapped body throws when it
 // ends.
 Task watched(Task body);
-// Throws the same error at once if the task has already accessed bad memory. To be called before a
-// task sends data to other ranks, because this data may come from bad memory.
+// Throws the error of `watched` at once if the task has already accessed bad memory. To be called
+// before a task sends data to other ranks, because this data may come from bad memory.
 EMU_SHARED void check_memory();
-// Does the same check for a call of the host that accesses memory without a task. Returns 0, or the
-// error code with which the device stops.
+// Checks whether a call of the host, which accesses memory without a task, has accessed bad memory.
+// Returns 0, or the error code with which the device stops.
 aclError check_memory_of_call(const char *call);
 
 // To be called when memory is freed or unmapped: its pages are no longer bad.

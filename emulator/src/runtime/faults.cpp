@@ -63,7 +63,7 @@ std::optional<Due> counted_fault(const Call &call) {
 }
 
 // A fault can also be armed by a file, and then happens at the first matching call in any process.
-// Returns this fault if this is the call.
+// Returns this fault if it happens at the present call.
 std::optional<Due> armed_fault(const Call &call) {
   const std::string &path = settings().fault_file;
   if (path.empty() || access(path.c_str(), R_OK))

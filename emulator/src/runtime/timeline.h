@@ -39,7 +39,8 @@ public:
   int64_t pass(int64_t ns, Idle cause) { return wait_until(this->ns() + ns, cause); }
   // Moves the clock by the duration of a kernel.
   void work(int64_t ns);
-  // For a collective: its cost begins when the last rank has arrived, so the clock is moved later.
+  // For a collective: stores the cost, but does not move the clock yet, because the cost counts
+  // from the arrival of the last rank.
   void start_kernel(int64_t cost_ns) { cost_ns_ = cost_ns; }
   int64_t cost_ns() const { return cost_ns_; }
   void meet(int64_t latest_ns, int64_t cost_ns);
