@@ -84,8 +84,8 @@ CHUNKS = {
 }
 EXPERT_MODEL = {"architectures": ["Qwen3MoeForCausalLM"], **HEADS, **EXPERTS}
 LATENT_MODEL = {**LATENT, "architectures": ["DeepseekV2ForCausalLM"]}
-# A rank with 16 heads of a model with the widths of DeepSeek-V3, for which torch_npu has an
-# operator.
+# A rank with 16 heads. The model has the widths of DeepSeek-V3: torch_npu has an operator for these
+# widths.
 WIDE_LATENT_MODEL = {
     **LATENT_MODEL,
     "hidden_size": 7168,

@@ -182,7 +182,9 @@ def forms_of_contents(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any
 def reference(
     source: str, special: Mapping[str, str], chat: list[dict[str, Any]], options: dict[str, Any]
 ) -> str | None:
-    """Return the prompt of transformers for the first form with which it contains all texts."""
+    """Let transformers render all forms of a conversation. Return the first prompt that contains
+    all texts.
+    """
     sent = str(chat)
     wanted = [text for text in TEXTS if text in sent]
     prompts = [theirs(source, special, form, options) for form in forms(chat)]

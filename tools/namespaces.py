@@ -191,7 +191,7 @@ def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[lis
     """Make nodes on one network. When the context ends, end the nodes and all their processes.
 
     Args:
-        private: folders of which each node has its own version, which is empty at first.
+        private: folders that each node has separately. They are empty at first.
 
     Raises:
         NoNamespaces: this machine does not permit namespaces.

@@ -28,7 +28,7 @@ from dist_aclgraph.topology import WorldRank
 # capture.
 STEPS_BETWEEN = 16
 MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds one
-PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
+PATIENCE_STEPS = 200  # after this many steps, a change is made although requests are about to start
 
 
 @dataclass

@@ -48,7 +48,7 @@ class RequestTable:
         send: queues a request for an engine.
 
     Attributes:
-        engines: the engines; the key is the engine's URL, as in the router.
+        engines: the engines by their URLs. The router uses the same URLs.
         num_resumed: how many requests were resumed on another engine.
         losses: number of lost engines for each kind of loss.
     """
@@ -94,7 +94,7 @@ class RequestTable:
         cache_blocks: int,
         tokens_per_block: int,
     ) -> None:
-        """Add an engine, or update its name and its sizes."""
+        """Add an engine, or update its name and the sizes of its cache."""
         if url not in self.engines:
             self.engines[url] = KnownEngine(name, url, open_link, now_s)
         self.engines[url].name = name

@@ -142,8 +142,8 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # First try bundles of such a size that the whole deployment fits. A lost group was placed in
-    # bundles of this size, and the group that replaces it can use the same size.
+    # First try the size of bundles that is chosen for the whole deployment. A lost group was placed
+    # in bundles of this size, and the group that replaces it can use the same size.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):

@@ -211,7 +211,7 @@ class EngineLoop:
         return self._drained.wait(timeout_s)
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Change to another graph plan, in quiet steps."""
+        """Change to another graph plan, one graph at a time; see ``GraphChanges``."""
         self._changes.change_plan(plan, actions)
 
     @property

@@ -27,8 +27,8 @@ Kind = BatchDescriptor | tuple[int, int]
 
 
 class LateDecisions:
-    """Stores, for each kind of step, how long the decision of the next step may wait while such a
-    step runs.
+    """Stores how long the decision of the next step may wait while a step runs. There is one value
+    for each kind of running step.
     """
 
     def __init__(self) -> None:

@@ -467,8 +467,8 @@ class Worker:
         """Report a failure to the engine. Return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._faults.fault_of(error, self._running)
         self._faults.note(fault)
-        # The failure is sent as the result of the step after the last step, because the engine
-        # ignores a second result of the last step.
+        # The failure is sent as the result of the next step, because the engine ignores a second
+        # result of the last step.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)

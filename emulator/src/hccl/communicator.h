@@ -81,9 +81,9 @@ public:
   void receive(void *data, size_t bytes, uint32_t from);
 
   // A communicator is used either for collectives or for operators that communicate inside their
-  // kernel, because such kernels keep flags and data of several steps in the communicator's
-  // windows, and collectives write to the same windows (documents of npu_moe_distribute_dispatch_v2
-  // and _combine_v2). The first operation decides which of the two uses is permitted.
+  // kernel. Such kernels keep flags and data of several steps in the communicator's windows, and
+  // collectives would write to the same windows (documents of npu_moe_distribute_dispatch_v2 and
+  // _combine_v2). The first operation decides which of the two uses is permitted.
   enum class Use { None, Collectives, Kernels };
   bool claim(Use use) {
     Use owner = Use::None;

@@ -31,7 +31,7 @@ struct KeyChoice {
 void choose_keys(const KeyChoice &c);
 
 // Latents in int8. The bytes of a key are: dim values of int8, rope_dim values of the query's type,
-// and one float for each tile of values: the factor by which these values are multiplied.
+// and one float for each tile of int8 values. The values of a tile are multiplied by its float.
 struct Int8Latents {
   const uint8_t *rows = nullptr;  // pages of [page_size, row_bytes]; null if the latents are floats
   int64_t row_bytes, tile;
@@ -52,8 +52,8 @@ struct SparseAttention {
   int64_t block = 1;  // number of neighbouring keys in a block
 };
 // Each row attends to those keys of its chosen blocks that it sees. The latents are both keys and
-// values. Throws if a row names a block of which it sees no key, names a block twice, or names a
-// block after a -1. Also throws if a row sees only a part of a block that is not the last block it
+// values. Throws if a row names a block twice, names a block after a -1, or sees no key of a block
+// that it names. Also throws if a row sees only a part of a block that is not the last block it
 // names. The device reads only as many keys as the row sees, so here it would leave out keys of the
 // last block.
 void attend_to_chosen(const SparseAttention &a);

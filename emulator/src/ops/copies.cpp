@@ -64,7 +64,8 @@ static void clear(char *p, size_t bytes) {
   memset(p, 0, first - begin);
   memset(reinterpret_cast<void *>(last), 0, end - last);
 }
-// Zeros need no arithmetic, so this also accepts types with which no operator can compute.
+// Zeros need no arithmetic, so this operator accepts even types that no arithmetic operator
+// supports.
 OP(aclnnInplaceZero, [](Tensor a) -> Task {
   return [=] {
     AtenScope scope;

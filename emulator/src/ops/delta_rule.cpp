@@ -98,9 +98,9 @@ struct BoundRule {
   }
 };
 
-// New memory is filled with bytes 0xFF, and reading a state of such bytes is refused. If a caller
-// fills a slot with such bytes when it gives the slot to a request, the emulator notices if the
-// request reads the state of an earlier request.
+// New memory is filled with bytes 0xFF, and reading a state of such bytes is refused. A caller can
+// fill a slot with such bytes when it gives the slot to a request. Then the emulator notices a
+// request that reads the state of an earlier request.
 void require_written(const char *what, const Tensor &states, int64_t slot, int64_t request) {
   if (!settings().strict)
     return;

@@ -142,8 +142,8 @@ bool Graph::each_task_follows_the_one_before() const {
   return true;
 }
 
-// Whether a forked stream was not joined. A stream was joined if its last node records an event for
-// which another lane waits.
+// Whether a forked stream was not joined. A stream was joined if its last node records an event,
+// and another lane waits for this event.
 bool Graph::has_unjoined_lane() const {
   std::vector<int> last(lanes.size(), -1);
   std::vector<char> joined(nodes.size(), 0);
