@@ -69,7 +69,8 @@ class DecodeEngine:
         self.deployment.shut_down()
 
     def decode(self, batch: int, prompt_len: int, steps: int, **sampling: Any) -> Run:
-        """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens.
+        """Decode a batch of random prompts. ``prompt_len`` is the length of each prompt in tokens,
+        and ``steps`` is the number of tokens to decode for each prompt.
 
         Args:
             sampling: sampling parameters of the requests. By default, sampling is greedy.

@@ -265,7 +265,9 @@ def decode_beside(
 
 
 def prompts_of(service: Service, length: int, number: int, way: str) -> Iterator[IntArray]:
-    """Yield three prompts. Their KV is in files if ``way`` is READ; otherwise they are new."""
+    """Yield three prompts. If ``way`` is READ, the KV of the prompts is in files. Otherwise the
+    prompts are new.
+    """
     prompts = [prompt_of(length, 1_000 * (number + 1) + index) for index in range(3)]
     if way == READ:
         for index, prompt in enumerate(prompts):

@@ -18,7 +18,7 @@ LATER_TOKENS = 6
 
 
 def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
-    """Return ``batch`` requests that ask for stories. All of them arrive at the same time."""
+    """Return a batch of requests that ask for stories. All requests arrive at the same time."""
     asks = [
         f"Tell me a story about a {animal} named {name}." for name in NAMES for animal in ANIMALS
     ]
@@ -29,7 +29,7 @@ def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]
 
 
 def mixed_chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
-    """Return ``batch`` requests that ask for stories, and further requests that ask questions.
+    """Return a batch of requests that ask for stories, and further requests that ask questions.
 
     Whenever the first request has got four more tokens, one question arrives.
     """

@@ -283,7 +283,9 @@ class _Scripted(Matchers):
 
 
 def sampling_of(constrained: int) -> list[dict[str, Any]]:
-    """Return the sampling fields of each row. The first ``constrained`` rows have a grammar."""
+    """Return the sampling fields of each row. The argument is the number of rows that have a
+    grammar.
+    """
     form = StructuredOutputs(json=SCHEMA)
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         form.text,

@@ -107,7 +107,7 @@ class Run:
 
 
 def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
-    """Return ``batch`` equal requests that arrive together. The first request ends first."""
+    """Return a batch of equal requests that arrive together. The first request ends first."""
     random = np.random.default_rng(batch)
     return [
         Arrival(random.integers(0, vocab, prompt_len).tolist(), steps + (8 if index else 0))
@@ -116,7 +116,7 @@ def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list
 
 
 def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
-    """Return ``batch`` requests that decode, and further requests.
+    """Return a batch of requests that decode, and further requests.
 
     Whenever the first request has got four more tokens, one further request arrives. The further
     requests have prompts of many lengths and outputs of a few tokens.

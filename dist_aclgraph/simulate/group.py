@@ -284,7 +284,8 @@ class SimulatedGroup:
             name: the request's id, which is a number as text.
             hands_over: whether the group computes only the prompt and the first token.
             output: the tokens that another group has already generated.
-            source: the node of the group that has computed the prompt; None if no other group has.
+            source: the node of the group that has computed the prompt; None if this group computes
+                it.
         """
         prompt = arrival.token_ids(int(name))
         request = Request(

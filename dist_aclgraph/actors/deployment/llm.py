@@ -421,7 +421,7 @@ class LLM:
         return with_structure(found, self._grammars)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids. There may be too many, because some may be cut off later."""
+        """Return a text's token ids. Their number is not limited: ids may be cut off later."""
         return self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )

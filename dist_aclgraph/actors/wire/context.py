@@ -21,9 +21,9 @@ class _Context(Context):
 def make_context() -> Context:
     """Return a context whose sockets drop unsent messages when they are closed.
 
-    If the last messages of a socket should arrive, close the socket with a time limit (``linger``).
-    By default, ZeroMQ sets no such limit, and the garbage collection of a context would wait for
-    peers without a limit.
+    To wait until the last messages of a socket are sent, close the socket with a time limit
+    (``linger``). By default, ZeroMQ waits without a limit, even if the garbage collector frees a
+    context.
     """
     context: Context = _Context()
     context.setsockopt(zmq.LINGER, 0)

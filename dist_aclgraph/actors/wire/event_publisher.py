@@ -80,7 +80,7 @@ class EventPublisher:
         self.replays: zmq.Socket[bytes] | None = None
         if place.replay_ports is not None:
             # The queue of a subscriber can hold one whole replay. If the subscriber does not read
-            # it, the replays that it requests later are dropped.
+            # this replay, later replays for the subscriber are dropped.
             limit = place.buffer_steps + 1
             self.replays = self._socket(context, zmq.ROUTER, place.host, limit)
             self.replays.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)

@@ -1,4 +1,4 @@
-"""Finds out from the recorded steps of a group's ranks which rank stopped first, and where.
+"""Reads the recorded steps of a group's ranks, and finds out which rank stopped first, and where.
 
 A rank that waits for its device may in fact wait for other ranks, in a collective. So if some ranks
 do not wait for their devices, one of them is to blame. ``wire/blame.py`` has the same rule.

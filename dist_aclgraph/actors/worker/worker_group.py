@@ -195,8 +195,8 @@ class WorkerGroup:
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, addresses: Sequence[ChannelAddress], number: int) -> list[Any]:
-        """Start the step loops of all workers. Return a Ray reference for each loop, which is ready
-        when the loop has ended.
+        """Start the step loops of all workers. Return a Ray reference for each loop. The reference
+        is ready when the loop has ended.
 
         Args:
             addresses: for each rank, the address at which it connects to the step channel.

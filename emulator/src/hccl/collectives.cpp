@@ -22,9 +22,9 @@ Call describe(const char *name, uint64_t count, int type, int argument = 0) {
   return call;
 }
 
-// Launches an operation of all ranks. The ranks compare `call`, to which the session of the capture
-// is added if the operation is captured. `bytes` is the number of bytes that this rank gets from
-// other ranks; each byte counts once. With modelled time, the operation takes `ns`.
+// Launches an operation of all ranks. The ranks compare `call`. If the operation is captured, the
+// session of the capture is added to `call`. `bytes` is the number of bytes that this rank gets
+// from other ranks; each byte counts once. With modelled time, the operation takes `ns`.
 template <class Body>
 HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStream stream,
                           size_t bytes, int64_t ns, Body body) {
@@ -71,7 +71,7 @@ struct Overlap {
   }
 };
 
-// Returns how many of the `bytes` bytes are on other ranks, if each rank has an equal part.
+// Each rank has an equal part of the bytes. Returns how many of them are on other ranks.
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
 // Returns how many bytes are really sent. With modelled time, floats are not sent, because kernels
@@ -82,7 +82,8 @@ size_t travelling(size_t bytes, HcclDataType type) {
   return settings().timed && is_computed ? 0 : bytes;
 }
 
-// Each rank offers `offered` elements. Reduces the elements [from, from + count) over all ranks.
+// Reduces the elements [from, from + count) over all ranks. `offered` is the number of elements
+// that each rank offers.
 void reduce_part(Communicator &c, const Call &call, const void *send, void *receive,
                  size_t offered, size_t from, size_t count, HcclDataType type, HcclReduceOp op,
                  bool wanted) {

@@ -63,8 +63,9 @@ public:
   ~Communicator();
   Communicator(const Communicator &) = delete;
 
-  // Publishes `bytes` bytes at `data` (at most kSlotBytes), waits for all ranks, and checks that
-  // all run the same call. Then slot(r) contains the bytes of rank r until the next operation.
+  // Publishes the data of this rank (at most kSlotBytes bytes), waits for all ranks, and checks
+  // that all ranks run the same call. Then slot(r) contains the bytes of rank r until the next
+  // operation.
   void exchange_small(const Call &call, const void *data, size_t bytes);
   // Does the same as exchange_small, but with at most kAreaBytes bytes. While `consume()` runs,
   // area(r) contains the bytes of rank r.
@@ -139,8 +140,8 @@ private:
   size_t segment_bytes() const;
   Mailbox *mailbox(uint32_t from, uint32_t to) const;
   void arrive(const RootInfo &root);  // waits until all ranks of this host have mapped all segments
-  // Publishes this rank's call and `bytes` bytes at `data`, waits for all ranks, and checks that
-  // all run the same call. Then rooms[r] contains the bytes of rank r.
+  // Publishes this rank's call and data, waits for all ranks, and checks that all ranks run the
+  // same call. Then rooms[r] contains the bytes of rank r.
   void exchange(const Call &call, const std::vector<char *> &rooms, const void *data, size_t bytes);
   void barrier(const Call &call);
   void compare(const Call &call) const;

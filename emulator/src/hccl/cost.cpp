@@ -20,8 +20,8 @@ static double fixed_us() {
 
 namespace {
 
-// Returns the time of one exchange, in which each of `ranks` ranks sends `bytes` bytes to every
-// other rank, or receives them from every other rank.
+// Returns the time of one exchange. In the exchange, each rank sends `bytes` bytes to every other
+// rank, or receives this number of bytes from every other rank. `ranks` is the number of ranks.
 double exchange_ns(double bytes, double ranks, double link_us, double pair_gb_s, double port_gb_s) {
   if (ranks <= 1)
     return 0;

@@ -103,8 +103,8 @@ struct Attention {
 void attention(const Attention &a);  // throws if the block table names a page that does not exist
 
 // ---- merge.cpp
-// For each of `rows` rows of `dim` elements: the sum of outs[i] * exp(lses[i] - lse), where lse =
-// log sum exp(lses[i]).
+// For each row: the sum of outs[i] * exp(lses[i] - lse), where lse = log sum exp(lses[i]). A row
+// has `dim` elements.
 struct MergedAttention {
   std::vector<const float *> lses;  // [rows] each
   std::vector<Data> outs;           // [rows, dim] each

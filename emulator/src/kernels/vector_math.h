@@ -97,8 +97,8 @@ inline const float *as_floats(Data d, int64_t offset, int64_t count, float *scra
   load_floats(d, offset, scratch, count);
   return scratch;
 }
-// Returns the memory in which a row of `d` is computed: in `d` itself if its type is float,
-// otherwise `scratch`. commit() then converts the row into `d`.
+// Returns the memory in which a row of `d` is computed. If the type of `d` is float, this is the
+// row itself. Otherwise it is `scratch`, and commit() converts the row into `d`.
 inline float *output_row(Data d, int64_t offset, float *scratch) {
   return d.type == Type::F32 ? static_cast<float *>(d.p) + offset : scratch;
 }

@@ -42,8 +42,8 @@ struct FiaArguments {
   // of CANN 9 that replaces this kernel and behaves in the same way
   // (fused_infer_attention_score_tiling_info_parser.cpp, GetLegacyIfaFlag).
   bool incremental() const;
-  // Whether CANN 9 would use its split-fuse tiling for the call, which is for grouped queries in
-  // the layout TND.
+  // Whether CANN 9 would use its split-fuse tiling for the call. This tiling is for grouped queries
+  // in the layout TND.
   bool split_fuse() const;
 
   // Reads the layout, and sets defaults. Throws Refusal if the arguments are not valid.

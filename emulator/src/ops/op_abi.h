@@ -7,9 +7,10 @@
 // All three export two functions: aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor
 // **), whose signature is derived from the lambda, and aclnnX(workspace, size, executor, stream).
 // The first function is the first phase: it converts the arguments. If the lambda returns a Task,
-// it runs in this phase: it checks its arguments, as the real operator does in its first phase, and
-// binds pointers. The second function, the second phase, launches the task. With modelled time, the
-// task takes the time that the TimedTask contains, or a time estimated from the tensors (work.h).
+// the lambda runs in this phase: it checks its arguments, as the real operator does in its first
+// phase, and binds pointers. The second function, the second phase, launches the task. With
+// modelled time, the task takes the time that the TimedTask contains, or a time estimated from the
+// tensors (work.h).
 #pragma once
 
 #include "aten.h"

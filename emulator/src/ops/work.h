@@ -27,8 +27,9 @@ int64_t attention_ns(const kernels::Attention &attention);
 // and written, and the number of operations of the cube unit.
 int64_t delta_rule_ns(double state_bytes, double operations);
 
-// The time of sending each of `rows` rows of `hidden` elements to `choices` experts, if the experts
-// are on `ranks` ranks.
+// The time of sending rows to experts. `rows` is the number of rows, `hidden` the number of
+// elements in each row, `choices` the number of experts that get each row, and `ranks` the number
+// of ranks that have the experts.
 int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);
 int64_t combine_ns(double rows, double hidden, double choices, double ranks);
 

@@ -5,8 +5,8 @@
 
 namespace emu {
 
-// Opens a communication domain of `ranks` ranks on the current device. The domain uses stream ids
-// until it is closed.
+// Opens a communication domain on the current device. `ranks` is its number of ranks. The domain
+// uses stream ids until it is closed.
 EMU_SHARED aclError open_domain(uint32_t ranks, int *device);
 EMU_SHARED void close_domain(uint32_t ranks, int device);
 

@@ -52,8 +52,8 @@ aclError update_task(Stream *s, TaskKind kind, const char *name, Task body) {
   if (strcmp(node.name, name))
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP, "captured %s, update %s", node.name,
                 name);
-  // The body is replaced by a task on the update stream. So the replacement is ordered with the
-  // external events that are recorded on this stream.
+  // A task on the update stream replaces the body. So the replacement is ordered with the external
+  // events that are recorded on this stream.
   auto replacement = std::make_shared<const Task>(std::move(body));
   UpdatableBody *target = node.updatable.get();
   s->update_ends_ns += update_ns(name);

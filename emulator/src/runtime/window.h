@@ -11,9 +11,9 @@ namespace emu {
 uintptr_t reserve_window(size_t bytes);  // reserves an address range, which is never used twice
 int new_memory_file(size_t bytes);       // -1 on failure
 
-// Maps `bytes` bytes of new memory at `address` and at its alias. Returns false if Linux refuses.
+// Maps new memory of this size at `address` and at its alias. Returns false if Linux refuses.
 bool map_new_window(uintptr_t address, size_t bytes);
-// Maps `bytes` bytes of `file` at `address` and at its alias. Returns false if Linux refuses.
+// Maps a part of `file` at `address` and at its alias. Returns false if Linux refuses.
 bool map_window(uintptr_t address, size_t bytes, int file, size_t offset);
 void hide_window(uintptr_t address, size_t bytes);   // keeps the range reserved
 void unmap_window(uintptr_t address, size_t bytes);  // both mappings
