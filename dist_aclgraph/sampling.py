@@ -48,7 +48,7 @@ class StructuredOutputs:
     Attributes:
         json: a JSON schema, as text or as an object; the order of an object's keys is preserved.
         regex: a regular expression that must match the whole answer.
-        choice: texts, one of which is the answer.
+        choice: the texts that are allowed as the whole answer.
         grammar: a grammar in the language of Lark or of GBNF ("::=").
         json_object: whether the answer is any JSON object.
         lark: a grammar of llguidance with its extensions, made from the request's tools.
@@ -288,9 +288,10 @@ def check_truncation(value: object) -> None:
 def truncated(
     ids: list[int], most: int | None, context_len: int, max_tokens: int | None
 ) -> list[int]:
-    """Return the last ``most`` ids of a prompt; all ids if ``most`` is None.
+    """Return the last ids of a prompt. The argument ``most`` is their maximum number; None sets no
+    limit.
 
-    The value -1 keeps as many ids as fit in the context together with the output.
+    The value -1 stands for the number of ids that fit in the context together with the output.
     """
     if most is None:
         return ids

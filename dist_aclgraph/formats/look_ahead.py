@@ -80,7 +80,8 @@ def _other_than(text: str) -> str | None:
         return None
     found = ""
     for i, atom in enumerate(reversed(atoms)):
-        # A ``text`` that ends with "$" does not match longer texts, so the expression allows these.
+        # If ``text`` ends with "$", it does not match longer texts, so the expression allows longer
+        # texts.
         longer = f"{atom}(?:{found})" if i else f"{atom}{ANY}" * (rest == "$")
         found = "|".join(filter(None, ("$", _complement(atom), longer)))
     return f"^(?:{found})"

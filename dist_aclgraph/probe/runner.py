@@ -167,7 +167,8 @@ class _Child:
 
     Attributes:
         pipe: receives the messages of the process. The pipe closes when the process ends.
-        has_begun: whether the process has reported that it opened the device, or why it could not.
+        has_begun: whether the process has sent a message. The first message says that the device is
+            open, or why the device could not be opened.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ def _schemas(is_strict: bool) -> dict[str, Json]:
 
 
 def _as_decoded(schema: Any) -> Any:
-    """Return a body's schema with the further JSON types from which the service decodes fields."""
+    """Return a body's schema with all JSON types that the service accepts for each field."""
     if isinstance(schema, list):
         return [_as_decoded(each) for each in schema]
     if not isinstance(schema, dict):

@@ -42,7 +42,7 @@ class ExpertSpec(ExpertFacts):
         width: inner width of one expert.
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
         layers: indices of the layers that have experts; all other layers have a dense MLP. The
-            indices of next-token layers follow the decoder's.
+            indices of next-token layers follow the indices of the decoder's layers.
         scoring: the function that makes the weights of experts from a router's logits.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
             ``num_groups`` groups; both are 1 if there are no groups.

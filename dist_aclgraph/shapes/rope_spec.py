@@ -236,9 +236,9 @@ def _kind(scaling: ModelConfig) -> str:
     # early Phi-3 files name longrope "su" or "yarn"
     is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
     if kind == "mrope" and scaling.has(MROPE_SECTION):
-        return "default"  # in a text, all sections have the same positions
+        return "default"  # the positions of all sections are equal in a text
     if kind == "dynamic" and scaling.has(STRETCH):
-        return "default"  # changes only the base, in the same way for all lengths of requests
+        return "default"  # this scaling changes only the base, for all lengths of requests alike
     return "longrope" if is_longrope else kind
 
 

@@ -105,7 +105,7 @@ def _quantised_swiglu(bench: Bench) -> Answer:
 
 
 def _clipped_swiglu(bench: Bench) -> Answer:
-    """Clipped SwiGLU with the constants of gpt-oss, in which columns of gate and up alternate."""
+    """Compute clipped SwiGLU with gpt-oss's constants. The columns of gate and up alternate."""
     x, alpha, limit = 4 * _random(bench, 16, 2 * HIDDEN), 1.702, 7.0
     got = bench.ops.npu_clipped_swiglu(
         x.npu(), alpha=alpha, limit=limit, bias=1.0, interleaved=True

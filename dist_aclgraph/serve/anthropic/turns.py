@@ -152,7 +152,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
         texts = [text for i, part in enumerate(parts) for text in _texts_of(part, f"{place}.{i}")]
     elif data not in _NOTHING:
         texts = [decode(data, str, place)]
-    if block.is_error:  # the text reports the error: chat templates have no such field
+    if block.is_error:  # chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

@@ -82,7 +82,9 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. It tells a client without a key only that the service is full."""
+        """See ``GatedApp``. The keys are not checked: a client without a key learns only that the
+        service is full.
+        """
         slots = self._state.slots
         if self._access.origins:  # the CORS headers depend on the request's headers
             return None

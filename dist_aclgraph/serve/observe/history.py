@@ -182,8 +182,8 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of each counter that both arguments contain. A counter whose value is
-    lower than before was reset to 0 in the meantime.
+    """Return the increase of each counter that both arguments contain. If a counter's value is
+    lower than before, the counter has been reset to 0.
     """
     return {
         key: value - old[key] if value >= old[key] else value

@@ -45,13 +45,13 @@ class BodyTooLargeError(RequestError):
 
 
 class BodyTimeoutError(RequestError):
-    """The client took longer to send the request body than is allowed."""
+    """The client took too long to send the request body."""
 
     code = "request_timeout"
 
 
 class GenerationTimeoutError(RequestError):
-    """The answer took longer than is allowed. A retry would probably take the same time."""
+    """The answer took too long. A retry would probably take the same time."""
 
     code = "generation_timeout"
 

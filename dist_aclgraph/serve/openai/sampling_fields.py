@@ -28,7 +28,9 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
 
 
 def first_given(body: object, *names: str) -> str:
-    """Return the first of ``names`` whose field has a value; if no field has one, ``names[0]``."""
+    """Return the first of ``names`` whose field has a value. If no field has a value, return
+    ``names[0]``.
+    """
     return next((name for name in names if getattr(body, name) is not None), names[0])
 
 

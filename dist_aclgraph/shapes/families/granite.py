@@ -41,7 +41,9 @@ def read_granite(config: ModelConfig) -> ModelSpec:
 
 
 def read_granite_moe(config: ModelConfig) -> ModelSpec:
-    """Read a decoder with experts, with shared experts (``shared_intermediate_size``), or both."""
+    """Read a decoder with routed experts, with shared experts (``shared_intermediate_size``), or
+    with both kinds.
+    """
     if set(config.texts("layer_types") or config.texts("layers_block_type")) - {
         "attention",
         "full_attention",

@@ -1,5 +1,5 @@
 """OLMo 2 and 3: only the results of attention and of the MLP are normalised. One norm spans all
-heads of queries, and another norm all heads of keys; the same is true for OLMoE.
+heads of queries, and another norm spans all heads of keys. OLMoE also has these two norms.
 """
 
 from __future__ import annotations
