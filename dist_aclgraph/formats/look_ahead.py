@@ -128,7 +128,7 @@ def _split(text: str) -> list[str]:
 
 
 def _end_of_group(text: str) -> int | None:
-    """Return the index after the group that begins a text; None if the group has no end."""
+    """Return the index after the group at the beginning of a text; None if the group has no end."""
     depth = 0
     for match in _tokens(text):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

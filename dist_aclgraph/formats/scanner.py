@@ -41,7 +41,7 @@ _END_OF_WORD = re.compile(r"[\s,\]}\ud800-\udfff]")
 
 
 class Scanner:
-    """The text of one answer that was not read yet, and the events of the text that was read.
+    """Contains the unread text of one answer, and the events of the text that was read.
 
     Args:
         token_ids: maps each marker that is a single token to the token's id.

@@ -49,7 +49,7 @@ class Arguments:
         complete.
 
         Args:
-            trims: whether one newline at the beginning and one at the end of the text are removed.
+            trims: whether one newline is removed at each end of the text.
             is_text: whether the model has marked the value as a string; None if it has not marked
                 the value. The type in the schema decides if ``is_text`` is None, or if the schema
                 allows no string.

@@ -177,8 +177,8 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
     Raises:
         ModelError: the expression is invalid.
-        UnsupportedModelError: the expression can need years for a name, because it has a repeated
-            group or many repetitions.
+        UnsupportedModelError: to match a name could take years, because the expression has a
+            repeated group or many repetitions.
     """
     expression = pattern.removeprefix(EXPRESSION)
     try:

@@ -20,7 +20,7 @@ from dist_aclgraph.shapes.model_config import (
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # In these architectures, max_position_embeddings already includes the scaling, as vLLM assumes.
 COUNTS_SCALING = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-# Types whose frequencies depend on the length of the longest possible request.
+# Types of scaling in which the frequencies depend on the length of the longest possible request.
 BY_LENGTH = ("dynamic", "longrope")
 # value of this key: ``RopeSpec.query_growth``
 QUERY_GROWTH = "llama_4_scaling_beta"
@@ -42,8 +42,8 @@ class RopeSpec:
         query_growth: a query at position p is multiplied by ``1 + query_growth * log(1 + floor(p /
             original_len))``.
         short_factors, long_factors: longrope's divisors of each frequency. The short factors are
-            for deployments whose longest request fits into the original context, the long factors
-            for all other deployments.
+            for deployments whose longest request fits into the original context. The long factors
+            are for all other deployments.
     """
 
     theta: float

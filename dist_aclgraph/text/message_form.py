@@ -85,8 +85,8 @@ class MessageForm:
         """Return the message in this form, without the keys whose value is None. The only exception
         is the content of a message with calls: it stays None if the template tests for None.
 
-        Parts are joined by line breaks if the template reads texts only. A content with a part that
-        is not a text is not changed. Arguments of calls become objects.
+        Parts are joined by line breaks if the template reads texts only. A content stays as it is
+        if one of its parts is not a text. Arguments of calls become objects.
         """
         found = {name: value for name, value in message.items() if value is not None}
         if isinstance(calls := found.get("tool_calls"), list | tuple):

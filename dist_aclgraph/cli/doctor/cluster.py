@@ -28,8 +28,9 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: a configuration. The nodes try to listen at its ports (``cluster.ports``), and check
-            that its transport of KV copies can be used. If None, the nodes listen at any free port.
+        config: a configuration. Each node tries to listen at the configured ports
+            (``cluster.ports``), and checks that it can use the configured transport of KV copies.
+            If None, the nodes listen at any free port.
         ray_address: see ``join_ray``.
 
     Raises:

@@ -41,8 +41,8 @@ def examine(config: Config | None = None) -> list[Finding]:
     """Return all findings. Imports neither torch nor Ray, and starts no process.
 
     Args:
-        config: the checks include its folders for copies of KV blocks, its transport of these
-            copies, and the file with the secret for this transport.
+        config: the configuration. Its folders for copies of KV blocks, its transport of these
+            copies, and its file with the secret for this transport are also checked.
     """
     folders = [] if config is None else [*kv_findings(config), *peers_findings(config)]
     uses_hixl = config is not None and config.fetches_by_hixl

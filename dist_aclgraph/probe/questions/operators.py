@@ -218,7 +218,7 @@ def _quantised_routing(bench: Bench) -> Answer:
         active_expert_range=[0, 4],
         quant_mode=1,
     )
-    # The kernel cuts quotients to the bits of float16 before it rounds them.
+    # The kernel truncates quotients to the precision of float16 before it rounds them to int8.
     return _compare_int8(bench, got, scale, x[order].float(), largest_steps=0.57)
 
 

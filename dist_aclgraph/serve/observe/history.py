@@ -61,7 +61,8 @@ class Point:
     ``time_s``.
 
     Attributes:
-        values: for each series' name, its value at this point; None if the value is unknown.
+        values: maps the name of each series to its value at this point; None if the value is
+            unknown.
         experts: number of tokens that each rank's experts computed.
     """
 

@@ -149,7 +149,8 @@ class HeldBody:
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base class of request bodies and their parts. ``strict`` makes a class for strict services.
+    """Base class of request bodies and their parts. The function ``strict`` makes the class that
+    refuses unknown fields.
 
     Attributes:
         PARTS: for each field that is decoded later, the class of its part, or of the parts in its

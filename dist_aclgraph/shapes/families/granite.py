@@ -1,6 +1,6 @@
 """Granite 3 and 4 without Mamba, and MiniCPM: a Llama that multiplies embeddings, results of layers
-and logits by factors. Granite with experts stores one tensor for the matrices of all experts, in
-which gate and up are joined.
+and logits by factors. Granite with experts stores the matrices of all experts in one tensor. In
+this tensor, gate and up are joined.
 """
 
 from __future__ import annotations

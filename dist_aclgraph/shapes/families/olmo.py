@@ -59,8 +59,8 @@ def read_olmoe(config: ModelConfig) -> ModelSpec:
 
 
 def with_output_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Return a decoder with norms after attention and the MLP, not before them, and with norms of
-    queries and keys.
+    """Return a decoder whose norms come after attention and after the MLP, not before. Queries and
+    keys have norms, too.
     """
     has_bias = config.flag("attention_bias", False)
     return replace(
