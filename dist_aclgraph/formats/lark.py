@@ -99,7 +99,7 @@ class Lark:
         Args:
             options: see ``StructuredOutputs.json_options``.
         """
-        found: dict[str, Any] = {} if schema else {"enum": []}  # if the schema is true or false
+        found: dict[str, Any] = {} if schema else {"enum": []}  # true allows all values, false none
         if isinstance(schema, Mapping):
             found = json.loads(json.dumps(schema))  # a copy, because keywords are replaced
         use_equivalents(found)

@@ -112,7 +112,8 @@ class Probe:
             ``Between``. A RuntimeError means "refused", an AttributeError means "missing".
         says: the emulator's answer. None if the question is about the machine. The answer to such a
             question is reported, but not compared.
-        level: "full" questions are asked only at this level, "quick" questions at every level.
+        level: "full" questions are asked only at this level. "quick" questions are asked at every
+            level.
         limit_s: time limit of ``call``, in addition to the time for loading torch_npu.
         ranks: number of processes, each with its own NPU.
         needs_device: whether the process loads torch_npu and opens a device.

@@ -82,7 +82,7 @@ class _Targets:
 
 @dataclass(frozen=True)
 class Int4Formats:
-    """The matrices of a checkpoint that have four bits.
+    """The four-bit matrices of a checkpoint.
 
     Attributes:
         described: ModelSlim's matrices, by stored name without ``.weight``.

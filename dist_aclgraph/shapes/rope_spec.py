@@ -243,7 +243,9 @@ def _kind(scaling: ModelConfig) -> str:
 
 
 def _stretched(scaling: ModelConfig, rope_dim: int, theta: float) -> float:
-    """Return the base of the frequencies after Hunyuan's factor, if there is one, was applied."""
+    """Return the base of the frequencies. If config.json has Hunyuan's factor, it is applied to the
+    base.
+    """
     if not scaling.has(STRETCH):
         return theta
     return float(theta * scaling.positive(STRETCH) ** (rope_dim / (rope_dim - 2)))

@@ -29,7 +29,7 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 class RerankPrompts:
-    """Makes prompts of pairs of a query and a document, and reads scores from the answers.
+    """Makes a prompt from each pair of a query and a document, and reads the score from the answer.
 
     Attributes:
         params: parameters of a request whose answer ``score`` reads.

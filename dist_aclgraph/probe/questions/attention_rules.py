@@ -105,7 +105,7 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("dim_272", {"dim": 272}, REFUSED, "head size 272 "),
     # If a device refuses this call, the layers add a query head of zeros after each query head.
     ("dim_256_own_keys", {"dim": 256, "kv_heads": 4}, REFUSED, "head size 256 "),
-    # This is the shape of GLM-5's prompts: keys have 192 + 64 elements, values 256.
+    # This is the shape of GLM-5's prompts: keys have 192 + 64 elements, and values have 256.
     (
         "rope_192",
         {"dim": 192, "value_dim": 256, "kv_heads": 4, "rope": True},

@@ -216,7 +216,7 @@ class GenerateRequest(Body, kw_only=True):
         return truncated(ids, self.truncate_prompt_tokens, context_len, self.asked_max_tokens)
 
     def most_prompt_tokens(self, context_len: int) -> int:
-        """Return the number of tokens that a prompt may have before it is truncated."""
+        """Return the maximum number of tokens of a prompt before its truncation."""
         return context_len if self.truncate_prompt_tokens is None else max(context_len, MAX_PROMPT)
 
     @property

@@ -34,7 +34,7 @@ def read_olmo3(config: ModelConfig) -> ModelSpec:
 
 
 def read_olmoe(config: ModelConfig) -> ModelSpec:
-    """Read a decoder with experts, and with norms of inputs."""
+    """Read a decoder with experts. The inputs of attention and of the experts are normalised."""
     if config.has("clip_qkv"):
         raise config.unsupported(
             f"clip_qkv is {config.number('clip_qkv'):g}; limits of queries, keys and values are "
