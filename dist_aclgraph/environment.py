@@ -244,7 +244,7 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
             cluster are not changed.
         waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer, so
             that another process can restart the store. Calls that wait do not report that Ray has
-            died, so this process must detect it in another way.
+            died, so this process must detect Ray's death in another way.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

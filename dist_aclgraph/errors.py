@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-# the reasons for which a device refused a call
+# the reasons why a device refused a call
 FailureCause = Literal["streams", "memory", "operator", "timeout"]
 # The reasons why a device has stopped. stopped: it was told to stop. link: a link failed. remote:
 # perhaps another rank failed. retry: HCCL's retries failed. suspect: memory may be faulty. uce:
@@ -261,7 +261,7 @@ class QueueFullError(EngineUnavailableError):
 
 
 class RollError(DistAclGraphError):
-    """Some groups were replaced by another configuration, but the next group could not be replaced.
+    """Some groups now run another configuration, but the next group could not be replaced.
 
     All serving groups continue. The message has the configuration of each group, and says how to
     continue.

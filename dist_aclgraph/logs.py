@@ -1,10 +1,11 @@
-"""The log of this process: the format of its lines, and the files to which they are written.
+"""The log of this process: the format of the lines, and the files that contain the lines.
 
 Modules write with ``logging.getLogger(__name__)``. An event is a line that programs can read: it
 has a stable name, and values with names. ``docs/operate/logs.md`` lists the events.
 
-``ProcessLog.open`` attaches handlers to the package's own logger, and in a process with a terminal
-to Ray's logger. Other loggers, and a user's program that uses ``LLM``, are not changed.
+``ProcessLog.open`` attaches handlers to the package's own logger. In a process with a terminal, it
+also attaches handlers to Ray's logger. Other loggers, and a user's program that uses ``LLM``, are
+not changed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class SeldomEvent:
         self._source, self._name, self._level = source, name, level
         self._clock = clock
         self._count = 0
-        self._next_s = -math.inf  # time from which the next line may be written
+        self._next_s = -math.inf  # earliest time of the next line
 
     def note(self, **fields: Any) -> None:
         """Count the event, and write it if the last line is old enough."""

@@ -48,9 +48,9 @@ class StructuredOutputs:
     Attributes:
         json: a JSON schema, as text or as an object; the order of an object's keys is preserved.
         regex: a regular expression that must match the whole answer.
-        choice: texts, one of which is the answer.
+        choice: the texts that are allowed as the whole answer.
         grammar: a grammar in the language of Lark or of GBNF ("::=").
-        json_object: whether the answer is any JSON object.
+        json_object: whether the answer must be a JSON object, without further restrictions.
         lark: a grammar of llguidance with its extensions, made from the request's tools.
         whitespace_pattern: a regular expression for white space in JSON; None allows at most eight
             blanks or newlines in a row.
@@ -154,7 +154,7 @@ class SamplingParams:
         max_tokens: maximum number of tokens to generate; None means as many as the context allows.
         temperature: [0, 2]; below 1e-5, the most probable token is chosen; values from 1e-5 to 0.01
             are raised to 0.01.
-        top_k: only the k most probable tokens may be drawn; with 0 or -1, all tokens.
+        top_k: only the k most probable tokens may be drawn; with 0 or -1, all tokens may be drawn.
         top_p: (0, 1], only the smallest set of most probable tokens with a total probability of at
             least top_p may be drawn.
         min_p: [0, 1], tokens with less than min_p times the highest probability are not drawn.
@@ -162,8 +162,8 @@ class SamplingParams:
             in the output.
         repetition_penalty: > 0; for tokens that are in the prompt or the output, positive logits
             are divided by this number, and negative logits are multiplied by it.
-        seed: the random numbers depend only on the seed and the token's position. None means a
-            random seed, and so does -1, as in vLLM.
+        seed: the random numbers depend only on the seed and the token's position. None or -1 means
+            a random seed, as in vLLM.
         logprobs: number of most probable tokens to report for each token; None reports nothing.
         prompt_logprobs: number of most probable tokens to report for each prompt token except the
             first one.
@@ -288,9 +288,10 @@ def check_truncation(value: object) -> None:
 def truncated(
     ids: list[int], most: int | None, context_len: int, max_tokens: int | None
 ) -> list[int]:
-    """Return the last ``most`` ids of a prompt; all ids if ``most`` is None.
+    """Return the last ids of a prompt. The argument ``most`` is their maximum number; None sets no
+    limit.
 
-    The value -1 keeps as many ids as fit in the context together with the output.
+    The value -1 stands for the number of ids that fit in the context together with the output.
     """
     if most is None:
         return ids

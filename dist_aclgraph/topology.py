@@ -49,13 +49,12 @@ class Coordinates(NamedTuple):
 class ParallelLayout:
     """The sizes of all parallel axes, which do not depend on nodes, devices or HCCL.
 
-    A group of ``ep`` ranks shares one set of experts. ``ep`` is 1, or the number of world ranks
-    that several data-parallel ranks have together; it divides the number of all world ranks. A
-    group of ``dcp`` ranks shares a request's KV cache. ``dcp`` is 1, or the number of PCP ranks
-    times the number of neighbouring TP ranks that share the cache. The index of a rank's shard is
-    the rank's index in its DCP group. With ``mc2``, experts have a second communication domain with
-    the same ranks as the EP domain. Only operators that communicate inside their kernel may use
-    this second domain.
+    A group of ``ep`` ranks shares one set of experts. ``ep`` is 1, or a multiple of ``tp * pcp``
+    that divides the number of world ranks. A group of ``dcp`` ranks shares a request's KV cache.
+    ``dcp`` is 1, or the number of PCP ranks times the number of neighbouring TP ranks that share
+    the cache. The index of a rank's shard is the rank's index in its DCP group. With ``mc2``,
+    experts have a second communication domain with the same ranks as the EP domain. Only operators
+    that communicate inside their kernel may use this second domain.
     """
 
     tp: int = 1

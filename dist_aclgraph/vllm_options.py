@@ -245,8 +245,7 @@ HARMLESS: dict[str, Collection[Any]] = {
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (True, False),
 }
-# Options that are accepted only with the same value as one of our keys, so that they have no
-# effect.
+# These options have no effect: an option is accepted only if its value equals the value of our key.
 SAME = {"kv_cache_dtype": "dtype", "tokenizer": "model", "tokenizer_revision": "revision"}
 EMPTY: tuple[Any, ...] = ("", {}, [], ())
 PARTS = {
@@ -299,7 +298,9 @@ def is_harmless(name: str, value: object) -> bool:
 
 
 def is_switch(name: str) -> bool:
-    """Return whether an option that the table does not contain has no value on the command line."""
+    """Return whether an option is a switch, which has no value on the command line. The option is
+    not in the table.
+    """
     return name.startswith(("enable_", "disable_")) or any(
         isinstance(value, bool) for value in HARMLESS.get(name, ())
     )

@@ -92,7 +92,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
 def _is_in_float16(config: Config) -> bool:
     try:
         return read_model_config(config.model, config.model_overrides).dtype == "float16"
-    except DistAclGraphError:  # must not end a deployment that already serves
+    except DistAclGraphError:  # this error must not end a deployment that serves
         return False
 
 

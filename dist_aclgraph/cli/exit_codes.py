@@ -1,4 +1,4 @@
-"""Prints the sentence with which a command ends, and chooses the exit code."""
+"""Prints the error that ends a command, and chooses the command's exit code."""
 
 from __future__ import annotations
 

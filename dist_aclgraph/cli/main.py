@@ -266,7 +266,7 @@ def roll(
     deployment: DeploymentName = None,
     ray: RayAddress = None,
 ) -> None:
-    """Replace the groups of a running deployment, one after the other, by another configuration.
+    """Replace the groups of a running deployment, one by one, by groups of another configuration.
 
     No request fails, because old groups finish their requests. The model, its overrides, names,
     task and sampling defaults, and the seed must stay the same, because ingresses have already read

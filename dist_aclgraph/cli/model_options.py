@@ -148,8 +148,8 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
     """Add vLLM's options to a command, which gets the options' values as its argument ``options``.
 
     Args:
-        serves: whether the command starts an HTTP service. If not, the help does not show the
-            service's options, but the command accepts them, as it accepts the service's keys.
+        serves: whether the command starts an HTTP service. Every command accepts the options of the
+            service. If false, the command's help does not show these options.
     """
     names = [*OPTIONS, *SAME]
     hidden = {*SAME} if serves else {*SAME, *OF_SERVICE}
@@ -214,8 +214,8 @@ def load_local_model(
 
 
 def show_and_save(config: Config, source: str, is_changed: bool, save: Path | None) -> None:
-    """Print the configuration, unless it is the unchanged content of a file. Write it to the file
-    ``save``, if given.
+    """Print the configuration, unless it is the unchanged content of a file. If the path ``save``
+    is given, also write the configuration to this path.
 
     Raises:
         ConfigError: the file cannot be written.

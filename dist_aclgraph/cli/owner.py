@@ -136,7 +136,7 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # only this ends a call to Ray that is in progress
+                raise KeyboardInterrupt  # only this error ends a running call to Ray
 
             signals.on_first = stop
             if signals.received:

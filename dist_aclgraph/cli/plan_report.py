@@ -49,7 +49,7 @@ def plan_report(config: Config) -> dict[str, Any]:
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # the graph mode is now one that the model supports
+    config = deployment.config  # its graph mode is one that the model supports
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
@@ -217,7 +217,7 @@ def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
 def _requests_that_fit(
     deployment: AssumedDeployment, num_blocks: int, longest: int
 ) -> list[dict[str, int]]:
-    """Return the number of requests of each length that fit in the KV caches of all ranks."""
+    """For each length, return the number of requests that fit in the KV caches of all ranks."""
     spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
     lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]
     return [
@@ -254,8 +254,8 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
-    """Return the use of memory on the NPU with the least memory. The parts and the free bytes add
-    up to all bytes.
+    """Return the use of memory on the NPU with the least memory. The sum of the parts and of the
+    free bytes is the memory of this NPU.
     """
     memory, spec = deployment.memory, deployment.planner.cache_spec
     graphs = deployment.graph_bytes(pool)
@@ -435,8 +435,8 @@ def _rank_entry(
 
 
 def _hixl_entry(config: Config) -> dict[str, int] | None:
-    """Return the streams and the host memory that HIXL needs; None if it is not the transport
-    between nodes.
+    """Return the number of streams and the host memory that HIXL needs; None if the transport
+    between nodes is not HIXL.
     """
     if not config.fetches_by_hixl:
         return None

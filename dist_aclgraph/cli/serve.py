@@ -117,8 +117,8 @@ def _allow_connections(max_connections: int) -> None:
 def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]:
     """Yield the object that starts the processes of the service's Ray.
 
-    The object can be a fork server. Then it loads its libraries before Ray starts, and outlives the
-    owner of the deployment.
+    The object can be a fork server. A fork server loads its libraries before Ray starts, and
+    outlives the owner of the deployment.
     """
     if not is_on_own_ray:  # a node that joins a cluster may have no device
         yield ProcessStarter()

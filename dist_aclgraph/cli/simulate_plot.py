@@ -15,7 +15,7 @@ PADDING, EAGER, STEPS = "tab:orange", "tab:blue", "0.6"
 
 
 def plot_simulation(report: dict[str, Any], path: Path) -> None:
-    """Draw the first simulated group; most other groups behave like it.
+    """Draw the first simulated group. Most other groups behave like this group.
 
     Raises:
         ConfigError: no step ran, or the file cannot be written.

@@ -74,11 +74,11 @@ class Supervisor:
             starts and serves.
         serve_http: for each ingress, a function that runs the ingress. The arguments are: the read
             end of a pipe, which is closed when the ingress must end; a function that the ingress's
-            event loop calls every second; and a link, by which the next ingress can continue the
+            event loop calls every second; and a link that lets the next ingress continue the
             connections.
         restarts: budget for restarts of the owner, and of an ingress that has not served. An
-            ingress that has served is always replaced, unless the budget allows no restart at all.
-            The budget's pauses apply only to the owner.
+            ingress that has served is replaced even if the budget is used up, but not if the budget
+            is zero restarts per hour. The budget's pauses apply only to the owner.
         silent_s: a process that sends no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
         end_started: a function that kills the processes that a dead owner has started, if they are
@@ -285,7 +285,7 @@ class Supervisor:
 
         Args:
             is_counted: whether the restart uses up a part of the budget. If false, the restart is
-                refused only if the budget allows no restart at all.
+                refused only if the budget is zero restarts per hour.
         """
         is_left = self._restarts.per_hour > 0
         if is_counted:
@@ -354,8 +354,8 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # Otherwise a signal that is sent to the whole group would arrive twice: once from
-                # its sender, and once from the supervisor.
+                # If this process did not block signals, a signal that is sent to the whole group
+                # would arrive twice: once from its sender, and once from the supervisor.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -120,7 +120,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # lists stay lists, as in config.json
+    if "model_overrides" in raw:  # model_overrides keeps lists, as in config.json
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
@@ -147,7 +147,7 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 def read_value(key: str, text: str) -> Any:
     """Return the value of a text that is JSON or YAML (``4``, ``1e6``, ``[1, 2]``).
 
-    In YAML 1.1, ``1e6`` is a text, not a number.
+    JSON is tried first, because YAML 1.1 would read ``1e6`` as a text and not as a number.
 
     Raises:
         ConfigError: the text is neither JSON nor YAML.

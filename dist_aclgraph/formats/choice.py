@@ -72,7 +72,7 @@ FORMATS: dict[str, ModuleType] = {
     "llama3_json": llama3_json,
 }
 AUTO, NONE = "auto", "none"
-# Some templates write all markers with a common suffix: '<think{}>'.format(SUFFIX).
+# Some templates add the same suffix to all markers: '<think{}>'.format(SUFFIX).
 _SUFFIX = re.compile(r"""set\s+(\w+)\s*=\s*(["'])([^"'{}]*)\2""")
 _WITH_SUFFIX = re.compile(r"""(["'])([^"'{}]*)\{\}([^"'{}]*)\1\s*\.\s*format\(\s*(\w+)\s*\)""")
 # an output format of these kinds can be a part of a larger grammar
@@ -84,8 +84,8 @@ class AnswerFormat:
     """The form in which one checkpoint writes its answers.
 
     Attributes:
-        name: the name, in ``FORMATS``, of the format in which the model writes calls; None if the
-            checkpoint's template has no calls.
+        name: the model's format of calls, a name in ``FORMATS``; None if the checkpoint's template
+            has no calls.
         thought: the markers of reasoning; None if the model writes no reasoning, or if the format
             of calls also reads the reasoning.
         token_ids: maps each marker that is a single token to the token's id.
@@ -121,8 +121,8 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the output format of the whole answer, which allows either content in ``form`` or
-        calls. Return None if any answer is allowed.
+        """Return the output format of the whole answer. It allows calls, or content in the output
+        format ``form``. Return None if any answer is allowed.
 
         Args:
             form: the output format of the content; None for any text.
@@ -187,8 +187,8 @@ class AnswerFormat:
 
         Args:
             prompt: the end of the prompt, special tokens included.
-            continues: whether the answer continues the prompt's last message; only in this case can
-                the prompt contain text of the reasoning.
+            continues: whether the answer continues the prompt's last message. If false, the prompt
+                contains no text of the reasoning.
         """
         if self.thought is None:
             return False

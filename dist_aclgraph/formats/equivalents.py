@@ -24,7 +24,7 @@ MOST = 2**63 - 1024
 
 
 def use_equivalents(schema: dict[str, Any]) -> None:
-    """Replace keywords of a schema that llguidance does not support; see also
+    """In a schema, replace the keywords that llguidance does not support; see also
     ``leave_out_no_effect``.
     """
     for part in parts_of(schema):
@@ -35,8 +35,8 @@ def use_equivalents(schema: dict[str, Any]) -> None:
         pattern = part.get("pattern")
         if isinstance(pattern, str):
             if part.get("format") == "time":
-                # The format demands an offset from UTC, which zod's pattern for times excludes. A
-                # format is only a note, unless a validator is told to check it.
+                # The format demands an offset from UTC, which zod's pattern for times excludes. The
+                # format can be removed, because validators ignore formats by default.
                 del part["format"]
             if "(?" in pattern:
                 _replace_look_ahead(part, pattern)

@@ -106,7 +106,9 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
 
 
 def _attributes(head: str) -> dict[str, str]:
-    """Return the attributes of a tag. Values may be in single, double or no quotes."""
+    """Return the attributes of a tag. Values may be in single quotes, in double quotes, or without
+    quotes.
+    """
     return {name: "".join(values) for name, *values in _ATTRIBUTE.findall(head)}
 
 

@@ -118,8 +118,8 @@ def copy_arguments(scanner: Scanner) -> Scan[bool]:
 
 
 def _object_of(text: str) -> str:
-    """Return the arguments as JSON text. ``text`` is the JSON of an object, the JSON of a string
-    that contains such a JSON text, or null, which stands for an empty object.
+    """Return the arguments as JSON text. The argument ``text`` is a JSON object, a JSON string that
+    contains the text of a JSON object, or null. Null stands for an empty object.
     """
     if text.startswith('"'):
         text = with_pairs(json.loads(text, strict=False))

@@ -81,7 +81,7 @@ class Lark:
         return name
 
     def _terminal(self, pattern: str) -> str:
-        """Add a terminal, unless the grammar has it; return its name."""
+        """Add a terminal if the grammar does not have it yet; return the terminal's name."""
         if pattern not in self._terminals:
             self._terminals[pattern] = name = f"T{len(self._terminals)}"
             self._rules.append(f"{name}: {pattern}")
@@ -99,7 +99,7 @@ class Lark:
         Args:
             options: see ``StructuredOutputs.json_options``.
         """
-        found: dict[str, Any] = {} if schema else {"enum": []}  # if the schema is true or false
+        found: dict[str, Any] = {} if schema else {"enum": []}  # true allows all values, false none
         if isinstance(schema, Mapping):
             found = json.loads(json.dumps(schema))  # a copy, because keywords are replaced
         use_equivalents(found)
@@ -128,7 +128,7 @@ class Lark:
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
-            if pattern is not None:  # for the pattern, an escaped character would be two characters
+            if pattern is not None:  # a pattern would see an escape as two characters
                 inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
             found.append(self._terminal(f'"\'" {inner} "\'"'))
         return found
@@ -174,8 +174,8 @@ class Lark:
         The text before a call contains none of ``begins``, so each call must match the grammar.
 
         Args:
-            each: expressions for one call, one for each tool.
-            ways: expressions for one call of any tool, one for each way of writing calls.
+            each: for each tool, an expression for one call.
+            ways: for each way of writing calls, an expression for one call of any tool.
             begins: the texts at which the reader of the answer begins to read a call.
         """
         if all(way[0] in '"<' for way in ways):  # each way begins with a marker
@@ -213,7 +213,7 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts that contain no marker token, so that ordinary tokens can form these
+        """Return those texts that contain no marker token. Ordinary tokens can form only such
         texts.
         """
         return [text for text in texts if not self._cut(text)[1]]

@@ -80,7 +80,8 @@ def _other_than(text: str) -> str | None:
         return None
     found = ""
     for i, atom in enumerate(reversed(atoms)):
-        # A ``text`` that ends with "$" does not match longer texts, so the expression allows these.
+        # If ``text`` ends with "$", it does not match longer texts, so the expression allows longer
+        # texts.
         longer = f"{atom}(?:{found})" if i else f"{atom}{ANY}" * (rest == "$")
         found = "|".join(filter(None, ("$", _complement(atom), longer)))
     return f"^(?:{found})"
@@ -127,7 +128,7 @@ def _split(text: str) -> list[str]:
 
 
 def _end_of_group(text: str) -> int | None:
-    """Return the index after the group that begins a text; None if the group has no end."""
+    """Return the index after the group at the beginning of a text; None if the group has no end."""
     depth = 0
     for match in _tokens(text):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

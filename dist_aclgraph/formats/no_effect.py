@@ -16,7 +16,7 @@ FORMATS = frozenset(
         *("uri-template", "json-pointer", "relative-json-pointer", "regex"),
     )
 )
-# For each keyword, the values with which the keyword restricts nothing.
+# For each keyword, the values that restrict nothing.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "not": (False,),

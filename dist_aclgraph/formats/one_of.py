@@ -14,8 +14,8 @@ from typing import Any
 from dist_aclgraph.formats.typed_values import resolve, types_of
 
 MAX_BRANCHES = 256
-# Two sets of keywords: in the first set, the value has a schema for each name; in the second set,
-# the value is data and not a schema.
+# Two sets of keywords. The value of a keyword in NAMED maps names to schemas. The value of a
+# keyword in DATA is data and not a schema.
 NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 DATA = {"const", "enum", "default", "examples"}
 
@@ -43,7 +43,7 @@ def parts_of(schema: Any) -> Iterator[Any]:
 
 
 class _Branch:
-    """The restrictions by which a branch of ``oneOf`` excludes values of other branches.
+    """The restrictions that let a branch of ``oneOf`` exclude values of other branches.
 
     Attributes:
         types: names of the types that the branch allows; empty if the branch does not restrict
@@ -102,7 +102,7 @@ def _canonical(value: Any) -> str:
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a value whose numbers without a fraction are integers, because 1.0 equals 1."""
+    """Return a value in which floats without a fraction are integers, because 1.0 equals 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

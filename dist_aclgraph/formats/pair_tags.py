@@ -1,6 +1,6 @@
 """Arguments in pairs of tags: ``<arg_key>k</arg_key>``, then ``<arg_value>v</arg_value>``.
 
-Texts are written without quotes, other values as JSON.
+Strings are written without quotes. All other values are written as JSON.
 """
 
 from __future__ import annotations

@@ -74,11 +74,12 @@ def _read_name(scanner: Scanner, pattern: re.Pattern[str], end: str) -> Scan[str
 
 
 def _read_literal(scanner: Scanner) -> Scan[str]:
-    """Return the text of a Python literal, or of a string without quotes; empty if it is too long.
+    """Return the text of a Python literal, or of a string without quotes. If the literal is too
+    long, return "".
 
-    The literal ends before a closing parenthesis without an opening parenthesis in the literal,
-    before a comma that precedes another parameter, or at the end of the answer. A quote after a
-    letter is an apostrophe.
+    The literal ends before the first of these: a closing parenthesis that was not opened in the
+    literal; a comma that precedes another parameter; the end of the answer. A quote after a letter
+    is an apostrophe.
     """
     text, depth, quote = "", 0, ""
     while len(text) < MAX_HELD_CHARS:
@@ -122,8 +123,8 @@ def _as_json(text: str, types: set[str]) -> str:
     """Return JSON or a Python literal as JSON; any other text becomes a JSON string.
 
     Templates write the strings of earlier calls without quotes, or write all values in quotes, and
-    models imitate both. So a string whose type is not allowed is read as the value in its quotes.
-    Any other value whose type is not allowed becomes a string.
+    models imitate both. So if the schema does not allow a string, the text within the quotes is
+    read as the value. Any other value whose type is not allowed becomes a string.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.

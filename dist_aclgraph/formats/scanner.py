@@ -41,7 +41,7 @@ _END_OF_WORD = re.compile(r"[\s,\]}\ud800-\udfff]")
 
 
 class Scanner:
-    """The text of one answer that was not read yet, and the events of the text that was read.
+    """Contains the unread text of one answer, and the events of the text that was read.
 
     Args:
         token_ids: maps each marker that is a single token to the token's id.
@@ -194,8 +194,8 @@ class Scanner:
             yield
 
     def match(self, *texts: str) -> Scan[str | None]:
-        """Read and return the longest of ``texts`` with which the unread text begins. If none of
-        ``texts`` matches, read nothing and return None.
+        """If the unread text begins with one of ``texts``, read this text and return it. If several
+        of ``texts`` match, the longest one counts. If none matches, read nothing and return None.
         """
         while True:
             rest = self._text[self._at :]
@@ -229,8 +229,8 @@ class Scanner:
         return self._text[self._at : self._at + 1]
 
     def is_cut(self, *markers: str) -> bool:
-        """Return whether the answer has ended before or within one of the markers. If it has ended
-        within a marker, read this incomplete marker.
+        """Return whether the answer has ended here, or within a marker that begins here. In the
+        second case, read the incomplete marker.
         """
         rest = self._text[self._at :]
         if not self.is_closed or not any(marker.startswith(rest) for marker in markers):
@@ -371,13 +371,15 @@ class Scanner:
         self._events.append(Reasoning(self.shown(newlines + kept)))
 
     def begin_reasoning(self) -> Scan[None]:
-        """Skip the newlines with which reasoning begins."""
+        """Skip the newlines at the beginning of the reasoning."""
         self.in_thought = True
         while (yield from self.match("\n")):
             pass
 
     def end_reasoning(self) -> None:
-        """Leave out newlines between reasoning and content, which templates add again."""
+        """Leave out the newlines between reasoning and content, because templates add these
+        newlines again.
+        """
         self._newlines = []
         self._is_after_reasoning = True
         self.in_thought = False
@@ -449,8 +451,8 @@ class Reader:
         return scanner.take_events()
 
     def finish(self, text: str = "") -> list[Event]:
-        """End the answer; ``text`` is the rest of its text, to which no token belongs. Return the
-        last events.
+        """End the answer, and return the last events. The argument ``text`` is the rest of the
+        answer's text, which belongs to no token.
         """
         self._scanner.feed(text)
         self._scanner.is_closed = True

@@ -1,5 +1,5 @@
-"""Finds the strings and the constants that a JSON schema allows, for formats that write strings
-without quotes, or constants as in Python.
+"""Finds the strings and the constants that a JSON schema allows. Some formats write strings without
+quotes, and some formats write constants as Python does.
 """
 
 from __future__ import annotations

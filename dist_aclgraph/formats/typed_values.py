@@ -45,10 +45,11 @@ class Arguments:
         self, name: str, ends: Sequence[str], *, trims: bool = False, is_text: bool | None = None
     ) -> Scan[str | None]:
         """Read the text of a value up to one of ``ends``; return this end, or None if the answer
-        has ended. Strings are passed on piece by piece, other values when they are complete.
+        has ended. Strings are passed on piece by piece. Other values are passed on when they are
+        complete.
 
         Args:
-            trims: whether one newline at the beginning and one at the end of the text are removed.
+            trims: whether one newline is removed at each end of the text.
             is_text: whether the model has marked the value as a string; None if it has not marked
                 the value. The type in the schema decides if ``is_text`` is None, or if the schema
                 allows no string.
@@ -74,7 +75,7 @@ class Arguments:
         return end
 
     def _copy_all(self, name: str, ends: Sequence[str], *, trims: bool) -> Scan[str | None]:
-        """Read a value that may be an object with all arguments. If it is not, it is the value of
+        """Read a value that may be an object with all arguments. Any other value is the value of
         the argument ``name``.
         """
         raw, end = yield from self._read_raw(ends)
@@ -186,8 +187,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
         except ValueError:
             pass
         else:
-            # A Python literal that is neither JSON nor a constant may be a string without quotes,
-            # unless no string is allowed.
+            # If a string is allowed, a Python literal that is neither JSON nor a constant may be a
+            # string without quotes.
             is_sure = found == stripped or stripped in WORDS
             is_needed = bool(types & {"array", "object"}) and "string" not in types
             if has_type(value, types) and (is_sure or is_needed):
@@ -196,8 +197,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
 
 
 def read_value(text: str) -> tuple[Any, str]:
-    """Return the value of JSON or of a short Python literal, and the value as JSON. JSON is not
-    changed.
+    """Return the value of JSON or of a short Python literal, and the value as JSON. A text that is
+    already JSON is not changed.
 
     A text may mix the constants of JSON and Python, and its strings may contain line breaks.
 
@@ -275,7 +276,9 @@ def _types(
 
 
 def property_of(name: str, root: Any) -> Any:
-    """Return the schema of a tool's parameter; None if the tool's schema ``root`` has none."""
+    """Return the schema of a tool's parameter; None if the tool's schema ``root`` has no such
+    parameter.
+    """
     schema = resolve(root, root)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties.get(name) if isinstance(properties, Mapping) else None

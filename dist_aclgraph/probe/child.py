@@ -33,7 +33,8 @@ class Task(msgspec.Struct, frozen=True):
 
     Attributes:
         device_id: the NPU that this process may use.
-        meeting: a file by which the ranks of a question find each other to form their HCCL world.
+        meeting: a file that the ranks of a question use to find each other and to form their HCCL
+            world.
         output: the file to which libraries' output is written.
     """
 

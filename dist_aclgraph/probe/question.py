@@ -110,16 +110,18 @@ class Probe:
         name: a unique name with a folder, such as operators.swiglu.
         call: a function that runs the question. If the result is a number, ``says`` must be a
             ``Between``. A RuntimeError means "refused", an AttributeError means "missing".
-        says: the emulator's answer. None if the question is about the machine: then the answer is
-            reported, but compared with nothing.
-        level: "full" questions are asked only at this level, "quick" questions at every level.
+        says: the emulator's answer. None if the question is about the machine. The answer to such a
+            question is reported, but not compared.
+        level: "full" questions are asked only at this level. "quick" questions are asked at every
+            level.
         limit_s: time limit of ``call``, in addition to the time for loading torch_npu.
         ranks: number of processes, each with its own NPU.
         needs_device: whether the process loads torch_npu and opens a device.
         task_queue: value of torch_npu's TASK_QUEUE_ENABLE. With 0, an operator's error contains the
             operator's name.
         setting: name of the emulator's setting that contains the answer to this question.
-        rule: part of the text with which the emulator refuses a call that a device may accept.
+        rule: part of the emulator's error text, if the emulator refuses the call and a device may
+            accept it.
         operator: if a device refuses the question's call, an emulator with the device's rules
             refuses this operator.
     """

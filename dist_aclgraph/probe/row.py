@@ -131,7 +131,7 @@ def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Ro
 
 
 def plain(text: str) -> str:
-    """Return a text of an unknown source without line ends and control characters."""
+    """Remove line ends and control characters from a text, which may have an unknown source."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -37,7 +37,7 @@ class Runner:
     """Owns the child processes of the question that is running.
 
     Args:
-        rules: a function of chip and version of CANN, which returns the known answers by the
+        rules: a function that returns the known answers for a chip and a version of CANN, by the
             question's name. Known answers replace the emulator's answers.
         child: the function that each child process runs. Its arguments are a ``Task`` and a pipe.
     """
@@ -167,7 +167,8 @@ class _Child:
 
     Attributes:
         pipe: receives the messages of the process. The pipe closes when the process ends.
-        has_begun: whether the process has reported that it opened the device, or why it could not.
+        has_begun: whether the process has sent a message. The first message says that the device is
+            open, or why the device could not be opened.
     """
 
     def __init__(

@@ -161,8 +161,8 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return the limit, in seconds, for the end of an application: of its ingresses, then its
-    groups.
+    """Return the time limit, in seconds, for the end of an application. Its ingresses end first,
+    then its groups.
     """
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 

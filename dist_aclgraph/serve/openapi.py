@@ -192,7 +192,7 @@ def _schemas(is_strict: bool) -> dict[str, Json]:
 
 
 def _as_decoded(schema: Any) -> Any:
-    """Return a body's schema with the further JSON types from which the service decodes fields."""
+    """Return a body's schema with all JSON types that the service accepts for each field."""
     if isinstance(schema, list):
         return [_as_decoded(each) for each in schema]
     if not isinstance(schema, dict):
@@ -219,7 +219,8 @@ def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
     else:
         reply["content"] = _json(REPLIES[path])
     if path in STREAMS:
-        # Streams have no schema: some programs apply a schema to the whole text, others to events.
+        # Streams have no schema. Some programs would apply it to the whole text, and other programs
+        # to each event.
         reply["content"]["text/event-stream"] = {}
     found: Json = {
         "operationId": endpoint.__name__,

@@ -76,8 +76,8 @@ def prompt_bytes(
     chunk_tokens: int,
     int8_latents: bool = False,
 ) -> int:
-    """Return the bytes that a step with parts of prompts needs in addition: for cached keys, which
-    are read chunk by chunk, and for new keys, which PCP ranks exchange.
+    """Return the additional bytes that a step with parts of prompts needs. They hold cached keys,
+    which are read chunk by chunk, and new keys, which PCP ranks exchange.
 
     Args:
         kept: cached elements per token and layer on one rank.
@@ -123,7 +123,8 @@ def prompt_bytes(
     total = elements * element_bytes + num_tokens * floats * FLOAT32_BYTES
     if spec.latent and int8_latents:
         # Rows are selected. Then their values exist three times: in float32, multiplied by the
-        # scales, and in the type of the activations, which ``kept`` counts.
+        # scales, and in the type of the activations. ``kept`` is the number of elements of the
+        # third copy.
         total += chunk_tokens * (2 * spec.latent.kv_rank * FLOAT32_BYTES + kept * element_bytes)
     return total
 
@@ -136,7 +137,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     rotated = spec.latent.rope_dim if spec.latent else 0
     found = spec.latent.kv_rank if spec.latent else spec.head_dim
     # The queries exist in four forms: the rank's queries, the queries of all ranks, these queries
-    # in order, and their two parts. The last summand is the results of attention.
+    # in order, and their two parts. The last summand counts the results of attention.
     queries = (1 + dcp + 2 * groups) * (found + rotated) + groups * found
     # The results in float32 exist in six forms: without empty results, ordered by receiver, joined,
     # sent, received and merged.
@@ -150,7 +151,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
 def _grouped(spec: ModelSpec, tp: int) -> int:
     q, kv = spec.num_heads // tp, kv_heads_per_rank(spec.num_kv_heads, tp)
     # Queries, keys and values exist twice: before and after normalisation and rotation. The last
-    # summand is the output of attention.
+    # summand counts the output of attention.
     heads = 2 * (q + 2 * kv) + q
     if spec.qk_norm_spans_heads and tp > 1:
         heads += FLOAT32_ELEMENTS * (q + kv)  # queries and keys in float32, rescaled
@@ -164,13 +165,13 @@ def _linear(linear: LinearSpec, tp: int) -> int:
     width = linear.num_value_heads // tp * linear.value_dim
     # The convolution's inputs exist three times: as projected, joined with the states, and in the
     # order of requests. The convolution needs three float32 tensors for its sum. The last summand
-    # is the inputs of the delta rule.
+    # counts the inputs of the delta rule.
     mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
     # These tensors are float32: the decays, their inputs and their logarithms; the delta rule's
     # inputs, before and after they are scaled or decayed.
     floats = 8 * width if linear.decays_by_channel else 0
     # Six tensors of this width: gates, results, normalised results, gates joined with normalised
-    # results (two), and the product of both.
+    # results (two), and the product of gates and normalised results.
     return mixed + 6 * width + FLOAT32_ELEMENTS * floats
 
 
@@ -178,14 +179,14 @@ def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
     # queries before and after they are divided into two parts
     head = 2 * (latent.plain_dim + latent.rope_dim)
     head += 2 * latent.kv_rank  # absorbed queries, and the attention's output for these queries
-    head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys, values and output, if not absorbed
+    head += 2 * latent.plain_dim + 2 * latent.value_dim  # without absorption: keys, values, output
     down = 2 * (latent.kv_rank + latent.rope_dim) + 2 * (latent.q_rank or 0)
     return down + spec.num_heads // tp * head
 
 
 def _indexer(indexer: IndexerSpec) -> int:
     # Queries and one key exist in three forms: as projected, in two parts, and joined. The last
-    # summand is the chosen keys (int32).
+    # summand counts the chosen keys (int32).
     return 3 * (indexer.num_heads + 1) * indexer.head_dim + indexer.num_heads + 2 * indexer.top_k
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-# families whose published checkpoints have one next-token module, but no key of config.json says so
+# families whose published checkpoints have one next-token module that config.json does not mention
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 _GEMMA_NAMES = {"hidden_activation": "hidden_act"}
 _COHERE_NAMES = {"layer_norm_eps": "rms_norm_eps"}
 # Maps each supported ``model_type`` to a class, for a config.json without ``architectures``. It is
-# the class of transformers' AutoModelForCausalLM; for a type with an image encoder, it is the class
-# with this encoder.
+# the class that AutoModelForCausalLM of transformers selects. For a type with an image encoder, it
+# is the class that includes the encoder.
 ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",

@@ -9,8 +9,9 @@ from dist_aclgraph.errors import ConfigError
 # With latent attention, a rank can have up to this number of heads; the operator needs a power of
 # two.
 MAX_LATENT_HEADS = 128
-# Width of a query head (with its rotated part) for which the operator of latent attention accepts
-# the head in two parts. Heads of other widths must be joined: see ``attend_whole_heads``.
+# The operator of latent attention accepts the two parts of a query head separately if the head,
+# with its rotated part, has this width. The parts of other heads must be joined: see
+# ``attend_whole_heads``.
 PARTED_HEAD = 192
 # npu_chunk_gated_delta_rule accepts at most this number of value heads.
 MAX_LINEAR_VALUE_HEADS = 64
@@ -47,8 +48,8 @@ def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool, pads_heads: bool
 
 
 def padded_latent_heads(count: int) -> int:
-    """Return the number of heads with which the operator of latent attention runs: the smallest
-    power of two that is at least ``count``.
+    """Return the number of heads that the operator of latent attention gets: the smallest power of
+    two that is at least ``count``.
     """
     return 1 << (count - 1).bit_length()
 

@@ -27,10 +27,10 @@ class IndexerSpec:
         num_heads: number of heads of an index query; all of them use one index key.
         head_dim: number of elements of an index key.
         top_k: maximum number of keys to which a query attends.
-        interleaves: whether the checkpoint rotates neighbouring elements of index heads; else it
-            rotates elements that are half of the rotated part apart.
+        interleaves: whether the checkpoint rotates neighbouring elements of index heads. If false,
+            it rotates elements that are half of the rotated part apart.
         layers: indices of the layers with an indexer. The indices of next-token layers follow the
-            decoder's.
+            indices of the decoder's layers.
     """
 
     num_heads: int
@@ -104,7 +104,7 @@ def _layers(config: ModelConfig) -> frozenset[int]:
 
 def _kinds(config: ModelConfig, num_layers: int) -> tuple[str, ...]:
     """Return for each layer whether it has an indexer ("full") or uses the keys of an earlier layer
-    ("shared"). config.json says this by a list, by letters, or by a period.
+    ("shared"). config.json describes the layers by a list, by letters, or by a period.
     """
     if kinds := config.texts("indexer_types"):
         return kinds

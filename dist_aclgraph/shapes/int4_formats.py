@@ -34,8 +34,8 @@ class Int4Format:
     """The way in which a matrix of four-bit values is multiplied.
 
     Attributes:
-        quantises_rows: whether input rows are quantised to int8; else the values of weights are
-            converted to floats.
+        quantises_rows: whether input rows are quantised to int8. If false, the values of weights
+            are converted to floats.
         group: number of consecutive inputs that share a scale. Each output has separate scales.
             None means that all inputs share one scale.
     """
@@ -82,7 +82,7 @@ class _Targets:
 
 @dataclass(frozen=True)
 class Int4Formats:
-    """The matrices of a checkpoint that have four bits.
+    """The four-bit matrices of a checkpoint.
 
     Attributes:
         described: ModelSlim's matrices, by stored name without ``.weight``.
@@ -133,7 +133,7 @@ class Int4Matrix:
 
 
 def read_int4_formats(config: ModelConfig) -> Int4Formats:
-    """Return the matrices with four bits, of a checkpoint that ``check_quantisation`` accepts.
+    """Return the matrices with four bits. ``check_quantisation`` must have accepted the checkpoint.
 
     Raises:
         ModelError: ModelSlim's description cannot be read, or a pattern is not a regular
@@ -177,8 +177,8 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
     Raises:
         ModelError: the expression is invalid.
-        UnsupportedModelError: the expression can need years for a name, because it has a repeated
-            group or many repetitions.
+        UnsupportedModelError: to match a name could take years, because the expression has a
+            repeated group or many repetitions.
     """
     expression = pattern.removeprefix(EXPRESSION)
     try:

@@ -72,11 +72,11 @@ def _check_hidden_size(width: int, part: str, factor: int) -> None:
 
 class _Inner(NamedTuple):
     """A width inside a layer, such as the MLP's inner width. It is the number of inputs of some
-    matrices, and the number of outputs of others.
+    matrices, and the number of outputs of other matrices.
 
     Attributes:
-        ending: ending of the names of the part's matrices that have this width; "" if all of them
-            have it.
+        ending: ending of the names of the part's matrices that have this width; "" if all matrices
+            of the part have this width.
         num_ranks: number of ranks among which the width is divided.
     """
 

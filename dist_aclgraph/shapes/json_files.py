@@ -31,7 +31,7 @@ def read_json_objects(path: Path) -> list[dict[str, Any]]:
     """Return the list of objects in a file of a checkpoint.
 
     Raises:
-        ModelError: as ``read_json_object``.
+        ModelError: see ``read_json_object``.
     """
     content = _read_json(path)
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):

@@ -15,8 +15,8 @@ HEAD_DIM = 128  # npu_chunk_gated_delta_rule requires keys and values of this wi
 MAX_CONV_WIDTH = 16
 MAX_DIRECT_TOKENS = 8  # maximum number of tokens of one request, in npu_recurrent_gated_delta_rule
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
-# Bytes of one element of a state's matrix, which CANN's operators store in bfloat16, and plain
-# operators in float32.
+# Bytes of one element of a state's matrix. CANN's operators store the matrix in bfloat16. Plain
+# operators store the matrix in float32.
 MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
 
 
@@ -57,7 +57,7 @@ class LinearSpec:
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks, ranks share contexts,
-                or the operator does not accept so many tokens of a request.
+                or a request would have more tokens than the operator accepts.
         """
         if num_drafts >= MAX_DIRECT_TOKENS:
             raise ConfigError(
@@ -145,7 +145,9 @@ def _read_layers(config: ModelConfig) -> LinearSpec | None:
 
 
 def _kimi_layers(config: ModelConfig, linear: ModelConfig) -> frozenset[int]:
-    """Return the layers with linear attention that Kimi Linear lists, counted from 1."""
+    """Return the indices, from 0, of Kimi Linear's layers with linear attention. config.json counts
+    layers from 1.
+    """
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     delta, full = (linear.integers(key) for key in ("kda_layers", "full_attn_layers"))
     if sorted((*delta, *full)) != list(range(1, num_layers + 1)):

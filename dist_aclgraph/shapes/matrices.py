@@ -25,8 +25,8 @@ def matrices_of(
     """Return the matrices of one layer, for each part of the weights that the model has.
 
     Args:
-        ep: 1 if every expert is split over the tensor parallel ranks; else a rank has whole
-            experts.
+        ep: expert parallel size. With 1, every expert is split over the tensor parallel ranks. With
+            more, each rank has whole experts.
         redundant_experts: number of additional copies of experts on all ``ep`` ranks together.
     """
     found: dict[Part, Elements] = {

@@ -139,7 +139,7 @@ class ModelConfig:
         """Return an integer for all layers; config.json may list the same integer for each layer.
 
         Raises:
-            ModelError: as ``integer``.
+            ModelError: see ``integer``.
             UnsupportedModelError: the list has different integers.
         """
         if not isinstance(self.raw.get(key), list):

@@ -14,8 +14,9 @@ from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# The function of a feed-forward part without experts. It is applied to the gate; without a gate, to
-# the inner values. relu2 is the square of ReLU; xielu has two weights per layer (arXiv 2411.13010).
+# The function of a feed-forward part without experts. It is applied to the gate, or to the inner
+# values if there is no gate. relu2 is the square of ReLU; xielu has two weights per layer (arXiv
+# 2411.13010).
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
 # Kinds of attention. A "chosen" layer attends to the keys that an earlier "sparse" layer has
 # chosen.
@@ -42,7 +43,7 @@ class ExpertSpec(ExpertFacts):
         width: inner width of one expert.
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
         layers: indices of the layers that have experts; all other layers have a dense MLP. The
-            indices of next-token layers follow the decoder's.
+            indices of next-token layers follow the indices of the decoder's layers.
         scoring: the function that makes the weights of experts from a router's logits.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
             ``num_groups`` groups; both are 1 if there are no groups.
@@ -60,8 +61,8 @@ class ExpertSpec(ExpertFacts):
         clip: limits of the activation; None means SiLU of the gate without limits.
         is_stacked: whether the checkpoint stores one tensor for all experts of a layer, [experts,
             in, out], in which the columns of gate and up alternate.
-        joined_is_transposed: whether published tensors of all experts of a layer, in which gate
-            precedes up, are [experts, in, out]; if false, they are [experts, out, in].
+        joined_is_transposed: shape of published tensors that contain all experts of a layer, with
+            gate before up: [experts, in, out] if true, [experts, out, in] if false.
     """
 
     width: int
@@ -161,7 +162,7 @@ class WeightNames:
     ignored: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
-        """Return the checkpoint's name of the tensor with a usual name."""
+        """Return a tensor's name in the checkpoint; ``name`` is the tensor's usual name."""
         of_experts = self.of_experts if ".experts." in name else ()
         for usual, stored in (*self.changes, *of_experts):
             name = name.replace(usual, stored)
@@ -254,7 +255,7 @@ class ModelSpec(ModelFacts):
 
     @property
     def num_rope_tables(self) -> int:
-        """Number of tables of cos that a rank has, equal to its number of tables of sin."""
+        """Number of cosine tables on a rank. A rank has equally many sine tables."""
         if self.latent is not None:
             return 1
         return self.rope.num_tables + (self.other_rope.rope.num_tables if self.other_rope else 0)

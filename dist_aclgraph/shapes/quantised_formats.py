@@ -40,8 +40,8 @@ SUPPORTED = (
 
 
 def check_quantisation(config: ModelConfig) -> None:
-    """Check the format of a quantised checkpoint. This does not find out which weights are
-    quantised; loaders see that from the dtypes of the tensors.
+    """Check the format of a quantised checkpoint. This function does not find out which weights are
+    quantised. Loaders find this out from the dtypes of the tensors.
 
     Raises:
         ModelError: config.json has an impossible value, or the description cannot be read.

@@ -20,7 +20,7 @@ from dist_aclgraph.shapes.model_config import (
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # In these architectures, max_position_embeddings already includes the scaling, as vLLM assumes.
 COUNTS_SCALING = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-# Types whose frequencies depend on the length of the longest possible request.
+# Types of scaling in which the frequencies depend on the length of the longest possible request.
 BY_LENGTH = ("dynamic", "longrope")
 # value of this key: ``RopeSpec.query_growth``
 QUERY_GROWTH = "llama_4_scaling_beta"
@@ -42,8 +42,8 @@ class RopeSpec:
         query_growth: a query at position p is multiplied by ``1 + query_growth * log(1 + floor(p /
             original_len))``.
         short_factors, long_factors: longrope's divisors of each frequency. The short factors are
-            for deployments whose longest request fits into the original context, the long factors
-            for all other deployments.
+            for deployments whose longest request fits into the original context. The long factors
+            are for all other deployments.
     """
 
     theta: float
@@ -236,14 +236,16 @@ def _kind(scaling: ModelConfig) -> str:
     # early Phi-3 files name longrope "su" or "yarn"
     is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
     if kind == "mrope" and scaling.has(MROPE_SECTION):
-        return "default"  # in a text, all sections have the same positions
+        return "default"  # the positions of all sections are equal in a text
     if kind == "dynamic" and scaling.has(STRETCH):
-        return "default"  # changes only the base, in the same way for all lengths of requests
+        return "default"  # this scaling changes only the base, for all lengths of requests alike
     return "longrope" if is_longrope else kind
 
 
 def _stretched(scaling: ModelConfig, rope_dim: int, theta: float) -> float:
-    """Return the base of the frequencies after Hunyuan's factor, if there is one, was applied."""
+    """Return the base of the frequencies. If config.json has Hunyuan's factor, it is applied to the
+    base.
+    """
     if not scaling.has(STRETCH):
         return theta
     return float(theta * scaling.positive(STRETCH) ** (rope_dim / (rope_dim - 2)))

@@ -31,7 +31,7 @@ def read_servable_spec(config: Config) -> ModelSpec:
     Raises:
         ConfigError: the configuration needs a feature that this decoder does not support; see also
             ``check_model``.
-        ModelError: as ``read_model_spec``.
+        ModelError: see ``read_model_spec``.
     """
     spec, parallel = read_model_spec(config.model, config.model_overrides), config.parallel
     check_model(config, spec)

@@ -38,15 +38,15 @@ class _Rule:
     """The rule by which an architecture describes its windows in config.json.
 
     Attributes:
-        usual: number of keys if the key ``sliding_window`` is absent; None means no window. If the
-            key is null, no layer has a window.
+        usual: size of the window if config.json lacks ``sliding_window``; None means no window. If
+            ``sliding_window`` is null, no layer has a window.
         layers: the layers that have a window. "every second": layers 0, 2, 4, and so on. "later":
             the layers from ``max_window_layers`` on, by default from layer 28 on. "in groups": all
             layers except the last layer of each group of ``sliding_window_pattern`` layers.
         group: number of layers of a group if the key ``sliding_window_pattern`` is absent.
         by_pattern: whether ``sliding_window_pattern`` is a key of this architecture.
         by_type: whether ``layer_types`` replaces ``layers``.
-        by_switch: whether ``use_sliding_window`` must be true if layers are to have windows.
+        by_switch: whether layers have windows only if ``use_sliding_window`` is true.
     """
 
     usual: int | None = 4096
@@ -105,7 +105,7 @@ def sliding_layers(config: ModelConfig) -> frozenset[int]:
     """Return the layers that have a window if the size of a window is set.
 
     Raises:
-        ModelError, UnsupportedModelError: as ``read_sliding_window``.
+        ModelError, UnsupportedModelError: see ``read_sliding_window``.
     """
     return frozenset(_layers(config, RULES[config.architecture]))
 

@@ -55,14 +55,15 @@ def weight_files(directory: str | Path) -> list[Path]:
     """Return the files that hold a checkpoint's weights.
 
     Raises:
-        ModelError: as ``tensor_files``.
+        ModelError: see ``tensor_files``.
     """
     directory = Path(directory)
     return [directory / name for name in sorted(set(tensor_files(directory).values()))]
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor: from the index, or from the files if there is none.
+    """Return the file name of each tensor. The names come from the index, or from the files if
+    there is no index.
 
     Raises:
         ModelError: there are no weights, or the index or a header cannot be read.

@@ -76,8 +76,8 @@ def weight_parts(
     """Return the parts of the weights on one rank, with their bytes.
 
     Args:
-        ep: 1 if every expert is split over the tensor parallel ranks; else a rank has whole
-            experts.
+        ep: expert parallel size. With 1, every expert is split over the tensor parallel ranks. With
+            more, each rank has whole experts.
         matrix_bytes: bytes of an element of the layers' matrices, if they are quantised to int8.
             The scales, one for each output, are not counted. Matrices that have four bits in the
             checkpoint keep four bits.

@@ -48,7 +48,7 @@ class RenderLimits:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options with which messages become a prompt. They are the same as for ``apply_chat_template``
+    """Options for making a prompt from messages. They are the same as for ``apply_chat_template``
     in transformers.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Prompts after which a model writes the text between a prefix and a suffix.
 
-The forms are those of the models' cards: Qwen2.5-Coder and CodeGemma, StarCoder 2 and Granite,
+The forms come from the cards of these models: Qwen2.5-Coder and CodeGemma, StarCoder 2 and Granite,
 DeepSeek, Seed-Coder, and Codestral.
 """
 
@@ -29,8 +29,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     """Return the prompt after which the model writes the text between ``prefix`` and ``suffix``.
 
     Raises:
-        InvalidParameterError: there is no form whose markers the tokenizer has; or a text contains
-            a marker, which the model would read as the end of this text.
+        InvalidParameterError: the tokenizer does not have all markers of any form; or a text
+            contains a marker, which the model would read as the end of this text.
     """
     for form in FORMS:
         markers = markers_of(form)

@@ -48,7 +48,8 @@ class MessageForm:
         reads_metadata: whether a call is a separate message, whose metadata is the call's name.
             Results then have the role "observation". GLM-4 has such a template.
         tools: the form in which the template reads tools from the first message: "text" or "list".
-            None if it does not read tools there. GLM-4-9B and Phi-4-mini have such templates.
+            None if the template does not read tools from this message. GLM-4-9B and Phi-4-mini have
+            such templates.
         calls_are_text: whether the template reads no calls, and its model writes them between the
             tokens of Phi-4-mini. Then earlier calls are a part of the content.
     """
@@ -84,8 +85,8 @@ class MessageForm:
         """Return the message in this form, without the keys whose value is None. The only exception
         is the content of a message with calls: it stays None if the template tests for None.
 
-        Parts are joined by line breaks if the template reads texts only. A content with a part that
-        is not a text is not changed. Arguments of calls become objects.
+        Parts are joined by line breaks if the template reads texts only. A content stays as it is
+        if one of its parts is not a text. Arguments of calls become objects.
         """
         found = {name: value for name, value in message.items() if value is not None}
         if isinstance(calls := found.get("tool_calls"), list | tuple):

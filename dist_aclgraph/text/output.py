@@ -28,8 +28,8 @@ class TextPiece(msgspec.Struct, frozen=True):
             omitted.
         logprobs: one report for each token whose text became certain since the last piece; empty if
             log-probabilities were not requested.
-        token_texts: the text of each token that ``logprobs`` reports. The token texts of all pieces
-            together are the text before a stop string cuts it.
+        token_texts: the text of each token that ``logprobs`` reports. The joined token texts of all
+            pieces are the whole text, including the part that a stop string cuts off.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is a stop token, which has no text.
         events: the text as events if there is a reader; then ``text`` is empty.

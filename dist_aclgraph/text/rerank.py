@@ -1,8 +1,8 @@
 """Scores the relevance of documents with a generative model such as Qwen3-Reranker: makes the
 prompt, and reads the score from the answer.
 
-The model answers with one token, yes or no, whether a document is relevant to a query. The score is
-the probability of yes, if the model may answer only these two tokens.
+The model says whether a document is relevant to a query: its answer is one token, yes or no. The
+score is the probability of yes, if the model may answer only these two tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 class RerankPrompts:
-    """Makes prompts of pairs of a query and a document, and reads scores from the answers.
+    """Makes a prompt from each pair of a query and a document, and reads the score from the answer.
 
     Attributes:
         params: parameters of a request whose answer ``score`` reads.
@@ -60,15 +60,15 @@ class RerankPrompts:
 
         Args:
             instruction: the task for which the document must be relevant; None means a web search.
-            max_tokens: maximum number of tokens of the text between the prompt's fixed parts.
-                Without effect if ``most`` is set.
+            max_tokens: maximum number of tokens of the text between the prompt's fixed parts. If
+                ``most`` is set, this limit has no effect.
             most: maximum number of tokens of the prompt; if the prompt would have more, the end of
                 the document is cut off. None sets no limit.
 
         Raises:
             RequestTooLongError: the text has more than ``max_tokens`` tokens.
-            InvalidParameterError: even without the document, the prompt has more than ``most``
-                tokens.
+            InvalidParameterError: even without the document, the number of tokens of the prompt
+                exceeds ``most``.
         """
 
         def encode(document: str) -> list[int]:
@@ -103,7 +103,8 @@ class RerankPrompts:
 
 
 def choice_params(first: int, second: int) -> SamplingParams:
-    """Return parameters of a request that answers one of two tokens, and reports both.
+    """Return parameters of a request whose answer is one of two tokens. The answer reports the
+    log-probabilities of both tokens.
 
     The two tokens are allowed by a grammar and not by ``allowed_token_ids``, because only a grammar
     makes the reported log-probabilities a distribution over the allowed tokens.

@@ -1,4 +1,4 @@
-"""Makes a tokenizer of SentencePiece's ``tokenizer.model``, for checkpoints without
+"""Makes a tokenizer from SentencePiece's ``tokenizer.model``, for checkpoints without
 tokenizer.json.
 
 The result encodes and decodes as SentencePiece does, but it can also have added tokens.
@@ -33,7 +33,7 @@ Piece = proto.ModelProto.SentencePiece
 
 
 def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a model of SentencePiece.
+    """Return the tokenizer that a file of SentencePiece describes.
 
     Args:
         described: the content of the checkpoint's tokenizer_config.json, with the rules for tokens

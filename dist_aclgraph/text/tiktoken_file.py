@@ -1,4 +1,4 @@
-"""Makes a tokenizer of ``tiktoken.model``, which checkpoints of Kimi have in place of
+"""Makes a tokenizer from ``tiktoken.model``, which checkpoints of Kimi have in place of
 tokenizer.json.
 """
 

@@ -71,8 +71,8 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 def byte_of_char() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
-    A printable character of Latin-1 means the byte that equals its code. Characters from U+0100 on
-    mean the remaining bytes, in order (GPT-2, ``bytes_to_unicode``).
+    A printable character of Latin-1 stands for the byte that equals the character's code.
+    Characters from U+0100 on stand for the remaining bytes, in order (GPT-2, ``bytes_to_unicode``).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]

@@ -20,7 +20,7 @@ from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # long, because a busy node needs time to start a process and to load CANN
-PORTS_OF_A_GROUP = 4  # number of ports that a group needs, its port for KV blocks not included
+PORTS_OF_A_GROUP = 4  # number of ports of a group, without its port for KV blocks
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
@@ -28,8 +28,9 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: a configuration. The nodes try to listen at its ports (``cluster.ports``), and check
-            that its transport of KV copies can be used. If None, the nodes listen at any free port.
+        config: a configuration. Each node tries to listen at the configured ports
+            (``cluster.ports``), and checks that it can use the configured transport of KV copies.
+            If None, the nodes listen at any free port.
         ray_address: see ``join_ray``.
 
     Raises:

@@ -41,8 +41,8 @@ def examine(config: Config | None = None) -> list[Finding]:
     """Return all findings. Imports neither torch nor Ray, and starts no process.
 
     Args:
-        config: the checks include its folders for copies of KV blocks, its transport of these
-            copies, and the file with the secret for this transport.
+        config: the configuration. Its folders for copies of KV blocks, its transport of these
+            copies, and its file with the secret for this transport are also checked.
     """
     folders = [] if config is None else [*kv_findings(config), *peers_findings(config)]
     uses_hixl = config is not None and config.fetches_by_hixl
@@ -50,7 +50,7 @@ def examine(config: Config | None = None) -> list[Finding]:
 
 
 def machine_findings(*, uses_hixl: bool = False) -> list[Finding]:
-    """Return the findings that apply to this machine both alone and as a node of a cluster.
+    """Return the findings that are the same whether or not this machine is a node of a cluster.
 
     Args:
         uses_hixl: whether copies of KV blocks are fetched over HIXL.
@@ -123,7 +123,7 @@ def hixl_finding(npus: list[str]) -> Finding:
 
 
 def peers_findings(config: Config) -> list[Finding]:
-    """Return the finding about the secret with which other services fetch copies of KV."""
+    """Return the finding about the secret that other services need to fetch copies of KV."""
     path = config.kv.peers_key_file
     if path is None:
         return []
@@ -147,8 +147,7 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """Return the finding about the environment variables by which HCCL reaches other
-    nodes.
+    """Return the finding about the environment variables that HCCL needs to reach other nodes.
 
     If the configuration sets a variable, all workers get this value. Otherwise a worker gets the
     value that the environment of `ray start` had on the worker's node.

@@ -24,7 +24,7 @@ class Finding:
 
     @property
     def mark(self) -> str:
-        """The word with which the finding's line begins: ok, warn or FIX."""
+        """The first word of the finding's line: ok, warn or FIX."""
         return "warn" if self.is_warning else "ok  " if self.is_ok else "FIX "
 
 

@@ -119,15 +119,15 @@ def _space(root: Path, kind: str) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
+    """Return the path if it exists; otherwise return its nearest parent that exists."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def _within_limit(name: str, check: Callable[[], Finding]) -> Finding:
-    """Return the finding of a check; after ``ANSWER_S``, a finding that the file system does not
-    answer.
+    """Return the finding of a check. If the check takes longer than ``ANSWER_S``, return a finding
+    that says that the file system does not answer.
     """
     found: list[Finding] = []
 

@@ -35,7 +35,8 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
     """Read content and calls.
 
     Args:
-        is_fenced: whether the arguments are in a fenced block, and a type precedes the name.
+        is_fenced: whether each call has a type before its name, and its arguments in a fenced
+            block.
     """
     calls, end_calls, call, end_call, separator = map(scanner.coded, MARKERS)
     outside = (calls, end_calls, call)

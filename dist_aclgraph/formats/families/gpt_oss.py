@@ -5,8 +5,8 @@
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
 ``analysis`` is reasoning. A message to a function is a call. The model also knows tools that are
-not functions, such as ``python``; a message to such a tool is reasoning, unless the request has a
-tool of this name. All other messages are content.
+not functions, such as ``python``. If the request has no tool of this name, a message to the tool is
+reasoning. All other messages are content.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ def lark_text(lark: Lark, tools: Tools) -> str:
 
 
 def lark_thought(lark: Lark) -> str:
-    """Return an expression for the messages of reasoning before the last message. There may be
-    none.
-    """
+    """Return an expression for any number of messages of reasoning, before the last message."""
     head, end = lark.text(f"{CHANNEL}analysis{MESSAGE}"), lark.text(f"{END}{START}assistant")
     return f"({head} {ANY_TEXT} {end})?"
 

@@ -15,8 +15,9 @@ from dist_aclgraph.formats.tools import Tools
 BEGIN, END = "<tool_call>", "</tool_call>"
 MARKERS = (BEGIN, END)
 BEGINS = (BEGIN,)
-# Matches the beginning of a call in a template. Other families write other texts after this marker,
-# such as tags. The quotes can have a backslash, and "' + '" can be between the marker and the call.
+# Matches the marker and the beginning of the call after it, as templates contain them. Templates of
+# other families have other texts, such as tags, after this marker. The quotes can have a backslash,
+# and "' + '" can be between the marker and the call.
 _CALL = re.compile(
     re.escape(BEGIN) + r""".{0,60}?(\{\s*\\*["'](name|arguments)\b|function\s*\|\s*tojson)""",
     re.DOTALL,

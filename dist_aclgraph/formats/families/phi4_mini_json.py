@@ -4,8 +4,9 @@
     functools[{"name": "f", "arguments": {...}}]
 
 The published template has the tools between ``<|tool|>`` and ``<|/tool|>``, and describes no calls.
-The model then writes the first form, as the Berkeley leaderboard of function calls reads it. The
-template in vLLM's examples requests the second form, and so does the template of Firefunction 2.
+With this template, the model writes the first form. The Berkeley leaderboard of function calls
+reads the same form. The template in vLLM's examples requests the second form, and so does the
+template of Firefunction 2.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def copy_tagged_calls(
     """Read content in which each call is between two markers.
 
     Args:
-        trims: whether the line breaks after a value's first tag and before its last tag are not a
-            part of the value.
+        trims: whether two line breaks are removed from each value: after its first tag, and before
+            its last tag.
     """
     begin, end = markers
     begins = [begin, FUNCTION]

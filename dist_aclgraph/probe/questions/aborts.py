@@ -1,6 +1,7 @@
 """Questions about the abort of a device's work, and about work after the abort.
 
-These questions are asked last, because an NPU that does not recover answers no other question.
+These questions are asked last, because an NPU that does not recover cannot answer further
+questions.
 """
 
 from __future__ import annotations

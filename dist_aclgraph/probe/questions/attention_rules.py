@@ -105,7 +105,7 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("dim_272", {"dim": 272}, REFUSED, "head size 272 "),
     # If a device refuses this call, the layers add a query head of zeros after each query head.
     ("dim_256_own_keys", {"dim": 256, "kv_heads": 4}, REFUSED, "head size 256 "),
-    # This is the shape of GLM-5's prompts: keys have 192 + 64 elements, values 256.
+    # This is the shape of GLM-5's prompts: keys have 192 + 64 elements, and values have 256.
     (
         "rope_192",
         {"dim": 192, "value_dim": 256, "kv_heads": 4, "rope": True},
@@ -124,7 +124,8 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("mask_sparse_0", {"masked": True}, REFUSED, "with TND sparse_mode 0 takes no"),
     ("no_keys", {"length": 0}, _SINCE_9, "must not be all zero"),
     ("shared_block", {"blocks": 1}, _SINCE_9, "blocks, the cache has"),
-    # If a device accepts the next two calls, the runtime needs no query and KV lengths for padding.
+    # If a device accepts the next two calls, the runtime need not pass query and KV lengths for
+    # padding.
     ("longer_table", {"table_rows": 3}, REFUSED, "needs an entry for each row"),
     ("rows_behind_last", {"rows_behind": 1}, REFUSED, "but T (rows of query)"),
     ("group_of_72", {"heads": 72, "kv_heads": 1}, REFUSED, "num_key_value_heads is 72"),

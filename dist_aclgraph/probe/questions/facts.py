@@ -1,7 +1,7 @@
 """Questions about facts of the machine.
 
-Most of these questions have no expected answer. On the emulator, some answers only repeat its
-settings.
+Most of these questions have no expected answer. On the emulator, some answers only repeat the
+emulator's settings.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class UpdatableGraph:
     """A graph whose attention tasks wait for external events, as in ``graphs/task_update.py``.
 
     Args:
-        longest: the largest KV length to which an update can set a task.
+        longest: the largest KV length that an update can set.
         operator: name of the attention operator.
         at_once: whether a single call both updates a task and records its event.
     """

@@ -1,5 +1,5 @@
-"""Compares products with 4-bit weights with the same products on the host. Hidden size and groups
-are Kimi K2's.
+"""Compares the device's products with 4-bit weights to the same products on the host. The hidden
+size and the groups are those of Kimi K2.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _quantised_swiglu(bench: Bench) -> Answer:
 
 
 def _clipped_swiglu(bench: Bench) -> Answer:
-    """Clipped SwiGLU with the constants of gpt-oss, in which columns of gate and up alternate."""
+    """Compute clipped SwiGLU with gpt-oss's constants. The columns of gate and up alternate."""
     x, alpha, limit = 4 * _random(bench, 16, 2 * HIDDEN), 1.702, 7.0
     got = bench.ops.npu_clipped_swiglu(
         x.npu(), alpha=alpha, limit=limit, bias=1.0, interleaved=True
@@ -218,7 +218,7 @@ def _quantised_routing(bench: Bench) -> Answer:
         active_expert_range=[0, 4],
         quant_mode=1,
     )
-    # The kernel cuts quotients to the bits of float16 before it rounds them.
+    # The kernel truncates quotients to the precision of float16 before it rounds them to int8.
     return _compare_int8(bench, got, scale, x[order].float(), largest_steps=0.57)
 
 

@@ -1,5 +1,5 @@
-"""Questions about calls with which the runtime could save operators, copies or memory, and about
-calls that vllm-ascend avoids. The documents of CANN exclude these calls, or contradict each other.
+"""Questions about calls that would save the runtime operators, copies or memory, and about calls
+that vllm-ascend avoids. The documents of CANN exclude these calls, or contradict each other.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _gating(bench: Bench) -> str:
 
 
 def _turned_weights(bench: Bench) -> str:
-    """Multiply attended latents by the matrices of values, [heads, d, latent]."""
+    """Multiply the latents that attention returns by the value matrices, [heads, d, latent]."""
     bench.torch.ops.npu.npu_transpose_batchmatmul(
         _zeros(bench, 4, 2, 512),
         _zeros(bench, 4, 128, 512),

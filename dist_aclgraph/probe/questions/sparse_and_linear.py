@@ -217,7 +217,9 @@ def _delta_on_host(
 
 
 def _on_device(inputs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Copy inputs to the device. Return query, key and value as a list, the others by name."""
+    """Copy inputs to the device. Return query, key and value as a list, and the other inputs by
+    name.
+    """
     device = {name: value.npu() for name, value in inputs.items()}
     return [device.pop(name) for name in ("query", "key", "value")], device
 

@@ -1,4 +1,4 @@
-"""JSON schemas for OpenAPI, for request fields whose items are counted before they are decoded."""
+"""JSON schemas for OpenAPI, of request fields whose items are counted before the decoding."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class _Block(Body, kw_only=True):
     tool_use_id: str | None = None
     content: Raw = Raw()
     is_error: bool | None = None
-    source: Raw = Raw()  # an object in a document, a text in a search result
+    source: Raw = Raw()  # an object for a document, a text for a search result
     title: str | None = None
     context: str | None = None
     tool_name: str | None = None
@@ -152,7 +152,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
         texts = [text for i, part in enumerate(parts) for text in _texts_of(part, f"{place}.{i}")]
     elif data not in _NOTHING:
         texts = [decode(data, str, place)]
-    if block.is_error:  # the text reports the error: chat templates have no such field
+    if block.is_error:  # chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

@@ -1,4 +1,5 @@
-"""Decides by headers which requests are allowed: by API key, Host, and the site of a web page.
+"""Decides which requests are allowed. The decision depends on three values in the headers: the API
+key, the host, and the site of the web page.
 
 A page of another site can make a browser send requests to this service. The browser sends no
 preflight before a request that an HTML form could also send. A form cannot send JSON, so a POST
@@ -184,8 +185,9 @@ def _check_key(keys: ApiKeys, headers: Headers) -> ApiKey:
 def _check_site(headers: Headers, host: str) -> None:
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
-    # A browser may send Sec-Fetch-Site, which no page can forge. Its values cross-site and
-    # same-origin decide. Otherwise Origin and Host are compared, although a proxy can change Host.
+    # A browser may send the header Sec-Fetch-Site, which no page can forge. If its value is
+    # cross-site or same-origin, this value decides. Otherwise the headers Origin and Host are
+    # compared, although a proxy can change Host.
     if site == b"cross-site" or (is_foreign and site != b"same-origin"):
         raise ForbiddenError(
             "requests from pages of other sites are refused; serve.allowed_origins may name them"

@@ -255,8 +255,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         return is_asked and self._parser.should_upgrade()
 
     def _without_upgrade(self) -> bytes:
-        """Return the headers without the header Upgrade, for a new parser. The previous
-        parser reads no body of such a request.
+        """Return the headers without the header Upgrade, for a new parser. The previous parser does
+        not read the body of a request with the header Upgrade.
         """
         kept = (header for header in self._headers if header[0] != b"upgrade")
         lines = b"".join(b"%b: %b\r\n" % header for header in kept)

@@ -1,7 +1,7 @@
 """The outermost layer of the API. It refuses requests before their bodies are read.
 
-If no slot is free, a server with support for ``GatedApp`` refuses a request already after the
-request's first line.
+If no slot is free, a server with support for ``GatedApp`` refuses a request as soon as it has read
+the request's first line.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. It tells a client without a key only that the service is full."""
+        """See ``GatedApp``. The keys are not checked: a client without a key learns only that the
+        service is full.
+        """
         slots = self._state.slots
         if self._access.origins:  # the CORS headers depend on the request's headers
             return None

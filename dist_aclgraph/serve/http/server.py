@@ -35,7 +35,7 @@ BEAT_S = 1.0  # seconds between two heartbeats, and between two updates of the d
 LOOK_S = 0.05
 # Maximum number of new connections before the event loop serves the open connections again.
 ACCEPTED_A_TURN = 64
-ACCEPT_PAUSE_S = 1.0  # after a connection could not be accepted, seconds to the next attempt
+ACCEPT_PAUSE_S = 1.0  # seconds to the next attempt if a connection cannot be accepted
 STOP_S = 5.0  # seconds to wait for unfinished replies when the server is stopped
 
 

@@ -61,7 +61,8 @@ class Point:
     ``time_s``.
 
     Attributes:
-        values: for each series' name, its value at this point; None if the value is unknown.
+        values: maps the name of each series to its value at this point; None if the value is
+            unknown.
         experts: number of tokens that each rank's experts computed.
     """
 
@@ -182,8 +183,8 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of each counter that both arguments contain. A counter whose value is
-    lower than before was reset to 0 in the meantime.
+    """Return the increase of each counter that both arguments contain. If a counter's value is
+    lower than before, the counter has been reset to 0.
     """
     return {
         key: value - old[key] if value >= old[key] else value

@@ -40,9 +40,9 @@ _PATHS = {
     "graph_streams_predicted": ("streams_predicted",),
     "graph_streams_measured": ("streams_measured",),
 }
-# The keys are names of metrics. The value of a metric has the same key in the engine's answer,
-# unless _PATHS has another key. The values are the kind of the metric, the name of the label for an
-# object's keys, and the help text.
+# Maps the name of each metric to its kind, the name of the label for an object's keys, and the help
+# text. If _PATHS does not contain the metric, the metric's name is also its key in the engine's
+# answer.
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),

@@ -13,7 +13,7 @@ from dist_aclgraph.logs import ACCESS, event
 # Key of the request's account in the ASGI scope. There is an account only with an access log or
 # with traces.
 ACCOUNT = "dist_aclgraph.account"
-KEY_NAME = "dist_aclgraph.key_name"  # the ASGI scope has the API key's name under this key
+KEY_NAME = "dist_aclgraph.key_name"  # item of the ASGI scope with the name of the API key
 FIRST_ERROR = 400  # the lowest HTTP status that is an error
 FIRST_SERVER_ERROR = 500  # the lowest HTTP status that is an error of the server
 DONE, CLIENT_GONE, FAILED, UNANSWERED = "done", "client_gone", "failed", "unanswered"

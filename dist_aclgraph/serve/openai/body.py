@@ -1,10 +1,10 @@
 """Reads request bodies within limits, and decodes them into typed structs. Errors are 4xx.
 
 msgspec checks types while it decodes, and stops at the first error, so nothing is built from
-invalid input. A number may also be written as a text, and an integer as a float without a fraction.
-A boolean may also be 0 or 1, or one of the texts true, false, 1 and 0. A field that may have any
-number of items is first decoded as ``Raw``: its JSON text is scanned, but no items are built. The
-items of such a field are counted before they are built (``types``).
+invalid input. A number may also be written as a text. An integer may also be written as a float
+without a fraction. A boolean may also be 0 or 1, or one of the texts true, false, 1 and 0. A field
+that may have any number of items is first decoded as ``Raw``: its JSON text is scanned, but no
+items are built. The items of such a field are counted before they are built (``types``).
 
 Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused. A
 field in ``NOT_OFFERED`` is always refused, because a client would misunderstand an answer without
@@ -40,7 +40,7 @@ MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
 # default of a field whose JSON text is decoded later
 ABSENT: Raw = msgspec.field(default_factory=Raw)
-# the ASGI scope has the paths of the ignored fields under this key
+# item of the ASGI scope with the paths of the ignored fields
 IGNORED = "dist_aclgraph.ignored"
 # Maximum number of ignored fields of one request, because their names are written into the log.
 MAX_IGNORED = 16
@@ -111,7 +111,7 @@ class BodyBudget:
         return has_room
 
     def give_back(self, num_bytes: int) -> None:
-        """Subtract bytes that were freed from the count."""
+        """Subtract the number of freed bytes from the count."""
         self.num_bytes -= num_bytes
 
 
@@ -149,7 +149,8 @@ class HeldBody:
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base class of request bodies and their parts. ``strict`` makes a class for strict services.
+    """Base class of request bodies and their parts. The function ``strict`` makes the class that
+    refuses unknown fields.
 
     Attributes:
         PARTS: for each field that is decoded later, the class of its part, or of the parts in its

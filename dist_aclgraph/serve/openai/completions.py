@@ -101,7 +101,7 @@ def encode_prompts(
 
     Raises:
         InvalidParameterError: a prompt is empty, or contains a token id that is not in the model.
-        RequestTooLongError: a prompt has more than ``most`` tokens.
+        RequestTooLongError: the number of tokens of a prompt exceeds ``most``.
     """
     encoded = []
     for prompt in given:
@@ -180,7 +180,7 @@ class _CompletionReply(Reply):
         offset = self._lengths.get(piece.index, 0)
         choice = self._choice(piece, offset, is_first=is_first)
         # The offset counts the texts of the sent tokens, not the sent text, because a part of the
-        # text may be sent before or after its tokens.
+        # text may be sent earlier or later than its tokens.
         tokens = choice["logprobs"]["tokens"] if choice["logprobs"] else ()
         self._lengths[piece.index] = offset + sum(map(len, tokens))
         return self.chunk(usage, choice)

@@ -43,7 +43,8 @@ class Conversation:
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         is_unlimited: whether the request asks for as many tokens as the context allows, and not for
             the model's recommended maximum.
-        options: the options with which messages become a prompt, and the definitions of ``tools``.
+        options: the options for making the prompt from the messages, and the definitions of
+            ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
         is_limit_soft: whether the service may reduce ``max_tokens`` to the remaining context, and
             may ignore the limit of reasoning. True for APIs whose clients must send both limits.
@@ -54,7 +55,7 @@ class Conversation:
         is_budget_soft: whether the limit of reasoning is ignored if the model's format does not
             support such a limit. If false, the request is refused.
         ignored: fields of the request that have no effect.
-        off_param: the request's field that turns the reasoning off; empty if no field does.
+        off_param: the request's field that turns the reasoning off; empty if no field turns it off.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
             context length.
         truncated: a function that truncates the prompt.

@@ -41,7 +41,8 @@ def decode_prompts(
     """Return the prompts, which are a text, a list of texts, token ids, or lists of token ids.
 
     Raises:
-        InvalidParameterError: the value has none of these forms, or more than ``most`` prompts.
+        InvalidParameterError: the value has none of these forms, or the number of prompts exceeds
+            ``most``.
         RequestTooLongError: there are more ids than ``context_len`` times the number of prompts.
     """
     data = bytes(raw)
@@ -67,7 +68,7 @@ def decode_prompts(
 
 
 def check_num_strings(data: bytes, most: int, param: str) -> None:
-    """Raise an error if an array certainly contains more than ``most`` strings.
+    """Raise an error if the number of strings in an array certainly exceeds ``most``.
 
     Every quote within a string has a backslash before it, so at most two quotes for each string
     have no backslash before them.

@@ -45,13 +45,13 @@ class BodyTooLargeError(RequestError):
 
 
 class BodyTimeoutError(RequestError):
-    """The client took longer to send the request body than is allowed."""
+    """The client took too long to send the request body."""
 
     code = "request_timeout"
 
 
 class GenerationTimeoutError(RequestError):
-    """The answer took longer than is allowed. A retry would probably take the same time."""
+    """The answer took too long. A retry would probably take the same time."""
 
     code = "generation_timeout"
 
@@ -192,7 +192,7 @@ def error_response(error: BaseException, path: str = "") -> Response:
     """
     status = status_of(error)
     body = error_body(error)
-    if ANTHROPIC_PATH in path:  # not only at the beginning, where a route prefix may be
+    if ANTHROPIC_PATH in path:  # a route prefix may come before ANTHROPIC_PATH
         body = anthropic_error_body(status, public_message(error))
         if isinstance(error, ThreadError):
             body["error"]["details"] = {"error_code": error.code}
@@ -209,7 +209,7 @@ def plain_error(
     status: int, message: str, headers: Mapping[str, str] | None = None, path: str = ""
 ) -> Response:
     """Return an error of the HTTP layer, e.g. for an unknown path or method."""
-    if ANTHROPIC_PATH in path:  # not only at the beginning, where a route prefix may be
+    if ANTHROPIC_PATH in path:  # a route prefix may come before ANTHROPIC_PATH
         return json_response(anthropic_error_body(status, message), status, headers)
     kind = TYPE_OF.get(status, "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}

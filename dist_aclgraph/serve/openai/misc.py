@@ -41,7 +41,9 @@ async def show_model(state: ApiState, request: Request) -> Response:
 
 
 async def health(state: ApiState, request: Request) -> Response:
-    """200 while a group is alive or is being replaced, with the progress; 503 if all are dead."""
+    """200 while a group is alive or is being replaced, with the progress; 503 if all groups are
+    dead.
+    """
     state.raise_if_dead()
     if outage := state.client.outage():
         return json_response({"status": "recovering", "reason": outage})

@@ -28,7 +28,9 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
 
 
 def first_given(body: object, *names: str) -> str:
-    """Return the first of ``names`` whose field has a value; if no field has one, ``names[0]``."""
+    """Return the first of ``names`` whose field has a value. If no field has a value, return
+    ``names[0]``.
+    """
     return next((name for name in names if getattr(body, name) is not None), names[0])
 
 
@@ -38,8 +40,8 @@ def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ends_without_effect(params: SamplingParams) -> list[str]:
-    """Return the fields about stop tokens that have no effect, because the output format decides
-    where the answer ends.
+    """Return the fields that concern stop tokens but have no effect, because the output format
+    decides where the answer ends.
     """
     if params.structured_outputs is None:
         return []

@@ -142,7 +142,8 @@ class ApiState:
         """Raise an error if a request for ``model`` cannot be accepted now.
 
         Args:
-            tasks: the request is refused unless the model has one of these tasks.
+            tasks: the tasks of the endpoint. If the model has none of these tasks, the request is
+                refused.
         """
         if model is not None and model not in self.config.names:
             raise UnknownModelError(

@@ -45,8 +45,9 @@ class _JsonSchema(Body, kw_only=True):
 class ResponseFormat(Body, kw_only=True):
     """The output format, in the fields of OpenAI's API.
 
-    The types and fields that OpenAI does not have are those of other servers. ``huggingface_hub``
-    sends every JSON schema as ``value``; a regex may be in ``value`` or ``pattern``.
+    The types and fields that OpenAI does not have come from other servers' APIs.
+    ``huggingface_hub`` sends every JSON schema as ``value``; a regex may be in ``value`` or
+    ``pattern``.
     """
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}
@@ -101,7 +102,7 @@ def read_structured(
         whitespace: the pattern of white space in JSON.
 
     Raises:
-        InvalidParameterError: several fields demand different formats, or one of them is wrong.
+        InvalidParameterError: several fields demand different formats, or a format is wrong.
     """
     forms: dict[str, StructuredOutputs] = {}
     for name, raw in objects.items():

@@ -56,7 +56,8 @@ class AskedReasoning:
     """The changes of the reasoning that a chat request asks for.
 
     Attributes:
-        is_on: whether the request turns the reasoning on or off; None if it does neither.
+        is_on: true if the request turns the reasoning on, false if the request turns the reasoning
+            off; None if the request does neither.
         budget: the limit of tokens in ``thinking`` or ``reasoning``; None if there is no limit.
         effort_param, budget_param: names of the fields that contain the effort and the limit, for
             error messages.
@@ -112,7 +113,7 @@ def _thinking(body: HasTemplateFields) -> ThinkingSwitch | bool | None:
 def make_chat_options(
     body: HasTemplateFields, asked: AskedReasoning, *, continues: bool
 ) -> ChatOptions:
-    """Return the options with which messages become a prompt.
+    """Return the options for making a prompt from the messages.
 
     Args:
         continues: whether the last message has a field that requests its continuation.
@@ -120,7 +121,7 @@ def make_chat_options(
     begins, continues = body.add_generation_prompt, bool(body.continue_final_message) or continues
     return ChatOptions(
         documents=_documents(body.documents),
-        # By default, a new message begins, unless the client asks to continue the last message.
+        # If the client does not set this option, it is the opposite of continue_final_message.
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         template=body.chat_template,

@@ -18,7 +18,7 @@ STRINGS_PER_PART = 16
 
 
 class TextPart(Body):
-    """A part of a text. Clients send parts of several APIs."""
+    """A part of a text. The types of parts come from several APIs."""
 
     type: str
     text: str | None = None

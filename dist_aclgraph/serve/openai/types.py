@@ -191,7 +191,7 @@ class GenerateRequest(Body, kw_only=True):
         """Return the output format that the request demands; None if any text is allowed.
 
         Raises:
-            InvalidParameterError: several fields demand an output format, or one of them is wrong.
+            InvalidParameterError: several fields demand an output format, or a format is wrong.
         """
         return read_structured(
             self,
@@ -216,7 +216,7 @@ class GenerateRequest(Body, kw_only=True):
         return truncated(ids, self.truncate_prompt_tokens, context_len, self.asked_max_tokens)
 
     def most_prompt_tokens(self, context_len: int) -> int:
-        """Return the number of tokens that a prompt may have before it is truncated."""
+        """Return the maximum number of tokens of a prompt before its truncation."""
         return context_len if self.truncate_prompt_tokens is None else max(context_len, MAX_PROMPT)
 
     @property
@@ -347,7 +347,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         )
 
     def chat_options(self, *, continues: bool = False) -> ChatOptions:
-        """Return the options with which the messages become a prompt, without tools.
+        """Return the options for making a prompt from the messages, without tools.
 
         Args:
             continues: whether the last message asks for its own continuation.
@@ -468,8 +468,8 @@ class TokenizeRequest(Body):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
     def chat(self) -> tuple[list[dict[str, Any]], ChatOptions] | None:
-        """Return the messages in the form that chat templates need, and the options with which
-        they become a prompt; None if the request has a prompt.
+        """Return the messages in the form that chat templates need, and the options for making a
+        prompt from them. Return None if the request has a prompt.
         """
         if is_empty(self.messages, b"[]"):
             return None
@@ -477,7 +477,7 @@ class TokenizeRequest(Body):
         return messages, self.chat_options(continues=continues)
 
     def chat_options(self, *, continues: bool = False) -> ChatOptions:
-        """Return the options with which the messages become a prompt, as for a chat."""
+        """Return the options for making a prompt from the messages, as for a chat."""
         tools, _ = read_tools(self.tools, Raw(), None, is_strict=self.is_strict)
         options = make_chat_options(self, asked_reasoning(self), continues=continues)
         return replace(options, tools=None if tools is None else tools.definitions)

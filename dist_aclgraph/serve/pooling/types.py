@@ -43,7 +43,7 @@ class EmbeddingRequest(Truncated, kw_only=True):
     user: str | None = None
 
     def most_prompt_tokens(self, context_len: int) -> int:
-        """Return the number of tokens that an input may have before it is truncated."""
+        """Return the maximum number of tokens of an input before its truncation."""
         return context_len if self.truncate_prompt_tokens is None else max(context_len, MAX_PROMPT)
 
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:

@@ -22,7 +22,7 @@ class Counters(NamedTuple):
         num_read: number of bytes that were read from the connection. The kernel can count the end
             of the connection (FIN) as one byte.
         num_sent: number of bytes that were passed to the kernel for sending.
-        is_open: whether neither the client nor this host has closed the connection.
+        is_open: true until the client or this host closes the connection.
     """
 
     num_read: int

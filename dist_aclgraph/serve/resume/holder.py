@@ -144,7 +144,9 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """Return the link, in the forked process. Afterwards this object owns no descriptors."""
+        """Call this in the forked process. Returns the link of this process; afterwards this object
+        owns no descriptors.
+        """
         self._close_link()
         left, self._held = self._held, {}
         return HolderLink(others, left)

@@ -39,7 +39,9 @@ class JournalBudget(Protocol):
     """Limits the memory of all journals."""
 
     def take(self, num_bytes: int) -> bool:
-        """Count more bytes; return False, and count nothing, if the limit forbids it."""
+        """Count more bytes, and return True. If the limit would be exceeded, count nothing, and
+        return False.
+        """
         ...
 
     def give_back(self, num_bytes: int) -> None: ...

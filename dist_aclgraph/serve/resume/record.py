@@ -123,8 +123,8 @@ class ConnectionRecord:
                 self._prepared = JournalMemory.create()
 
     def hold(self, descriptor: int) -> None:
-        """Let the supervisor hold the connection, unless it holds the maximum number of
-        connections. Call this before any byte is read from or sent over the connection.
+        """Let the supervisor hold the connection, unless the supervisor already holds the maximum
+        number of connections. Call this before any byte is read from or sent over the connection.
 
         If the process is killed after it has accepted a connection and before the supervisor has
         the connection's descriptor, the connection ends. So this descriptor is sent first.
@@ -229,7 +229,9 @@ class ConnectionRecord:
             journal.end()
 
     def clear(self) -> None:
-        """Clear the journal, because all requests have been answered and all answers sent."""
+        """Clear the journal, because all requests have been answered, and all answers have been
+        sent.
+        """
         self.is_spent = False
         if self._memory is None:
             self.hold(self._descriptor)

@@ -1,5 +1,5 @@
 """EXAONE 4: only the results of attention and of the MLP are normalised, as in OLMo 2. If
-config.json sets a window, layers without it rotate neither queries nor keys.
+config.json sets a window, the layers without a window rotate neither queries nor keys.
 """
 
 from __future__ import annotations

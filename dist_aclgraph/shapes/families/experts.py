@@ -68,7 +68,7 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
     scoring, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
     scoring = config.text("scoring_func", scoring)
     method = config.text("topk_method", method)
-    if is_v3 and scoring == "noaux_tc":  # dots.llm1 has the method in this key
+    if is_v3 and scoring == "noaux_tc":  # dots.llm1 has topk_method's value in scoring_func
         scoring = "sigmoid"
     known = (
         (("sigmoid", "noaux_tc"),)

@@ -1,5 +1,6 @@
-"""Gemma 3: norms before and after attention and the MLP, which multiply by ``1 + weight``. Most
-layers have a window; these layers have a separate rotary embedding.
+"""Gemma 3: there are norms before and after attention, and before and after the MLP. These norms
+multiply by ``1 + weight``. Most layers have a window; these layers have a separate rotary
+embedding.
 """
 
 from __future__ import annotations

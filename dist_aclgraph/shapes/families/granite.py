@@ -1,6 +1,6 @@
 """Granite 3 and 4 without Mamba, and MiniCPM: a Llama that multiplies embeddings, results of layers
-and logits by factors. Granite with experts stores one tensor for the matrices of all experts, in
-which gate and up are joined.
+and logits by factors. Granite with experts stores the matrices of all experts in one tensor. In
+this tensor, gate and up are joined.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def read_granite(config: ModelConfig) -> ModelSpec:
 
 
 def read_granite_moe(config: ModelConfig) -> ModelSpec:
-    """Read a decoder with experts, with shared experts (``shared_intermediate_size``), or both."""
+    """Read a decoder with routed experts, with shared experts (``shared_intermediate_size``), or
+    with both kinds.
+    """
     if set(config.texts("layer_types") or config.texts("layers_block_type")) - {
         "attention",
         "full_attention",

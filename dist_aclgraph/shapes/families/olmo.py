@@ -1,5 +1,5 @@
 """OLMo 2 and 3: only the results of attention and of the MLP are normalised. One norm spans all
-heads of queries, and another norm all heads of keys; the same is true for OLMoE.
+heads of queries, and another norm spans all heads of keys. OLMoE also has these two norms.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_olmo3(config: ModelConfig) -> ModelSpec:
 
 
 def read_olmoe(config: ModelConfig) -> ModelSpec:
-    """Read a decoder with experts, and with norms of inputs."""
+    """Read a decoder with experts. The inputs of attention and of the experts are normalised."""
     if config.has("clip_qkv"):
         raise config.unsupported(
             f"clip_qkv is {config.number('clip_qkv'):g}; limits of queries, keys and values are "
@@ -59,8 +59,8 @@ def read_olmoe(config: ModelConfig) -> ModelSpec:
 
 
 def with_output_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Return a decoder with norms after attention and the MLP, not before them, and with norms of
-    queries and keys.
+    """Return a decoder whose norms come after attention and after the MLP, not before. Queries and
+    keys have norms, too.
     """
     has_bias = config.flag("attention_bias", False)
     return replace(

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: queries, keys and values are one stored matrix, gate and up another one."""
+"""Phi-3 and Phi-4 store queries, keys and values as one matrix, and gate and up as another."""
 
 from __future__ import annotations
 

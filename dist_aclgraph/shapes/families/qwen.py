@@ -67,7 +67,7 @@ def read_qwen_experts(
 
     Args:
         num_drafts: number of next-token modules, whose layers come after the decoder's layers.
-        renormalizes: the default for config.json's ``norm_topk_prob``: whether the weights of a
+        renormalizes: default of ``norm_topk_prob`` in config.json. True means that the weights of a
             token's experts sum to one.
 
     Raises:

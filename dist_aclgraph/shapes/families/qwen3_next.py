@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5: linear attention in most layers; full attention with gated results in the
-others. Norms add one to their weights.
+"""Qwen3-Next and Qwen3.5: most layers have linear attention. The other layers have full attention,
+and its results are gated. Norms add one to their weights.
 """
 
 from __future__ import annotations
