@@ -43,9 +43,9 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: largest number of queries of a request that always attends directly (through
-            its block table). A request with more queries does not attend directly if the cache is
-            sharded, or if this kind of attention accepts only few queries.
+        max_queries: a request with at most this number of queries always attends directly, which
+            means through its block table. A request with more queries does not attend directly if
+            the cache is sharded, or if this kind of attention accepts only few queries.
         max_tokens: for requests that do not attend directly, maximum number of KV tokens whose keys
             are read together.
     """

@@ -140,7 +140,7 @@ class GraphStore:
     @property
     def free_streams(self) -> int | None:
         """Number of free streams that the device reports; None if captures do not change this
-        number, so that it says nothing about them.
+        number.
         """
         return self._npu.available_streams() if self._recording.counts_streams else None
 

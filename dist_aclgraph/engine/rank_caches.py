@@ -85,7 +85,7 @@ class RankCaches:
         """
         index = self.npu.upload(block_ids.astype(np.int64))
         for tensor in self.block_tensors():
-            # The operator does not accept int8. The rows have a multiple of four bytes, so they can
-            # be read as int32.
+            # The operator does not accept int8. The number of bytes of each row is a multiple of
+            # four, so the rows can be read as int32.
             words = tensor.view(torch.int32) if tensor.dtype == torch.int8 else tensor
             words.index_fill_(0, index, 0)

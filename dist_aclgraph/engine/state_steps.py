@@ -68,7 +68,8 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        # A chunk of a prompt can be as long as a request with drafts, but has fewer logits.
+        # A chunk of a prompt can have as many tokens as a request that verifies drafts, but fewer
+        # of its tokens need logits.
         if self._passed is not None:
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())

@@ -98,8 +98,8 @@ class StepsInFlight:
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
-        # The device's counter of tokens beyond the capacity of the decoder's exchanges, when it was
-        # last read.
+        # The value that was last read from the device's counter of tokens beyond the capacity of
+        # the decoder's exchanges.
         self._num_unplaced = 0
 
     def __len__(self) -> int:

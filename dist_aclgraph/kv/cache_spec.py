@@ -121,7 +121,9 @@ class KVCacheSpec:
 
     @property
     def tokens_per_block(self) -> int:
-        """Number of tokens in the blocks with the same id, on all shards together."""
+        """Number of tokens that all blocks with the same id contain together; each shard has one of
+        these blocks.
+        """
         return self.block_size * self.num_shards
 
     @property

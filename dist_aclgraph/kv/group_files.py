@@ -178,7 +178,8 @@ def routes(
     here: int | None = None,
     turn: int = 0,
 ) -> list[Route]:
-    """Return routes: from which nodes of a source group a node can read the files that it needs.
+    """Return routes, which say from which nodes of a source group the reading node can read the
+    files that it needs.
 
     Each route names a node for every file. There is one route for each data-parallel rank of the
     source group, because the reader does not know which of these ranks has computed the blocks. A

@@ -2,8 +2,8 @@
 
 ``npu_dynamic_quant`` converts rows to int8. In each row, the element that is farthest from zero
 becomes 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them to
-int8 in one launch: the results of a norm or of SwiGLU, which are not rounded in between, or the
-rows that ``LocalExperts`` sorts by experts.
+int8 in one launch. Some fused operators compute a norm or SwiGLU, and do not round the results
+before they convert them. Another one sorts rows by experts for ``LocalExperts``.
 """
 
 from __future__ import annotations

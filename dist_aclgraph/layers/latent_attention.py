@@ -63,9 +63,9 @@ class LatentAttention:
         norm: [512], weight of the latent's norm.
         keys, values: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key
             and value.
-        scale: factor by which attention scores are multiplied. has_whole_heads: whether keys that
-        are computed from latents are joined with their rotated parts before attention; see
-        ``attend_whole_heads``.
+        scale: factor by which attention scores are multiplied.
+        has_whole_heads: whether keys that are computed from latents are joined with their rotated
+            parts before attention; see ``attend_whole_heads``.
     """
 
     norm: Tensor
@@ -249,10 +249,10 @@ def attend_whole_heads(
     found: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Compute attention for heads with a width that the operator accepts only if several query
-    heads share a key head.
+    """Compute attention for whole heads: each head's rotated part is included.
 
-    So a query head of zeros is inserted after each query head; both share one key head. The results
+    The operator accepts heads of this width only if several query heads share a key head. So a
+    query head of zeros is inserted after each query head, and both share one key head. The results
     of the inserted heads are not used.
 
     Args:

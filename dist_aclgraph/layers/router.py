@@ -12,8 +12,7 @@ from dist_aclgraph.context.shards import PADDING_SLOT
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-# The codes with which npu_moe_gating_top_k is told how to compute the scores of experts and of
-# groups.
+# Codes of npu_moe_gating_top_k. A code selects the function that computes scores.
 NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 

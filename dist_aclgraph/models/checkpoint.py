@@ -216,8 +216,8 @@ class Checkpoint:
             out.narrow(dim, there.shape[dim], missing).zero_()
 
     def _gathered(self, piece: Tensor) -> Tensor:
-        """Return a copy of a piece whose elements are contiguous. It is in a buffer that the next
-        call overwrites.
+        """Return a contiguous copy of a piece. The copy is in a buffer that the next call
+        overwrites.
         """
         if piece.is_contiguous():
             return piece

@@ -141,8 +141,8 @@ def _load_head(
         return tied
     part = vocabulary_part(spec.vocab_size, slices.group)
     weight = slices.columns(name, spec.vocab_size, spec.hidden_size, *part)
-    # If the stored head differs from the embedding, it is used even if config.json ties the head to
-    # the embedding, as in transformers.
+    # As in transformers, a stored head that differs from the embedding is used even if config.json
+    # ties the head to the embedding.
     if is_tied and torch.equal(weight, embedding.weight.t()):
         return tied
     return VocabularyHead(slices.place(weight), *sizes)

@@ -47,7 +47,8 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
     """Split the heads over the tensor parallel group.
 
     Raises:
-        ConfigError: the group size does not divide the heads, or does not fit the KV heads.
+        ConfigError: the number of heads is not a multiple of the group size, or the number of KV
+            heads does not fit the group size.
     """
     size = group.size
     num_heads = heads_per_rank(spec.num_heads, size, is_latent=False)
@@ -133,7 +134,7 @@ class GroupedQueryAttention:
 
 
 class GroupedQuery:
-    """What all layers with this attention share: the rank's heads and the rotary tables."""
+    """The data that all layers of this kind share: the rank's heads and the rotary tables."""
 
     slot_dtype = torch.int32
     takes_long_queries = True

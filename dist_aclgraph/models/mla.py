@@ -125,7 +125,7 @@ def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
 
 
 class LatentKind:
-    """What all layers of latent attention share: the rank's heads and the rotary tables.
+    """The data that all layers of latent attention share: the rank's heads and the rotary tables.
 
     This class also reads the weights that all forms of latent attention have.
     """

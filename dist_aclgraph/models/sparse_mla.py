@@ -131,7 +131,7 @@ class MultiHeadSparseAttention:
         metadata: AttentionMetadata,
         earlier: Choice | None,
     ) -> Choice | None:
-        """Compute attention into ``inputs[-1]``. Return the keys that each query has chosen."""
+        """Compute attention into ``inputs[-1]``. Return the keys chosen for each query."""
         q, q_rope, kv, *index, out = inputs
         rows = IndexRows(*index) if self.indexer is not None else None
         return self.sparse(q, q_rope, kv, out, rows, rope, cache, metadata, earlier)
@@ -141,7 +141,9 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """What all layers of sparse attention share. It is the same as for latent attention."""
+    """The data that all layers of sparse attention share. All layers of latent attention share the
+    same data.
+    """
 
     takes_long_queries = True
     reads_device_rows = True
@@ -246,8 +248,8 @@ class SparseLatent(LatentKind):
 
 @dataclass(frozen=True)
 class ChosenLatent:
-    """The kind of the layers that use the keys chosen by an earlier layer. They share what
-    ``sparse`` owns.
+    """The kind of the layers that use the keys chosen by an earlier layer. They share the objects
+    that ``sparse`` owns.
 
     Attributes:
         sparse: the kind of the layers with an indexer.

@@ -70,8 +70,9 @@ def place_experts(
 
     Without redundant experts, each rank gets a range of experts. Otherwise, each additional copy
     goes to the expert with the largest load per copy at that moment. Then the copies are placed,
-    those with the largest load first, each on the rank with the smallest load so far. Copies of the
-    same expert are placed on different ranks if enough ranks have free slots.
+    beginning with the copy that has the largest load. Each copy is placed on the rank with the
+    smallest load so far. Copies of the same expert are placed on different ranks if enough ranks
+    have free slots.
 
     Args:
         redundant: number of additional copies, for all experts together.

@@ -94,7 +94,7 @@ class Mc2Operators:
     ranks_of_node: int | None = None
 
 
-# The first algorithm in this list that is possible is used.
+# The first possible algorithm in this list is used.
 MC2_OPERATORS = (
     Mc2Operators(
         "A2",

@@ -52,7 +52,8 @@ class _Rule:
 
 _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# The first rule that applies to the mode replaces it. This is repeated until no rule applies.
+# The first rule that applies to the mode replaces the mode. The rules are then applied to the new
+# mode, until no rule applies.
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         _FULL,

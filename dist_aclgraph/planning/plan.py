@@ -35,7 +35,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capture_order(self) -> tuple[BatchDescriptor, ...]:
-        """All graphs, largest first, so that smaller graphs fit in the pool of the largest one."""
+        """All graphs, largest first, so that smaller ones fit in the pool of the largest graph."""
         found = [
             family.describe(bucket, self.max_num_seqs)
             for family in self.families
@@ -127,8 +127,9 @@ class CaptureCost(msgspec.Struct, frozen=True):
 
     ``streams`` is 0 if captures do not change the number of free streams that the device reports.
     ``bytes`` is the growth of the graph pool. ``digest`` identifies the sequence of captured
-    operators. ``ai_cpu`` contains, by operator, how many captured tasks run on the device's AI CPU,
-    which is much slower than its cores; None if the device does not report them.
+    operators. ``ai_cpu`` contains, for each operator, how many captured tasks run on the device's
+    AI CPU, which is much slower than the device's cores. It is None if the device does not report
+    these tasks.
     """
 
     streams: int = 0

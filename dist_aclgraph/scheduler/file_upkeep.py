@@ -63,7 +63,7 @@ class FileUpkeep:
         return not all(self._condemned.values())
 
     def end_deletion(self, hashes: Sequence[BlockHash], *, is_done: bool) -> None:
-        """Record that a job has deleted files (``is_done``), or that it was dropped."""
+        """If ``is_done``, record that a job has deleted files; otherwise, that it was dropped."""
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
                 continue  # The block was condemned again during the job, so it stays condemned.

@@ -40,8 +40,8 @@ class Request:
         compiled_row: for a request that waits for its grammar, its previous row, for which workers
             compile the grammar; -1 for other requests.
         block_ids: the request's block table.
-        hashes: hashes of the first full blocks, as far as they were needed until now. If the
-            request is preempted, it keeps them.
+        hashes: hashes of the first full blocks, as far as they were needed until now. A preempted
+            request keeps its hashes.
         prompt_end: position where the output begins. If the request was submitted again, the last
             part of the submitted prompt is output that existed before.
         num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the
@@ -60,8 +60,8 @@ class Request:
         look_up: function that returns how many leading blocks are cached or have files; the
             function returns None while the files are looked up. The attribute is None if no look-up
             runs.
-        fetch: function that fetches blocks that another group has computed to the engine's node;
-            called at most once. None if no blocks are fetched.
+        fetch: function that fetches blocks to the engine's node; another group has computed these
+            blocks. It is called at most once. None if no blocks are fetched.
         source: the group from which workers on other nodes fetch blocks; used at most once. None if
             no blocks are fetched.
         is_suspect: whether the request's logits have been NaN or infinite once. If true, the

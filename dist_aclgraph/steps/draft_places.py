@@ -1,4 +1,4 @@
-"""Computes the places where drafting continues, from what the host knows before a step.
+"""Computes the places where drafting continues, from the values that the host knows before a step.
 
 See ``device_step.DraftInputs``.
 """

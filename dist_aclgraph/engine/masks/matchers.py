@@ -39,7 +39,7 @@ class Masks(NamedTuple):
     """The masks of some places: the tokens that each of these places allows.
 
     Attributes:
-        places: [m], indices of the places with masks among the special places of the step.
+        places: [m], for each place that has a mask, its index among the special places of the step.
         words: [m, ceil(vocab / 32)] int32; token t is allowed if bit t % 32 of word t // 32 is 1.
     """
 
@@ -51,10 +51,10 @@ class GrammarReport(NamedTuple):
     """The matchers that have failed in a step, and the grammars that are not compiled yet.
 
     Attributes:
-        failed: the reasons for which matchers have failed; the keys are indices of requests among
-            the sampled requests.
-        unmasked: indices among the sampled requests. These requests were sampled without a mask,
-            because their grammars were not compiled yet.
+        failed: the reason of each matcher's failure; the keys are indices of requests among the
+            sampled requests.
+        unmasked: the requests that were sampled without a mask, because their grammars were not
+            compiled yet; indices among the sampled requests.
         compiling: rows whose grammars are not compiled yet.
     """
 
@@ -65,7 +65,9 @@ class GrammarReport(NamedTuple):
 
 @dataclass
 class _Tail:
-    """Tokens of a row that steps have sampled, and that the engine has not sent back yet."""
+    """The newest tokens of a row: steps have sampled them, but the engine has not sent them back
+    yet.
+    """
 
     begin: int  # position of the first token
     tokens: list[int]
@@ -190,7 +192,7 @@ class Matchers:
         rows, size = step.sampled_rows.tolist(), self._num_places
         samples = known.samples[::size].tolist()
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
-        # until its mask is written, a place allows every token
+        # a place allows every token until the place's mask is written
         words = np.full((len(wanted) * size, self._num_words), ALL)
         until_s = time.monotonic() + PATIENCE_S
         for at, (_, sample) in enumerate(wanted):

@@ -182,8 +182,8 @@ def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
         logits: [n, vocab]; chosen: [n] int32.
 
     Returns:
-        A tensor on the device with the columns of ``ComingLogprobs.packed``. It has ``num_best``
-        most probable tokens, but at least one.
+        A tensor on the device with the columns of ``ComingLogprobs.packed``. It contains the
+        ``num_best`` most probable tokens, or one token if ``num_best`` is 0.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
