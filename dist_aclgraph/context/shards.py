@@ -95,8 +95,8 @@ class Shards:
     def slots_of(
         self, shard: int, block_table: IntArray, rows: IntArray, positions: IntArray
     ) -> IntArray:
-        """Return the slots to which one shard writes. For a token of another shard, the result is
-        the negative number that ``FOREIGN_SLOT`` defines.
+        """Return the slots to which one shard writes. For a token of another shard, the result is a
+        negative number; see ``FOREIGN_SLOT``.
         """
         whole = self.whole_slots(block_table, rows, positions)
         if self.count == 1:
@@ -125,7 +125,7 @@ class Shards:
         return own
 
     def whole_of(self, own: Ints, shard: int) -> Ints:
-        """Convert the slots ``own`` of a shard to whole slots."""
+        """Convert slots of one shard to whole slots."""
         turns = own // self.interleave * self.count + shard
         whole: Ints = turns * self.interleave + own % self.interleave
         return whole

@@ -143,7 +143,7 @@ def addresses_on_host(addresses: Sequence[str]) -> list[str]:
     """Return the PCI addresses of all NPUs of the host, also of those that this container cannot
     use.
 
-    The host's NPUs are all PCI functions whose vendor and device id equal those of the functions at
+    The host's NPUs are all PCI functions with the same vendor and device id as the functions at
     ``addresses``. The class of the functions does not identify NPUs, because Kunpeng's compression
     engines have the same class.
 

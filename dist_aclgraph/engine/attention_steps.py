@@ -322,8 +322,8 @@ class AttentionSteps:
 
         Args:
             positions: [num_reqs, query_len].
-            kv_lens: [num_reqs] int32, number of keys of each request. For padding requests, too,
-                the number includes the keys of the request's own queries.
+            kv_lens: [num_reqs] int32, number of keys of each request. The number includes the keys
+                of the request's own queries, even for padding requests.
             slots: [num_tokens] int32.
             ahead: number of tokens by which drafting has made requests longer.
         """

@@ -99,8 +99,8 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Call ``run``, and capture each segment that ``run`` passes to its argument; see
-        ``_capture``.
+        """Call the function ``run``, which passes segments to its argument, and capture each of
+        these segments; see ``_capture``.
         """
 
         def record() -> Bucket:

@@ -328,7 +328,7 @@ class ModelRunner:
         records = unpack_ints(batch.scheduled, 4)
 
         land = partial(self._flights.land, records)
-        # If the previous step ends during this call, its result is reported during this call, too.
+        # If the previous step ends during this call, its result is also reported during this call.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):

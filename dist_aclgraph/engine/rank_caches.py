@@ -38,7 +38,8 @@ class RankCaches:
 
     def make(self, num_blocks: int) -> None:
         """Replace all caches by empty caches."""
-        # The old caches are freed first, because the memory might be too small for two.
+        # The old caches are freed first, because the memory might be too small for old and new
+        # caches.
         self.free()
         self.npu.give_back()
         room = CacheRoom(num_blocks, self.block_size, self.dtype, self.num_slots, self.int8_latents)

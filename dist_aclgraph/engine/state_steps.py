@@ -59,8 +59,8 @@ class StateSteps:
         A request is called direct if it updates its state token by token. With drafts, a request is
         direct if it verifies drafts. Without drafts, it is direct if it runs one token. A request
         that comes from another group first runs the output tokens that it already has, without
-        sampling. It is direct in these steps, too, so that its state is rounded as in the other
-        group. The requests that decode are the first requests of a batch.
+        sampling. In these steps, the request is also direct, so that its state is rounded in the
+        same way as in the other group. The requests that decode are the first requests of a batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -128,8 +128,8 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the slots from which direct requests read their states, and the slots to which
-        they write their states.
+        """Return the slots for direct requests: the slots that contain their present states, and
+        the slots for their new states.
 
         Args:
             bases: [n] int32, the first state slot of each request's row; 0 for padding.

@@ -325,8 +325,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called before the wait, and does other work of the host. It gets a
-                function that returns whether the results have arrived.
+            while_waiting: function that does other work of the host; it is called before the wait.
+                Its argument is a function that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

@@ -164,8 +164,8 @@ class StepsInFlight:
         Args:
             report: called with each result.
             stage: the name of the stage on which the host is working now, a stage of the next step.
-            is_queued: whether so much work of the next step is queued that the device stays busy
-                while the host queues the rest.
+            is_queued: whether enough work of the next step is queued to keep the device busy while
+                the host queues the remaining work.
         """
         if is_queued:
             self._note_queued()

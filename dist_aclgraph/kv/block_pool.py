@@ -45,10 +45,10 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether a block that several requests share counts as several used blocks,
-            one for each request. CANN 8.5 requires this: its attention operator counts a shared
-            block once for each request, and refuses a batch if the sum exceeds the cache's number
-            of blocks.
+        counts_shared: whether a block that several requests share is counted several times, once
+            for each request. CANN 8.5 requires this: its attention operator counts a shared block
+            once for each request, and refuses a batch if the sum exceeds the cache's number of
+            blocks.
         checkpoints: the checkpoints of a model with recurrent state; None for other models. A
             checkpoint is freed when the last block before it is evicted from the prefix cache.
         events: receives the events of the prefix cache; None if they are not published. The pool

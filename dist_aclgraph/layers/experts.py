@@ -44,7 +44,7 @@ ALL_HERE = ExpertStep()
 
 @dataclass(frozen=True)
 class ExpertSetup:
-    """How a rank runs its layers of experts.
+    """The settings with which a rank runs its layers of experts.
 
     Attributes:
         capacity_factor: the argument ``factor`` of ``expert_capacity``; used for the exchange by

@@ -18,7 +18,7 @@ from dist_aclgraph.layers.norm import RmsNorm
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """Rows in int8, which nothing but int8 products can use.
+    """Rows in int8. Only int8 products can use them.
 
     Attributes:
         values: [n, width] int8.

@@ -102,7 +102,7 @@ class LatentAttention:
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
             metadata: the metadata of the step, with int64 slots.
-            earlier: what this method returned in the previous layer; None in the first layer.
+            earlier: the result of this method in the previous layer; None in the first layer.
 
         Returns:
             The result of ``attend_directly``, for the next layer.
@@ -156,7 +156,7 @@ class LatentAttention:
             absorbed: [num_direct, heads, 512], queries multiplied by the key matrices.
             q_rope: [num_direct, heads, 64], rotated.
             out: [num_direct, heads, 128].
-            earlier: what this method returned in the previous layer; None in the first layer.
+            earlier: the result of this method in the previous layer; None in the first layer.
 
         Returns:
             Data that later layers can use again, such as chosen keys; None if there are no such

@@ -50,8 +50,8 @@ class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
     Scores are softmax values (Qwen3, DeepSeek V2) or sigmoid values (DeepSeek V3). The weights of a
-    token's experts are their scores. If ``renormalizes``, the weights are divided by their sum.
-    Then they are multiplied by ``scale``.
+    token's experts are their scores. If ``renormalizes`` is true, the weights are divided by their
+    sum. Then they are multiplied by ``scale``.
 
     Attributes:
         weight: [hidden, num_experts]; float32, so that rounding does not change the chosen experts.

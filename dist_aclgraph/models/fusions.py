@@ -126,7 +126,7 @@ FUSIONS = (
         # the format.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        # All blocks of the format must be full, so that weights need no more memory than in ND.
+        # All blocks of the format must be full, so that weights need only as much memory as in ND.
         multiple=32,
         place="matrices of {} outputs",
     ),

@@ -224,7 +224,7 @@ class GroupedQuery:
         return torch.cat([self._paired(q), gates], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
-        """Describe the rows of an [out, in] weight that belong to the heads ``here``."""
+        """Describe the rows of an [out, in] weight that belong to the range ``here`` of heads."""
         hidden, d = self._spec.hidden_size, self._spec.head_dim
         return slices.matrix(name, (num_heads * d, hidden), 0, here.start * d, here.stop * d)
 
@@ -278,7 +278,9 @@ class GroupedQuery:
         )
 
     def _head_weights(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> Tensor:
-        """Return the rows of a [heads, head_dim] weight that belong to the heads ``here``."""
+        """Return the rows of a [heads, head_dim] weight that belong to the heads in the range
+        ``here``.
+        """
         shape = num_heads, self._spec.head_dim
         return slices.place(
             self._paired(slices.part(name, shape, 0, here.start, here.stop).flatten()).view(

@@ -25,7 +25,7 @@ def load_stacked_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return the products of gate and up, and of down, for the experts ``here``.
+    """Return two products for the experts in ``here``: one for gate and up, and one for down.
 
     Args:
         prefix: beginning of the weights' names, such as ``model.layers.3.mlp.experts``.
@@ -59,7 +59,7 @@ def load_joined_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return two products for the experts ``here``: one for gate and up, and one for down. Their
+    """Return two products for the experts in ``here``: one for gate and up, and one for down. Their
     weights are stored as [experts, out, in], or as [experts, in, out] if the spec says so.
 
     The products have no biases. In the stored tensor, all rows of gate come before the rows of up.

@@ -201,7 +201,8 @@ class ExchangeRule:
 
         Args:
             gathered: number of rows that a rank receives from each other rank with all_gather.
-            sent: number of rows that a rank receives from each other rank with the other exchange.
+            sent: number of rows that a rank receives from each other rank with the exchange that is
+                compared to all_gather.
         """
         assert self.mc2 is not None
         row = self.mc2.hidden * self.mc2.element_bytes

@@ -1,7 +1,7 @@
 """GraphPlan: the set of buckets that all ranks of a group capture. A plan is immutable and has a
 version.
 
-This module also decides what to do after a failed capture; the controller executes the decision.
+This module also makes the decision after a failed capture; the controller executes the decision.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
         If an operator failed, only the graph that contains it is removed. If streams or memory ran
         out, the family of the failed graph keeps as many buckets as were captured for it before the
-        failure; these include the smallest and the largest size, if possible. If no bucket of this
+        failure. The smallest and the largest size are kept, if possible. If no bucket of this
         family was captured, the family with the most captured buckets loses one bucket, because
         that family has used the resources.
 

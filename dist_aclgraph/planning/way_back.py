@@ -19,10 +19,10 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# after this number of steps without a failure, failures no longer count as consecutive
+# after this number of steps without a failure, the next failure is not a consecutive one
 SOUND_STEPS = 100
 
-# For each kind of fault, the maximum number of times in a row that a group is resumed; 0 means
+# For each kind of fault, the maximum number of consecutive times that a group is resumed; 0 means
 # never. If a failure follows soon after the group was resumed, the cause of the earlier failure
 # still exists.
 TRIES: dict[DeviceFault, int] = {

@@ -252,7 +252,7 @@ class BlockCopies:
         ``first`` cached blocks, and the blocks after them that have files. If the model has
         recurrent state, the last of these blocks must also have a checkpoint with a file. If files
         are found while too many blocks are being read, the answer stays None until enough jobs have
-        ended. If this takes longer than ``WAIT_S``, the answer is ``first``.
+        ended. If this takes longer than ``WAIT_S``, the answer is the number ``first``.
 
         Args:
             fetch: fetches the missing files to the engine's node. After this, the files are looked

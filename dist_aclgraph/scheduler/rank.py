@@ -140,7 +140,7 @@ class RankScheduler:
     ) -> tuple[StepBuilder, list[Request]]:
         """Begin a step; return its builder, and the requests that were preempted for the step.
 
-        All requests that decode run in the step, unless ``kind`` is "prompt". If the builder has no
+        If ``kind`` is not "prompt", all requests that decode run in the step. If the builder has no
         work, ``begin`` has changed nothing, and the caller may drop the builder.
         """
         is_open = kind != "decode"

@@ -16,8 +16,9 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# An open request counts as this number of waiting tokens, plus the tokens of its prompt that are
-# not computed yet. The reason is that the request runs in every step until its end.
+# For each open request, the router counts this number of waiting tokens, plus the tokens of the
+# request's prompt that are not computed yet. The reason is that the request runs in every step
+# until its end.
 REQUEST_TOKENS = 64
 # The weight of a cached token. It is 2, because a cached token saves time for its request, and also
 # for the requests that wait behind this request.

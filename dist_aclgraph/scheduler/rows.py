@@ -216,8 +216,8 @@ class RunningRows(Columns):
         self.slack[indices] += drafts
 
     def put_back(self, indices: Indices, records: IntArray) -> None:
-        """Undo ``take_off`` for a step that is dropped. The arguments are the same as those of
-        ``take_off``.
+        """Undo ``take_off`` for a step that is dropped. The arguments are the same as in the call
+        of ``take_off``.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts

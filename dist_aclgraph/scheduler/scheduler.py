@@ -249,7 +249,7 @@ class Scheduler:
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
-        # run, requests that wait for their grammars run, too.
+        # run, requests run although they wait for their grammars.
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks) + self.waiting.try_grammars()

@@ -81,8 +81,8 @@ class Matchers:
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
         rows_may_wait: whether a request keeps its row while it waits for a mask that takes long to
-            compute. False if the model has recurrent state: then the request must begin again in a
-            row.
+            compute. False if the model has recurrent state, because such a request must give up its
+            row and begin again.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Matchers:
         """Write the masks of one row: one mask for each token that the step samples for the row.
 
         Returns:
-            Why the row's matcher has failed; "" if it has not failed.
+            The reason why the row's matcher has failed; "" if it has not failed.
 
         Args:
             first: position, in the request, of the token that is sampled at the row's first place.

@@ -125,7 +125,8 @@ class ComingLogprobs:
 
     Attributes:
         asking: [m], indices of the places.
-        wanted: [m], for each place, how many of the most probable tokens its request wants to see.
+        wanted: [m], for each place, the number of most probable tokens that its request wants to
+            see.
         packed: [m, 2 * (count + 1) + 1] float32, pinned. The first columns are the id of the chosen
             token, the ids of the ``count`` most probable tokens, and the chosen token's rank in the
             distribution; these columns contain the bits of int32 numbers. The other columns are the

@@ -79,7 +79,8 @@ class AskedLogprobs:
 
     Attributes:
         asking: [m], indices of the places; where: the same indices, int64 on the device.
-        wanted: [m], for each place, how many of the most probable tokens its request wants to see.
+        wanted: [m], for each place, the number of most probable tokens that its request wants to
+            see.
     """
 
     asking: npt.NDArray[np.intp]

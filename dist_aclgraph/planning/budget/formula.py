@@ -20,8 +20,8 @@ RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
 # number of streams that are subtracted if PCP is used, and once more if DCP is used
 CONTEXT_PARALLEL_STREAMS = 100
-# number of streams that are subtracted if TP is used, and once more if DP is used, unless HCCL uses
-# AIV
+# If HCCL does not use AIV, this number of streams is subtracted if TP is used, and once more if DP
+# is used.
 GROUP_STREAMS = 40
 
 

@@ -93,7 +93,7 @@ class BudgetModel(Protocol):
         """
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
-        """Return all limits on the number of buckets on the rank that has made the offer.
+        """Return, for the rank that has made the offer, all limits on the number of buckets.
 
         Args:
             families: the families of graphs, with all sizes that may be captured.
