@@ -241,8 +241,8 @@ class StepsInFlight:
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:
-        """Exclude the aborted steps from the numbers of tokens beyond capacity that are reported
-        from now on.
+        """From now on, do not count tokens of the aborted steps in the reported numbers of tokens
+        beyond capacity.
 
         The device's counter includes tokens of the aborted steps, so its current value is
         subtracted from later values.

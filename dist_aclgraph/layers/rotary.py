@@ -69,7 +69,7 @@ def rope_tables(
 def pairs_across_head(
     heads: Tensor, head_dim: int, rotary_dim: int, *, interleaves: bool = False
 ) -> Tensor:
-    """Change the order of each head's elements to the order of the tables of ``pad_tables``.
+    """Change the order of each head's elements to the order that the tables of ``pad_tables`` need.
 
     The first ``rotary_dim`` elements of a head are rotated. In the result, the two elements of a
     rotated pair are ``head_dim / 2`` apart. Attention scores do not change, because the order is
@@ -206,7 +206,7 @@ def query_factors(rope: RopeSpec, count: int) -> Tensor:
 
 
 def score_factor(rope: RopeSpec) -> float:
-    """Return the factor by which ``mscale_all_dim`` multiplies attention scores.
+    """Return the factor by which attention scores are multiplied, as ``mscale_all_dim`` defines it.
 
     Only DeepSeek's models multiply scores. Other models apply the whole factor of YaRN to cos and
     sin.

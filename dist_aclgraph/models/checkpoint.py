@@ -341,7 +341,7 @@ class Checkpoint:
         form = self._int4_formats.of(self._stored_name(name))
         if form is None:
             return None
-        # A pattern that means all matrices also matches embeddings and norms, which have no scales.
+        # A pattern for all matrices also matches embeddings and norms, but these have no scales.
         module = name.removesuffix(".weight")
         has_scales = any(f"{module}.{part}" in self for part in ("weight_scale", "weight_packed"))
         return form if has_scales else None

@@ -294,7 +294,8 @@ class GroupedQuery:
 
     def make_cache(self, room: CacheRoom) -> KVCache:
         shape = (room.num_blocks, room.block_size, self._heads.num_kv_heads, self._spec.head_dim)
-        # Zeros, because attention reads whole blocks, and a NaN after the last key would spread.
+        # The cache is filled with zeros, because attention reads whole blocks, and a NaN after the
+        # last key would spread.
         return KVCache(
             *(torch.zeros(shape, dtype=room.dtype, device=self._device) for _ in range(2))
         )

@@ -76,7 +76,7 @@ class Int4Matrix:
 
 
 class StoredInt4:
-    """A matrix in a checkpoint whose values have four bits."""
+    """A matrix of four-bit values in a checkpoint."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class DecoderLayer:
         post_attention_norm: norm of the feed-forward part's input; None if attention and the
             feed-forward part have the same input.
         index: the layer's index in the checkpoint.
-        marks: records, on the device, which collective the rank has reached.
+        marks: object that records, on the device, which collective the rank has reached.
         output_norms: two norms, one for the results of attention, one for the results of the
             feed-forward part; None if the results are added to the residual stream without a norm.
         result_scale: factor by which the results of attention and of the feed-forward part are
@@ -121,8 +121,8 @@ class DecoderLayer:
     def after_attention(
         self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the result of the layer's feed-forward part, and the residual stream
-        to which it is not yet added.
+        """Return two tensors: the result of the layer's feed-forward part, and the residual stream.
+        The result is not yet added to the residual stream.
 
         Args:
             attended: the inputs of attention. The last of these tensors contains the results of

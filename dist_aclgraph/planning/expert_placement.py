@@ -55,8 +55,8 @@ class ExpertPlacement:
     def slot_table(self) -> IntArray:
         """Return the slots of each expert: [num_experts + 1, maximum number of copies].
 
-        If an expert has fewer copies than this maximum, its slots are repeated. The last row is for
-        padding tokens, which no expert runs; it contains ``num_slots``.
+        If an expert has fewer copies than this maximum, its slots are repeated. All elements of the
+        last row are ``num_slots``. This row is for padding tokens, which no expert runs.
         """
         width = max(map(len, self.slots))
         rows = [[slots[i % len(slots)] for i in range(width)] for slots in self.slots]

@@ -570,7 +570,7 @@ class RankScheduler:
             request.leave_row()
 
     def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
-        """Allocate blocks for the decoding requests that need more for their next tokens.
+        """Allocate blocks for the decoding requests that need more blocks for their next tokens.
 
         If too few blocks are free, requests are preempted, in reverse order of service.
 

@@ -53,7 +53,7 @@ def draft_places(
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         block_table: [max_rows, max_blocks].
-        place: indices, in context parallelism, of the rank for which slots are computed.
+        place: the indices in context parallelism of the rank for which slots are computed.
         may_draft: [max_rows], whether drafts of a row may be accepted.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)

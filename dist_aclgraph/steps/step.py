@@ -41,7 +41,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
     biases: bytes = b""  # float32 [n], added to the logits of these tokens
-    allowed: bytes = b""  # int32 [n], the only allowed tokens; empty allows all tokens
+    allowed: bytes = b""  # int32 [n], the only allowed tokens; if empty, all tokens are allowed
     bad_words: tuple[tuple[int, ...], ...] = ()  # words of two tokens or more
     structure: Structure | None = None
     # Whether the answer is an embedding, which is the hidden state of the prompt's last token. The
