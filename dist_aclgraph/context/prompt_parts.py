@@ -33,7 +33,7 @@ class Launch:
         start, stop: range of the launch's queries among the rank's tokens.
         query_ends, kv_ends: cumulative numbers of queries and of keys, one number for each piece of
             a request in the launch.
-        kv: the KV tokens to which the launch attends, as indices into the chunk's tokens, in order.
+        kv: indices of the KV tokens to which the launch attends, among the chunk's tokens.
         is_causal: if true, the last keys of each piece are the keys of the queries' own tokens, and
             attention is causal. If false, every query attends to all keys.
     """

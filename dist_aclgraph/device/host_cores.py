@@ -38,7 +38,7 @@ def share_cores(
 
     The NPUs of a NUMA node share the node's cores. On each NUMA node, one further set of the same
     size is reserved for the processes that use no NPU (engine, controller, ingress). If the NUMA
-    node of any NPU is unknown, all cores are treated as the cores of one node.
+    node of at least one NPU is unknown, all cores are treated as the cores of one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.

@@ -27,7 +27,7 @@ from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.references import References
 from dist_aclgraph.steps.step import RankBatch
 
-# What is added to a request's record from one decode step to the next: one more computed token.
+# The change of a request's record from one decode step to the next: one more computed token.
 ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 

@@ -93,8 +93,8 @@ class StepsInFlight:
         # ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
         # The time at which enough work of the second oldest step was queued to keep the device
-        # busy; 0 if that has not happened yet. From this time on, the host does nothing but wait
-        # for the oldest step.
+        # busy; 0 if that has not happened yet. From this time on, the host only waits for the
+        # oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)

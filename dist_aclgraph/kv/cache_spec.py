@@ -189,7 +189,8 @@ class KVCacheSpec:
         else:
             num_blocks = kv.num_blocks
         longest = self.longest_request(num_blocks, max_model_len)
-        # Without a configured length, a small cache is no error: it limits the length of requests.
+        # If no length is configured, a small cache is not an error, but limits the length of
+        # requests.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
                 "raise kv.memory_fraction, lower scheduler.max_num_batched_tokens, "

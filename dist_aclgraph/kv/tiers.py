@@ -261,9 +261,7 @@ class KVTiers:
         return self._first.add_file(block_hash, file, depth)
 
     def write_late(self) -> bool:
-        """Write to the second tier one of the blocks that wait for this; return False if no block
-        waits.
-        """
+        """Write one of the waiting blocks to the second tier; return False if no block waits."""
         if self._second is None or not self._late:
             return False
         self._second.copy_from(self._first, self._late.popleft())

@@ -160,7 +160,9 @@ class SparseLatent(LatentKind):
     def load_layer(
         self, slices: WeightSlices, index: int, *, has_indexer: bool
     ) -> MultiHeadSparseAttention:
-        """Return this rank's attention of layer ``index``, with an indexer if ``has_indexer``."""
+        """Return this rank's attention of layer ``index``. It has an indexer if ``has_indexer`` is
+        true.
+        """
         prefix, hidden = f"model.layers.{index}.self_attn", self._spec.hidden_size
         rank, spec = self._sizes.q_rank, self._indexer
         assert rank is not None

@@ -109,8 +109,8 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
 
     Between two measured sizes, the time is interpolated linearly. Below the smallest and above the
     largest measured size, it is proportional to the number of tokens. A measured time can include
-    pauses of the host. So if the step of a larger size took less time, the time of the larger size
-    is used.
+    pauses of the host. So if a step of a larger size took less time, this time is also used for the
+    smaller size.
     """
     if not seconds:
         return [float(size) for size in sizes]

@@ -168,7 +168,7 @@ def _split_sizes(config: Config) -> dict[str, object]:
 def normalise_mode(
     wanted: GraphMode, support: GraphSupport, *, launch_blocking: bool = False
 ) -> tuple[GraphMode, tuple[str, ...]]:
-    """Return the supported mode that takes the place of ``wanted``, and a sentence for each change
+    """Return the supported mode that replaces the mode ``wanted``, and a sentence for each change
     of the mode.
 
     Args:

@@ -64,8 +64,8 @@ def negotiate(
     lowest cost for the traffic.
 
     The plan is the same on all ranks, because a collective in a graph works only if all members of
-    its group replay the graph. The order of the offers does not change the plan. The plan obeys
-    every limit that the budget model returns for any rank. If a family has a bucket in the plan, it
+    its group replay the graph. The order of the offers does not change the plan. The plan obeys all
+    limits that the budget model returns for the ranks. If a family has a bucket in the plan, it
     also has the largest bucket that fits in memory. Units: streams and bytes.
 
     Args:

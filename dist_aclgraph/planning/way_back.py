@@ -19,7 +19,7 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# after this number of steps without a failure, the next failure is not a consecutive one
+# after this number of steps without a failure, the next failure is counted as the first one
 SOUND_STEPS = 100
 
 # For each kind of fault, the maximum number of consecutive times that a group is resumed; 0 means

@@ -524,7 +524,7 @@ class Scheduler:
         return result
 
     def _hold(self, steps: Sequence[RankStep], told: Sequence[StepResult]) -> None:
-        """Let requests wait while any worker of their data-parallel rank compiles their grammar.
+        """Let requests wait while a worker of their data-parallel rank compiles their grammar.
 
         Args:
             told: those results that contain rows whose grammars are not compiled.

@@ -1,4 +1,4 @@
-"""The state of one row with a grammar or a limit of reasoning."""
+"""The state of one row that has a grammar, or a maximum number of reasoning tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotReadyError(Exception):
 
 
 class Row:
-    """The state of one row with a grammar or a limit of reasoning.
+    """The state of one row that has a grammar, or a maximum number of reasoning tokens.
 
     Attributes:
         is_shared: whether the row's matcher shares its lexer with matchers of other requests.

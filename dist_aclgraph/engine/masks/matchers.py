@@ -186,7 +186,7 @@ class Matchers:
         are known.
 
         Args:
-            drafts: [max_rows, k], the drafts of this step; None if the model does not draft.
+            drafts: [max_rows, k], the drafts of this step; None if the deployment uses no drafts.
         """
         firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
         rows, size = step.sampled_rows.tolist(), self._num_places
@@ -302,7 +302,7 @@ class Masking:
 
     def __init__(self, upload: ToDevice) -> None:
         self._upload = upload
-        # [16] int16, one number for each bit of a half word; only this bit is set.
+        # [16] int16. Each number has one bit of a half word set, and no two have the same bit set.
         self._bits: Tensor | None = None
 
     def forget(self) -> None:

@@ -112,7 +112,7 @@ def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
 
 
 def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
-    """In the rows of ``wide``, forbid each token whose logit is below the k-th largest logit."""
+    """At the places of ``wide``, forbid each token whose logit is below the k-th largest logit."""
     chosen = logits.index_select(0, wide.where)
     best = chosen.topk(wide.most, dim=-1).values
     least = best.gather(1, wide.last)
