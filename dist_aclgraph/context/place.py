@@ -1,4 +1,6 @@
-"""The indices of a rank in context parallelism: its KV shard, and its index for prompts."""
+"""In context parallelism, a rank has two indices: the index of its KV shard, and its index among
+the ranks that split prompts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ class ContextPlace:
     """The indices of one rank in context parallelism.
 
     Attributes:
-        shards: how the caches of requests are divided.
+        shards: the division of the requests' caches into shards.
         shard: index of this rank's shard.
         num_prompt_ranks: number of ranks that split prompts.
         prompt_rank: index of this rank among the ranks that split prompts.
@@ -29,5 +31,7 @@ class ContextPlace:
 
     @property
     def whole(self) -> ContextPlace:
-        """The indices of the same rank for an undivided cache, which each rank has as a whole."""
+        """The indices of the same rank for a cache that is not divided. Each rank has a whole copy
+        of such a cache.
+        """
         return replace(self, shards=Shards(self.shards.tokens_per_block), shard=0)

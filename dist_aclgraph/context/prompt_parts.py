@@ -4,10 +4,10 @@ chunk.
 The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
 are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
 at the same positions. In the chunk that contains a query's position, the query attends causally; in
-each earlier chunk, it attends to all keys. So each launch of the attention operator is either
-causal, or each of its queries attends to all of its keys. If a query attends to several chunks, its
-results from these chunks are merged. Several short requests share a chunk if their KV tokens fit in
-it.
+each earlier chunk, it attends to all keys. So there are two kinds of launches of the attention
+operator. A launch of the first kind is causal. In a launch of the second kind, each query attends
+to all keys of the launch. If a query attends to several chunks, its results from these chunks are
+merged. Several short requests share a chunk if their KV tokens fit in it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Launch:
         start, stop: range of the launch's queries among the rank's tokens.
         query_ends, kv_ends: cumulative numbers of queries and of keys, one number for each piece of
             a request in the launch.
-        kv: the KV tokens to which the launch attends, as indices into the chunk's tokens, in order.
+        kv: indices of the KV tokens to which the launch attends, among the chunk's tokens.
         is_causal: if true, the last keys of each piece are the keys of the queries' own tokens, and
             attention is causal. If false, every query attends to all keys.
     """
@@ -62,8 +62,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """The attention of several requests that share one chunk, or the attention of one request with
-    its chunks.
+    """The attention of several requests that share one chunk, or the attention of one request that
+    has its own chunks.
 
     Attributes:
         start, stop: range of the part's queries among the rank's tokens.
@@ -141,8 +141,8 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield groups of requests. A group is several neighbouring requests that share one chunk, or
-    one request that fills a chunk or is longer than a chunk.
+    """Yield groups of requests. A group contains neighbouring requests that share one chunk. A
+    request that is at least as long as a chunk is a group of its own.
     """
     start, total = requests.start, 0
     for request in requests:
@@ -219,12 +219,13 @@ def _launch(
 
 @dataclass(frozen=True)
 class Reads:
-    """The slots from which a shard reads keys of a chunk, and where each launch finds its keys.
+    """The slots from which a shard reads the keys of a chunk, and the indices of each launch's
+    keys.
 
     Attributes:
-        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the largest
-            number of slots of any shard; the array of a shard with fewer slots is padded with slot
-            0. None if there is only one shard.
+        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the number of
+            slots of the shard with the most slots. The arrays of the other shards are padded with
+            slot 0. None if there is only one shard.
         launches: for each launch, the indices of its keys in the gathered keys. The gathered keys
             have the shape [number of shards * m]; the keys of shard 0 come first. If there is only
             one shard, no keys are gathered, and ``launches`` contains the slots of the keys.
@@ -235,8 +236,8 @@ class Reads:
 
 
 def find_keys(chunk: Chunk, block_table: IntArray, shards: Shards, shard: int) -> Reads:
-    """Return the slots from which a shard reads the keys of a chunk, and where each launch finds
-    its keys.
+    """Return the slots from which a shard reads the keys of a chunk, and the indices of each
+    launch's keys.
 
     Args:
         block_table: [num_reqs, num_blocks].

@@ -1,10 +1,11 @@
 """Decides which tokens of a step each prefill rank runs.
 
 Requests with few tokens come first in the step. Every rank runs all of their tokens. Each later
-request is cut into twice as many chunks as there are ranks. Rank r runs the chunk with index r and
-the chunk r places before the last chunk. With causal attention, the cost of these two chunks
-together is the same on every rank. Chunk lengths differ by at most one token; a chunk can be empty.
-Every rank pads its tokens to the number of tokens of the rank with the most tokens.
+request is cut into twice as many chunks as there are ranks. Rank r runs two chunks: the chunk with
+index r, counted from the first chunk, and the chunk with index r, counted back from the last chunk.
+With causal attention, the cost of these two chunks together is the same on every rank. Chunk
+lengths differ by at most one token; a chunk can be empty. Every rank pads its tokens to the number
+of tokens of the rank with the most tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_WHOLE_QUERIES = 16  # A request with at most 16 tokens in a step runs on all
 
 
 def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
-    """Return the number of requests before the first one with more than ``max_queries`` tokens."""
+    """Return how many requests come before the first one with more than ``max_queries`` tokens."""
     too_long = np.flatnonzero(query_lens > max_queries)
     return int(too_long[0]) if len(too_long) else len(query_lens)
 
@@ -61,8 +62,8 @@ class PromptSplit:
 
         Args:
             query_lens: [num_reqs], number of tokens of each request in the step.
-            max_queries: a request with at most this number of tokens is not split. The first
-                request with more tokens and all requests after it are split.
+            max_queries: the requests before the first request with more than this number of tokens
+                are not split. That request and all requests after it are split.
         """
         ends = np.cumsum(query_lens, dtype=np.int32)
         num_whole = num_whole_requests(query_lens, max_queries)
@@ -96,8 +97,8 @@ class PromptSplit:
         return self.num_whole_tokens + max(shares)
 
     def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
-        """Return two arrays with one element for each token of the step. The first array contains a
-        rank that runs the token, the second array the token's index on that rank.
+        """Return two arrays with one element for each token of the step: a rank that runs the
+        token, and the token's index on that rank.
 
         For a token that all ranks run, the rank is 0.
         """
@@ -132,8 +133,8 @@ def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return the number of pairs of a query and a key for which attention computes a score in these
-    pieces.
+    """Return the amount of attention work for these pieces: the number of scores that attention
+    computes, one score for each query and each key to which the query attends.
 
     Args:
         context: [num_reqs], for each request, the number of its tokens that earlier steps have

@@ -1,12 +1,13 @@
 """Computes which shard of a request's KV cache keeps a token, and the token's slot on this shard.
 
-The first ``interleave`` tokens belong to shard 0, the next ``interleave`` tokens to shard 1, and so
-on; after the last shard comes shard 0 again. Every shard has one block for each block id. Together,
-the blocks with the same id contain ``tokens_per_block`` neighbouring tokens. vLLM's decode context
-parallelism uses the same layout.
+The first ``interleave`` tokens belong to shard 0, the next ``interleave`` tokens belong to shard 1,
+and so on. After the last shard, shard 0 follows again. Every shard has one block for each block id.
+Together, the blocks with the same id contain ``tokens_per_block`` neighbouring tokens. vLLM's
+decode context parallelism uses the same layout.
 
-An undivided cache, of which each rank has a whole copy, uses the same block ids; each of its blocks
-contains ``tokens_per_block`` tokens. A token's slot in such a cache is its *whole slot*.
+If a cache is not divided, each rank has a whole copy of it. Such a cache uses the same block ids,
+and each of its blocks contains ``tokens_per_block`` tokens. A token's slot in such a cache is its
+*whole slot*.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Shards:
 
     @property
     def tokens_per_block(self) -> int:
-        """Number of tokens in the blocks with the same id, on all shards together."""
+        """Number of tokens that all blocks with the same id contain together; each shard has one of
+        these blocks.
+        """
         return self.block_size * self.count
 
     def owners(self, at: Ints) -> Ints:
@@ -92,8 +95,8 @@ class Shards:
     def slots_of(
         self, shard: int, block_table: IntArray, rows: IntArray, positions: IntArray
     ) -> IntArray:
-        """Return the slots to which one shard writes. For a token of another shard, the result is
-        the negative number that ``FOREIGN_SLOT`` defines.
+        """Return the slots to which one shard writes. For a token of another shard, the result is a
+        negative number; see ``FOREIGN_SLOT``.
         """
         whole = self.whole_slots(block_table, rows, positions)
         if self.count == 1:
@@ -122,7 +125,7 @@ class Shards:
         return own
 
     def whole_of(self, own: Ints, shard: int) -> Ints:
-        """Return the whole slots of tokens that have the slots ``own`` on a shard."""
+        """Convert slots of one shard to whole slots."""
         turns = own // self.interleave * self.count + shard
         whole: Ints = turns * self.interleave + own % self.interleave
         return whole

@@ -35,7 +35,7 @@ class MemoryRange(NamedTuple):
 
 
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether ``parts``, together, contain all ranges in ``wanted``.
+    """Return whether the ranges in ``parts`` together contain all ranges in ``wanted``.
 
     A wanted range may be divided among several adjacent parts.
     """

@@ -1,5 +1,5 @@
-"""Finds out whether CANN's libraries can be loaded; if not, names the remedy. This module does not
-import torch.
+"""Finds out whether CANN's libraries can be loaded. If they cannot, the module suggests a remedy.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load_remedy(problem: str) -> str:
 
 
 def cannot_load(problem: str) -> DeviceError:
-    """Return an error whose sentence contains a loader's message about CANN's libraries."""
+    """Return an error whose text contains the message ``problem`` of the loader, and the remedy."""
     return DeviceError(f"CANN cannot be loaded ({problem}): {load_remedy(problem)}")
 
 

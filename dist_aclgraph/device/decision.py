@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return ``config`` with the kind of device that this machine has, in place of the kind
-    ``auto``. For NPUs, ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of
+    """Return ``config``, in which the kind of device ``auto`` is replaced by the kind that this
+    machine has. For NPUs, ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of
     this machine, unless the configuration sets them. Plans assume at least as many NPUs on each
     node as this machine has.
 

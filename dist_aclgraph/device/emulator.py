@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def _with_our_errors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return a wrapper of ``function`` that raises our error types in place of npu_emulator's."""
+    """Return a wrapper of ``function`` that converts npu_emulator's errors to our error types."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -64,7 +64,7 @@ def device_fault(error: BaseException) -> DeviceFault | None:
     """Return why the device stopped. Return None if the error does not say why, or if the error
     does not mean that the device stopped.
 
-    If CANN's text contains both a reason and a code, the reason counts, because the code may only
+    If CANN's text contains both a reason and a code, the code is ignored, because it may only
     describe the call that failed.
     """
     text = str(error)
@@ -105,8 +105,8 @@ def classify(error: BaseException) -> FailureCause:
 
 
 def device_error(error: BaseException, doing: str) -> DistAclGraphError:
-    """Convert an exception of torch_npu to an error of this package. The caller raises the result
-    ``from`` the exception.
+    """Convert an exception of torch_npu to an error of this package. The caller raises the result,
+    with ``from`` and the exception.
     """
     if isinstance(error, DistAclGraphError):
         return error

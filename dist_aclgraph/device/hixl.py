@@ -1,8 +1,8 @@
 """Transfers between the memory of two processes with HIXL, CANN's Python package ``hixl``.
 
 CANN demands that all calls of an engine use the ACL context in which the engine was initialized. So
-one thread makes all calls of an engine. A failed transfer may still write memory until
-``disconnect`` has returned.
+one thread makes all calls of an engine. Even after a transfer has failed, it may write to memory
+until ``disconnect`` has returned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from dist_aclgraph.device.npu import runtime
 from dist_aclgraph.errors import ConfigError, DeviceError
 
-# Names of the statuses, for error messages.
+# Names of HIXL's statuses, for error messages.
 STATUSES = (
     "PARAM_INVALID",
     "TIMEOUT",
@@ -66,7 +66,7 @@ class HostMemory:
 
 
 class HixlEngine:
-    """An engine of HIXL. Only the thread that has made the object may call it.
+    """An engine of HIXL. Only the thread that has made the object may call its methods.
 
     Raises:
         ConfigError: this CANN does not have the package ``hixl``.

@@ -38,7 +38,7 @@ def share_cores(
 
     The NPUs of a NUMA node share the node's cores. On each NUMA node, one further set of the same
     size is reserved for the processes that use no NPU (engine, controller, ingress). If the NUMA
-    node of any NPU is unknown, all cores are treated as the cores of one node.
+    node of at least one NPU is unknown, all cores are treated as the cores of one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
@@ -143,7 +143,7 @@ def addresses_on_host(addresses: Sequence[str]) -> list[str]:
     """Return the PCI addresses of all NPUs of the host, also of those that this container cannot
     use.
 
-    The host's NPUs are all PCI functions whose vendor and device id equal those of the functions at
+    The host's NPUs are all PCI functions with the same vendor and device id as the functions at
     ``addresses``. The class of the functions does not identify NPUs, because Kunpeng's compression
     engines have the same class.
 

@@ -148,11 +148,11 @@ class Npu:
         return left
 
     def counts_graphs(self, stream: Any) -> bool:
-        """Return whether CANN's number of free streams falls with a capture, and rises again when
-        the captured graph is released.
+        """Return whether a capture reduces the number of free streams that CANN reports, and the
+        release of the captured graph increases this number again.
 
-        With software queues, the number does not rise again, because CANN keeps the queues of
-        released graphs for later graphs.
+        With software queues, the release does not increase the number, because CANN keeps the
+        queues of released graphs for later graphs.
         """
         before = self.available_streams()
         if before == 0:
@@ -178,8 +178,8 @@ class Npu:
 
         Call this once for each error, on the thread in which the error was raised. A library above
         CANN's runtime can hide the cause. For example, HCCL reports the same code for all launches
-        that the runtime refuses. For each thread, the runtime stores its own code of the last error
-        until the code is read.
+        that the runtime refuses. For each thread, CANN's runtime stores the code of its last error
+        until this code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)
@@ -226,9 +226,9 @@ class Npu:
     def restart(self, *, resumes_groups: bool = True) -> None:
         """Make a stopped device work again.
 
-        Memory, handles of streams and events, and graphs are unchanged. Three things are undefined:
-        the output of aborted tasks, the state of events in graphs, and the contents of memory that
-        was faulty and is now repaired.
+        Memory, graphs, and the handles of streams and events are unchanged. Three things are
+        undefined: the output of aborted tasks, the state of events in graphs, and the contents of
+        memory that was faulty and is now repaired.
 
         Args:
             resumes_groups: whether the communicators of this process are resumed. Then the devices
@@ -276,13 +276,13 @@ class Npu:
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Copy an array to the device; the host does not wait for the copy.
 
-        The copy runs on the stream that was current when this object was made.
+        The copy runs on the stream that was current when this ``Npu`` object was made.
         """
         return self._staging.send(array, self.device)
 
 
 def load_torch_npu(kind: DeviceKind) -> None:
-    """Load torch_npu, and open no device. Afterwards ``open_npu`` is fast in a forked process.
+    """Load torch_npu without opening a device. Afterwards ``open_npu`` is fast in a forked process.
 
     Raises:
         EmulatorBuildError: the emulator cannot be built.

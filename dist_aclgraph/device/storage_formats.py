@@ -29,8 +29,7 @@ def to_fractal_nz(weight: Tensor) -> Tensor:
         DeviceError: CANN or torch_npu cannot make the copy.
     """
     # Without this option, torch_npu leaves the tensor in the format ND. The option is set only
-    # during this call, because with it some operators choose the formats of their results
-    # themselves.
+    # during this call, because it lets some operators choose the formats of their results.
     config = runtime().config
     config.allow_internal_format = True
     try:

@@ -50,7 +50,7 @@ LINES = {
         reduce_scatter="reduce_scatter_single",
     ),
 }
-DEFAULT = "2.13"  # ``make`` installs this series, unless the variable NPU names another
+DEFAULT = "2.13"  # ``make`` installs this series if the variable NPU does not name another series
 
 
 def installed_name() -> str:

@@ -43,9 +43,9 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: largest number of queries of a request that always attends directly (through
-            its block table). A request with more queries does not attend directly if the cache is
-            sharded, or if this kind of attention accepts only few queries.
+        max_queries: a request with at most this number of queries always attends directly, which
+            means through its block table. A request with more queries does not attend directly if
+            the cache is sharded, or if this kind of attention accepts only few queries.
         max_tokens: for requests that do not attend directly, maximum number of KV tokens whose keys
             are read together.
     """
@@ -61,9 +61,9 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # The indices of this rank for the cache that rows read when they attend directly. If an
-        # indexer chooses keys, this is the cache of index keys, which is not divided: every rank
-        # has all index keys.
+        # This rank's indices in context parallelism, for the cache that is read by requests that
+        # attend directly. If an indexer chooses keys, this is the cache of index keys, which is not
+        # divided: every rank has all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
@@ -322,8 +322,8 @@ class AttentionSteps:
 
         Args:
             positions: [num_reqs, query_len].
-            kv_lens: [num_reqs] int32, number of keys of each request. For padding requests, too,
-                the number includes the keys of the request's own queries.
+            kv_lens: [num_reqs] int32, number of keys of each request. The number includes the keys
+                of the request's own queries, even for padding requests.
             slots: [num_tokens] int32.
             ahead: number of tokens by which drafting has made requests longer.
         """

@@ -5,8 +5,8 @@ Blocks pass through a few slots. A slot has memory on the device and pinned memo
 block consists of one part in each layer. All of its parts are gathered in a slot, so that one
 transfer moves them together. Blocks are gathered from the caches and scattered to the caches on the
 main stream, in the order of the engine's messages. So a block has the contents that the scheduler
-expects. The transfers run on another stream, while steps run. A thread reads and writes the files;
-it never uses the device.
+expects. The transfers run on another stream, while steps run. One thread, the file thread, reads
+and writes the files; it never uses the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ State = Literal["free", "on device", "in files"]
 
 @dataclass
 class _Piece:
-    """The part of a copy job that fits in a slot."""
+    """A part of a copy job. Its blocks fit in one slot."""
 
     number: int
     index: int  # position among the pieces of the job
@@ -87,7 +87,7 @@ class _Slot:
     Attributes:
         device, host, blocks: [num_blocks, block_bytes]; ``blocks`` is ``host`` as a NumPy array.
         piece: the piece that uses the slot; None if the slot is free.
-        state: the present user of the slot: the device, the thread for files, or none.
+        state: the present user of the slot: the device, the file thread, or none.
         is_void: whether the slot's piece was dropped. If true, the piece's result is not reported.
         ready: event with which one stream waits for the other stream.
         done: event after the slot's last work on the device.
@@ -108,8 +108,8 @@ class _Slot:
 
 
 class BlockCopier:
-    """Owns the slots, the transfer stream and the thread for files. Only the thread that uses the
-    device may call the methods.
+    """Owns the slots, the transfer stream and the file thread. Only the thread that uses the device
+    may call the methods.
 
     Args:
         tensors: returns the tensors of all layers' blocks; the first axis is the block id.
@@ -127,9 +127,9 @@ class BlockCopier:
         self._tensors = tensors
         self._tiers = tiers
         # Number of bytes of a block in each tensor, and in all tensors together. In a slot, each
-        # block is contiguous, so that the thread for files reads or writes a block with one system
-        # call. More calls would be slow, because the thread waits for Python's global lock after
-        # each call.
+        # block is contiguous, so that the file thread reads or writes a block with one system call.
+        # More calls would be slow, because the thread waits for Python's global lock after each
+        # call.
         self._sizes = [tensor[0].nbytes for tensor in tensors()]
         block_bytes = sum(self._sizes)
         self._blocks_per_slot = blocks_per_slot(block_bytes)
@@ -288,8 +288,8 @@ class BlockCopier:
             self._from_files.put(work)
 
     def _next_work(self) -> _Slot | _Upkeep | None:
-        """Return the next work for the thread for files; None if the thread must end. Until there
-        is work, write blocks to the second tier.
+        """Return the next work of the file thread; None if the thread must end. Until there is
+        work, write blocks to the second tier.
         """
         try:
             while self._for_files.empty() and self._tiers.write_late():

@@ -99,8 +99,8 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Call ``run``, and capture each segment that ``run`` passes to its argument; see
-        ``_capture``.
+        """Call the function ``run``, which passes segments to its argument, and capture each of
+        these segments; see ``_capture``.
         """
 
         def record() -> Bucket:
@@ -140,7 +140,7 @@ class GraphStore:
     @property
     def free_streams(self) -> int | None:
         """Number of free streams that the device reports; None if captures do not change this
-        number, so that it says nothing about them.
+        number.
         """
         return self._npu.available_streams() if self._recording.counts_streams else None
 

@@ -27,7 +27,7 @@ from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.references import References
 from dist_aclgraph.steps.step import RankBatch
 
-# What is added to a request's record from one decode step to the next: one more computed token.
+# The change of a request's record from one decode step to the next: one more computed token.
 ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
@@ -249,8 +249,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the rows' last tokens that the caller wants and the host does not have yet; None
-        if there are none.
+        """Return the last tokens of the rows that the caller wants, if the host does not have these
+        tokens yet; None if the host has all of them.
 
         Args:
             is_wanted: [max_rows], whether the caller wants the row's last token.

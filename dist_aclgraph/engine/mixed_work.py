@@ -147,8 +147,8 @@ class MixedWork:
             empty = torch.empty(0, dtype=torch.int32, device=self.npu.device)
             return hidden[:0], hidden[:0], empty, hidden[:0, 0]
         splits_prompts = self.context.pcp.size > 1
-        # If this rank has no places, other ranks have some, and all ranks must run the same
-        # collectives.
+        # This rank has no places, but other ranks have some. All ranks must run the same
+        # collectives, so this rank computes the logits of one row.
         if n == 0:
             hidden = hidden[:1]
         elif n < len(hidden) or self.graph_work.drafts is not None or splits_prompts:

@@ -246,11 +246,11 @@ class ModelRunner:
         self.caches.make(num_blocks)
 
     def note_stages(self, note: Callable[[str], None]) -> None:
-        """From now on, call ``note`` with each stage that the host has ended."""
+        """From now on, call ``note`` with the name of each stage that the host has ended."""
         self._watch.on_lap = note
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens of references, [n] int32."""
+        """Return the tokens for which the references stand, [n] int32."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
@@ -328,7 +328,7 @@ class ModelRunner:
         records = unpack_ints(batch.scheduled, 4)
 
         land = partial(self._flights.land, records)
-        # If the previous step ends during this call, its result is reported during this call, too.
+        # If the previous step ends during this call, its result is also reported during this call.
         answer = partial(self._flights.report_ended, report)
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or not plan.graph.query_len):
@@ -389,7 +389,7 @@ class ModelRunner:
         self._npu.synchronize()
 
     def close(self) -> None:
-        """Release graphs and caches after the last step. The device was aborted and restarted.
+        """Release graphs and caches. The device must be aborted and restarted before this call.
 
         Raises:
             DeviceError: the device does not work after the abort.

@@ -79,8 +79,8 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows these tokens
             continue
-        # The index of the request's position 0 among the step's tokens. If the step does not run
-        # position 0, the index that this position would have.
+        # Index of the request's first token among the step's tokens. The index is hypothetical if
+        # an earlier step has run the first token.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

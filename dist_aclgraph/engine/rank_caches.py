@@ -38,7 +38,8 @@ class RankCaches:
 
     def make(self, num_blocks: int) -> None:
         """Replace all caches by empty caches."""
-        # The old caches are freed first, because the memory might be too small for two.
+        # The old caches are freed first, because the memory might be too small for old and new
+        # caches.
         self.free()
         self.npu.give_back()
         room = CacheRoom(num_blocks, self.block_size, self.dtype, self.num_slots, self.int8_latents)
@@ -85,7 +86,7 @@ class RankCaches:
         """
         index = self.npu.upload(block_ids.astype(np.int64))
         for tensor in self.block_tensors():
-            # The operator does not accept int8. The rows have a multiple of four bytes, so they can
-            # be read as int32.
+            # The operator does not accept int8. The number of bytes of each row is a multiple of
+            # four, so the rows can be read as int32.
             words = tensor.view(torch.int32) if tensor.dtype == torch.int8 else tensor
             words.index_fill_(0, index, 0)

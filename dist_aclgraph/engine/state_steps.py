@@ -59,8 +59,8 @@ class StateSteps:
         A request is called direct if it updates its state token by token. With drafts, a request is
         direct if it verifies drafts. Without drafts, it is direct if it runs one token. A request
         that comes from another group first runs the output tokens that it already has, without
-        sampling. It is direct in these steps, too, so that its state is rounded as in the other
-        group. The requests that decode are the first requests of a batch.
+        sampling. In these steps, the request is also direct, so that its state is rounded in the
+        same way as in the other group. The requests that decode are the first requests of a batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -68,7 +68,8 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        # A chunk of a prompt can be as long as a request with drafts, but has fewer logits.
+        # A chunk of a prompt can have as many tokens as a request that verifies drafts, but fewer
+        # of its tokens need logits.
         if self._passed is not None:
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
@@ -127,8 +128,8 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the slots from which direct requests read their states, and the slots to which
-        they write their states.
+        """Return the slots for direct requests: the slots that contain their present states, and
+        the slots for their new states.
 
         Args:
             bases: [n] int32, the first state slot of each request's row; 0 for padding.

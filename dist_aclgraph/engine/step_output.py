@@ -288,8 +288,8 @@ class StepOutput:
         Args:
             tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come first.
             best: the greatest logit of each place.
-            accepted: [>= num_samples] int32, number of accepted drafts; None if the model does not
-                draft.
+            accepted: [>= num_samples] int32, number of accepted drafts; None if the deployment uses
+                no drafts.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
             special: the special places, whose requests may want log-probabilities; None if the step
                 has no special place.
@@ -325,8 +325,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called before the wait, and does other work of the host. It gets a
-                function that returns whether the results have arrived.
+            while_waiting: function that does other work of the host; it is called before the wait.
+                Its argument is a function that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

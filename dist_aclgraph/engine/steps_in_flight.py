@@ -93,13 +93,13 @@ class StepsInFlight:
         # ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
         # The time at which enough work of the second oldest step was queued to keep the device
-        # busy; 0 if that has not happened yet. From this time on, the host does nothing but wait
-        # for the oldest step.
+        # busy; 0 if that has not happened yet. From this time on, the host only waits for the
+        # oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
-        # The device's counter of tokens beyond the capacity of the decoder's exchanges, when it was
-        # last read.
+        # The value that was last read from the device's counter of tokens beyond the capacity of
+        # the decoder's exchanges.
         self._num_unplaced = 0
 
     def __len__(self) -> int:
@@ -164,8 +164,8 @@ class StepsInFlight:
         Args:
             report: called with each result.
             stage: the name of the stage on which the host is working now, a stage of the next step.
-            is_queued: whether so much work of the next step is queued that the device stays busy
-                while the host queues the rest.
+            is_queued: whether enough work of the next step is queued to keep the device busy while
+                the host queues the remaining work.
         """
         if is_queued:
             self._note_queued()
@@ -241,8 +241,8 @@ class StepsInFlight:
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:
-        """Exclude the aborted steps from the numbers of tokens beyond capacity that are reported
-        from now on.
+        """From now on, do not count tokens of the aborted steps in the reported numbers of tokens
+        beyond capacity.
 
         The device's counter includes tokens of the aborted steps, so its current value is
         subtracted from later values.

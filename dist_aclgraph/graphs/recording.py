@@ -18,8 +18,8 @@ from dist_aclgraph.device.npu import (
 
 
 class EventPool:
-    """Owns the external events that no graph uses. Whether such an event is recorded or reset is
-    unknown.
+    """Owns the external events that no graph uses. The state of such an event, recorded or reset,
+    is unknown.
 
     torch_npu never frees an external event's device memory (4 KiB). So the events of a released
     graph are used again by the next graph.
@@ -57,7 +57,7 @@ class Recording:
     @cached_property
     def counts_streams(self) -> bool:
         """Whether captures change the number of free streams that the device reports. The first use
-        of this property tests it with a capture.
+        of this property finds this out with a test capture.
         """
         return self._npu.counts_graphs(self.stream)
 

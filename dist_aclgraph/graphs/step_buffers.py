@@ -266,7 +266,7 @@ class StepBuffers:
 
     def _update_block_table(self, block_table: IntArray) -> slice | None:
         """Update the host's copy of the block table; return the range of rows to send, or None if
-        no row must be sent.
+        no row needs to be sent.
 
         Each row has enough entries for the longest possible request. To save bytes, only the rows
         from the first to the last changed row are sent. Entries after a step's last column are set

@@ -61,7 +61,8 @@ class UpdatableTask:
     ahead: int = 0
 
     def open(self, stream: Any, lens: Lens) -> None:
-        """Send the lengths ``lens``, unless the task already has them, and record the task's event.
+        """Send the lengths ``lens`` if the task does not have them already, and record the task's
+        event.
 
         ``stream`` must be current.
         """

@@ -88,7 +88,7 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return os.path.exists(self.path_of(block_hash))  # on a failed disk, no file exists
+        return os.path.exists(self.path_of(block_hash))  # False if the disk has failed
 
     def num_bytes(self) -> int:
         """Return the size of all block files below the root, as stored in the count file; 0 if
@@ -196,7 +196,7 @@ class BlockFiles:
     def add_file(self, block_hash: BlockHash, file: memoryview, depth: int = 0) -> bool:
         """Store a block's file that another node has sent; return whether the file exists now.
 
-        The result is False, too, if the file's header does not match the hash or the contents.
+        The result is also False if the file's header does not match the hash or the contents.
 
         Args:
             file: the result of ``file_bytes`` on the other node.
@@ -325,8 +325,9 @@ class BlockFiles:
         """Read the times of use of all files below the root, and queue the least recently used
         files for deletion. Return the size of all files.
 
-        The queued files have only about a tenth of ``max_bytes``, because times of use change. When
-        these files are deleted, the next survey reads the times again.
+        The queued files have about a tenth of ``max_bytes`` together. More files are not queued,
+        because times of use change. After the queued files were deleted, the next survey reads the
+        times again.
         """
         found = sorted(_files_below(self._root))
         total = sum(size for _, _, size in found)

@@ -20,8 +20,8 @@ HASH_BYTES = 16
 
 
 def salted_root(salt: str) -> BlockHash:
-    """Return the value that stands for the hash of the block before the first block, for requests
-    with this salt; b"" if ``salt`` is empty.
+    """Return the value that a request with this salt uses as the hash of the block before its first
+    block; b"" if ``salt`` is empty.
     """
     if not salt:
         return b""
@@ -45,10 +45,10 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether a block that several requests share counts as several used blocks,
-            one for each request. CANN 8.5 requires this: its attention operator counts a shared
-            block once for each request, and refuses a batch if the sum exceeds the cache's number
-            of blocks.
+        counts_shared: whether a block that several requests share is counted several times, once
+            for each request. CANN 8.5 requires this: its attention operator counts a shared block
+            once for each request, and refuses a batch if the sum exceeds the cache's number of
+            blocks.
         checkpoints: the checkpoints of a model with recurrent state; None for other models. A
             checkpoint is freed when the last block before it is evicted from the prefix cache.
         events: receives the events of the prefix cache; None if they are not published. The pool
@@ -120,8 +120,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, and add one reference to each block.
 
-        Free blocks that are not in the prefix cache are allocated first. Then follow free blocks of
-        the prefix cache, in the order in which they were freed.
+        Free blocks that are not in the prefix cache are allocated first. After these, free blocks
+        of the prefix cache are allocated, in the order in which they were freed.
 
         Raises:
             OutOfBlocksError: fewer than ``count`` blocks are free; no block was allocated.
@@ -141,8 +141,8 @@ class BlockPool:
         return block_ids
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the leading blocks of ``hashes`` that are in the prefix cache, up to the first
-        block that is not. No references are added.
+        """Return the blocks with the leading ``hashes``, up to the first hash whose block is not in
+        the prefix cache. No references are added.
         """
         block_ids: list[int] = []
         for block_hash in hashes:
@@ -227,7 +227,7 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Let workers clean these blocks, which may be used or free, before the next step."""
+        """Let workers clean these blocks before the next step. The blocks may be used or free."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def hash_of(self, block_id: int) -> BlockHash | None:

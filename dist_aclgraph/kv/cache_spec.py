@@ -121,7 +121,9 @@ class KVCacheSpec:
 
     @property
     def tokens_per_block(self) -> int:
-        """Number of tokens in the blocks with the same id, on all shards together."""
+        """Number of tokens that all blocks with the same id contain together; each shard has one of
+        these blocks.
+        """
         return self.block_size * self.num_shards
 
     @property
@@ -187,7 +189,8 @@ class KVCacheSpec:
         else:
             num_blocks = kv.num_blocks
         longest = self.longest_request(num_blocks, max_model_len)
-        # Without a configured length, a small cache is no error: it limits the length of requests.
+        # If no length is configured, a small cache is not an error, but limits the length of
+        # requests.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
                 "raise kv.memory_fraction, lower scheduler.max_num_batched_tokens, "

@@ -23,9 +23,9 @@ class Checkpoints:
     found by the hash of the last block before its position. This class knows nothing about requests
     or devices.
 
-    Every checkpoint is in one of three states: free; begun, while a step in flight writes it; or
-    stored, when ``longest`` can find it. If a new checkpoint is needed and none is free, the least
-    recently used stored checkpoint becomes free.
+    Every checkpoint is free, begun or stored. A step in flight writes a begun checkpoint.
+    ``longest`` can find a stored checkpoint. If a new checkpoint is needed and none is free, the
+    least recently used stored checkpoint becomes free.
 
     Args:
         count: number of checkpoints; if it is 0, requests share no prefixes.

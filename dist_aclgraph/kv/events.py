@@ -18,7 +18,7 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 Encoding = Literal["array", "map"]
 # the name of the device's memory in events; it is the only name that all routers understand
 DEVICE = "GPU"
-NAME_BYTES = 8  # events name a block by an unsigned integer of 64 bits
+NAME_BYTES = 8  # in events, the name of a block is an unsigned integer of 64 bits
 
 
 class _Stored(msgspec.Struct, gc=False):

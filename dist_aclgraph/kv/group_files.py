@@ -66,8 +66,8 @@ class GroupFiles:
             keeps.
         node_ids: Ray's id of each worker's node, by group rank. The group's engine is on the node
             of the first worker.
-        only_workers: whether workers fetch and send files on every node, because the transport
-            needs a device. If false, the engine fetches and sends files on its own node.
+        only_workers: if true, workers fetch and send files on every node, because the transport
+            needs a device. If false, the engine fetches and sends the files of its own node.
     """
 
     places: tuple[CachePlace, ...]
@@ -119,8 +119,8 @@ class GroupFiles:
 
     def finders(self, dp_rank: int) -> list[int]:
         """Return the workers that look up and fetch files for a data-parallel rank: the rank's
-        first worker on each node. On the engine's node, the engine itself looks up and fetches
-        files, so the result contains no worker of this node, unless ``only_workers`` is true.
+        first worker on each node. If ``only_workers`` is false, the result contains no worker of
+        the engine's node, because the engine itself looks up and fetches the files of this node.
         """
         first: dict[str, int] = {}
         for rank in self.ranks_of(dp_rank):
@@ -178,7 +178,8 @@ def routes(
     here: int | None = None,
     turn: int = 0,
 ) -> list[Route]:
-    """Return routes: from which nodes of a source group a node can read the files that it needs.
+    """Return routes, which say from which nodes of a source group the reading node can read the
+    files that it needs.
 
     Each route names a node for every file. There is one route for each data-parallel rank of the
     source group, because the reader does not know which of these ranks has computed the blocks. A

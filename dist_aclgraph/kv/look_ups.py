@@ -86,8 +86,8 @@ def count_found(
     The binary search assumes that no file exists after the first missing file, because files of
     later blocks are deleted first (``block_files``). If this assumption is wrong, the result may be
     too large. In that case, the read of the missing file fails later. The first block's file is
-    always looked up, because the files of a prefix can be deleted before the files of later blocks:
-    while the prefix is in the device's cache, no request reads the prefix's files.
+    always looked up, because the files of a prefix can be deleted before the files of later blocks.
+    This happens if the prefix is in the device's cache for so long that no request reads its files.
 
     Args:
         is_refused: returns whether a block's file must not be used.
@@ -117,8 +117,8 @@ class Existing(NamedTuple):
 def find_existing(
     blocks: Sequence[BlockHash], states: Sequence[BlockHash], files: Files
 ) -> Existing:
-    """Look up the files of the blocks ``blocks``, and the files of the checkpoints after the blocks
-    ``states``.
+    """Look up the files of the blocks in ``blocks``, and the files of the checkpoints that follow
+    the blocks in ``states``.
     """
     has_state = files.has_state
     return Existing(

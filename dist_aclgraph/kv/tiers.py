@@ -54,8 +54,8 @@ class CachePlace:
         shard: index of the worker's shard. The tokens of each request are divided among
             ``num_shards`` shards.
         interleave: number of consecutive tokens on one shard.
-        rank: the worker's tensor parallel rank, from 0 to ``num_ranks - 1``. Each rank keeps
-            another part of the recurrent states.
+        rank: the worker's tensor parallel rank, from 0 to ``num_ranks - 1``. Each rank keeps a
+            different part of the recurrent states.
         has_state: whether the model has recurrent state.
         num_kv_heads: number of key-value heads of the model; 0 with latent attention.
     """
@@ -132,8 +132,8 @@ class KVTiers:
 
     Args:
         tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
-        others: for each tier's name, the files in this tier of groups that divide the heads in
-            other ways.
+        others: for each tier's name, the files that other groups have written to this tier; these
+            groups divide the heads in other ways.
     """
 
     def __init__(
@@ -261,9 +261,7 @@ class KVTiers:
         return self._first.add_file(block_hash, file, depth)
 
     def write_late(self) -> bool:
-        """Write to the second tier one of the blocks that wait for this; return False if no block
-        waits.
-        """
+        """Write one of the waiting blocks to the second tier; return False if no block waits."""
         if self._second is None or not self._late:
             return False
         self._second.copy_from(self._first, self._late.popleft())

@@ -197,7 +197,7 @@ class AttentionMetadata:
 
     @property
     def is_idle(self) -> bool:
-        """Whether neither this rank nor any rank that splits prompts with it has a token."""
+        """Whether this rank and all ranks that split prompts with it have no tokens."""
         return self.num_tokens == 0 and self.num_exchanged == 0
 
     def mask_arguments(self, *, is_causal: bool, window: int | None = None) -> Arguments:

@@ -111,7 +111,7 @@ class ContextParallel:
         """Gather cache rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
-            caches: this shard's tensors, [num_slots,...]. The rows of a slot in all tensors are
+            caches: this shard's tensors, [num_slots, ...]. The rows of a slot in all tensors are
                 joined to one row.
             own: [m], the slots of this shard whose rows are read.
         """

@@ -122,7 +122,7 @@ class FusedDeltaRule:
 class PlainDeltaRule:
     """Computes with plain operators in float32. ``g`` has one number for each head or channel.
 
-    It is used for other types than bfloat16, because CANN's operators return only bfloat16.
+    It is used for types other than bfloat16, because CANN's operators return only bfloat16.
     """
 
     state_dtype = torch.float32
@@ -134,7 +134,7 @@ class PlainDeltaRule:
         out = v.new_empty(n + 1, *v.shape[1:])
         state = states.index_select(0, at.sources)
         for i in range(layout.max_tokens):
-            # For a request with fewer tokens, its last token is computed again. The results go to
+            # If a request has fewer tokens, its last token is computed again. The results go to
             # slot 0 and to the last row of ``out``, and are not used.
             is_live = layout.lengths > i
             token = (layout.starts + i).clamp(max=n - 1)

@@ -44,7 +44,7 @@ ALL_HERE = ExpertStep()
 
 @dataclass(frozen=True)
 class ExpertSetup:
-    """How a rank runs its layers of experts.
+    """The settings with which a rank runs its layers of experts.
 
     Attributes:
         capacity_factor: the argument ``factor`` of ``expert_capacity``; used for the exchange by
@@ -67,9 +67,9 @@ class ExpertLayer:
     """The experts of a layer, routed and shared.
 
     Without expert parallelism, each routed expert is split over the tensor parallel group. With
-    expert parallelism, each rank of the expert parallel group has some of the experts, and each of
-    these as a whole. Shared experts are always split over the tensor parallel group. One sum over
-    the tensor parallel group adds up the results of routed and shared experts.
+    expert parallelism, each rank of the expert parallel group has some of the experts, and these
+    experts are not split. Shared experts are always split over the tensor parallel group. One sum
+    over the tensor parallel group adds up the results of routed and shared experts.
 
     Attributes:
         exchanges: the exchanges with other ranks that a step can use, by their kind; empty without

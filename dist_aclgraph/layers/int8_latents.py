@@ -29,7 +29,7 @@ from dist_aclgraph.shapes.int8_latents import ROPE_DIM, TILE
 BY_TILE = 2  # quantisation mode of keys and values: one scale for each tile of 128 values
 IN_ROWS = 1  # the scales are in the cache rows, after the keys
 ABSORBED_MODE = 2  # the only value of attention_mode that the operator accepts
-KEY_BLOCK = 16  # the largest number of keys that one index can mean for the operator
+KEY_BLOCK = 16  # the largest number of keys for which one index of the operator can stand
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
 
 
 def read_int8_latents(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the latents, [n, rank], and the rotated keys, [n, 64], which cache rows [n, row bytes]
-    int8 contain.
+    """Return the contents of cache rows, [n, row bytes] int8: the latents, [n, rank], and the
+    rotated keys, [n, 64].
     """
     key_bytes = ROPE_DIM * dtype.itemsize
     values, keys, scales = torch.split(

@@ -2,8 +2,8 @@
 
 ``npu_dynamic_quant`` converts rows to int8. In each row, the element that is farthest from zero
 becomes 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them to
-int8 in one launch: the results of a norm or of SwiGLU, which are not rounded in between, or the
-rows that ``LocalExperts`` sorts by experts.
+int8 in one launch. Some fused operators compute a norm or SwiGLU, and do not round the results
+before they convert them. Another one sorts rows by experts for ``LocalExperts``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dist_aclgraph.layers.norm import RmsNorm
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """Rows in int8, which nothing but int8 products can use.
+    """Rows in int8. Only int8 products can use them.
 
     Attributes:
         values: [n, width] int8.

@@ -63,9 +63,9 @@ class LatentAttention:
         norm: [512], weight of the latent's norm.
         keys, values: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key
             and value.
-        scale: factor by which attention scores are multiplied. has_whole_heads: whether keys that
-        are computed from latents are joined with their rotated parts before attention; see
-        ``attend_whole_heads``.
+        scale: factor by which attention scores are multiplied.
+        has_whole_heads: whether keys that are computed from latents are joined with their rotated
+            parts before attention; see ``attend_whole_heads``.
     """
 
     norm: Tensor
@@ -102,7 +102,7 @@ class LatentAttention:
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
             metadata: the metadata of the step, with int64 slots.
-            earlier: what this method returned in the previous layer; None in the first layer.
+            earlier: the result of this method in the previous layer; None in the first layer.
 
         Returns:
             The result of ``attend_directly``, for the next layer.
@@ -156,7 +156,7 @@ class LatentAttention:
             absorbed: [num_direct, heads, 512], queries multiplied by the key matrices.
             q_rope: [num_direct, heads, 64], rotated.
             out: [num_direct, heads, 128].
-            earlier: what this method returned in the previous layer; None in the first layer.
+            earlier: the result of this method in the previous layer; None in the first layer.
 
         Returns:
             Data that later layers can use again, such as chosen keys; None if there are no such
@@ -249,10 +249,10 @@ def attend_whole_heads(
     found: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Compute attention for heads with a width that the operator accepts only if several query
-    heads share a key head.
+    """Compute attention for whole heads: each head's rotated part is included.
 
-    So a query head of zeros is inserted after each query head; both share one key head. The results
+    The operator accepts heads of this width only if several query heads share a key head. So a
+    query head of zeros is inserted after each query head, and both share one key head. The results
     of the inserted heads are not used.
 
     Args:
@@ -314,8 +314,8 @@ def write_latents(
 
 def pad_heads(absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
     """Return both parts of the queries, [n, heads, ...]. The operators of latent attention accept
-    only powers of two as the number of heads. For other numbers, heads of zeros are added at the
-    end, whose results are not used.
+    only powers of two as the number of heads. If the number is not a power of two, heads of zeros
+    are added at the end. Their results are not used.
     """
     heads = absorbed.shape[1]
     if added := padded_latent_heads(heads) - heads:

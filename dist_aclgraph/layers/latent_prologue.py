@@ -35,7 +35,8 @@ class LatentPrologue:
         queries: the product that computes the queries' latents: hidden -> 1536.
         key_values: the product that computes the latent, and the part of the key that is rotated:
             hidden -> 512 + 64.
-        up: the product that computes the queries from their latents: 1536 -> heads * (128 + 64).
+        up: the product that computes the queries from the queries' latents: 1536 -> heads * (128 +
+            64).
         query_norm, latent_norm: [1536] and [512], weights of norms.
         keys: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key.
     """

@@ -69,7 +69,7 @@ def rope_tables(
 def pairs_across_head(
     heads: Tensor, head_dim: int, rotary_dim: int, *, interleaves: bool = False
 ) -> Tensor:
-    """Change the order of each head's elements to the order of the tables of ``pad_tables``.
+    """Change the order of each head's elements to the order that the tables of ``pad_tables`` need.
 
     The first ``rotary_dim`` elements of a head are rotated. In the result, the two elements of a
     rotated pair are ``head_dim / 2`` apart. Attention scores do not change, because the order is
@@ -93,8 +93,8 @@ def pairs_across_head(
 
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Extend tables from [positions, rotary_dim] to [positions, head_dim]. The new elements are at
-    the end of each half of a row: cos is 1 and sin is 0, so that elements of heads stay unchanged
-    there.
+    the end of each half of a row. In cos they are 1, and in sin they are 0, so that the rotation
+    does not change the elements of heads there.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
@@ -206,9 +206,10 @@ def query_factors(rope: RopeSpec, count: int) -> Tensor:
 
 
 def score_factor(rope: RopeSpec) -> float:
-    """Return the factor by which ``mscale_all_dim`` multiplies attention scores.
+    """Return the factor by which attention scores are multiplied, as ``mscale_all_dim`` defines it.
 
-    Only DeepSeek's models do this. Other models apply the whole factor of YaRN to cos and sin.
+    Only DeepSeek's models multiply scores. Other models apply the whole factor of YaRN to cos and
+    sin.
     """
     if rope.kind == "default" or not rope.mscale_all_dim:
         return 1.0

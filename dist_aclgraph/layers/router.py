@@ -12,8 +12,7 @@ from dist_aclgraph.context.shards import PADDING_SLOT
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-# The codes with which npu_moe_gating_top_k is told how to compute the scores of experts and of
-# groups.
+# Codes of npu_moe_gating_top_k. A code selects the function that computes scores.
 NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 
@@ -51,8 +50,8 @@ class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
     Scores are softmax values (Qwen3, DeepSeek V2) or sigmoid values (DeepSeek V3). The weights of a
-    token's experts are their scores. If ``renormalizes``, the weights are divided by their sum.
-    Then they are multiplied by ``scale``.
+    token's experts are their scores. If ``renormalizes`` is true, the weights are divided by their
+    sum. Then they are multiplied by ``scale``.
 
     Attributes:
         weight: [hidden, num_experts]; float32, so that rounding does not change the chosen experts.

@@ -1,4 +1,4 @@
-"""Shared experts, which run all tokens, and the separate stream on which they may run."""
+"""Shared experts, which process every token, and the separate stream on which they may run."""
 
 from __future__ import annotations
 

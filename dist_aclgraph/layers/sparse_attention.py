@@ -51,7 +51,8 @@ from dist_aclgraph.layers.prompt_attention import DeviceLaunch, attend_parts
 
 @dataclass(frozen=True)
 class SparseCache(LatentCache):
-    """One layer's latents, rotated keys, and index keys, [num_blocks, tokens_per_block, 1, 128].
+    """One layer's latents, rotated keys and index keys. The shape of the index keys is [num_blocks,
+    tokens_per_block, 1, 128].
 
     Every rank keeps all index keys, even if the latents are sharded. A layer that uses the keys
     chosen by an earlier layer has no index keys.
@@ -344,8 +345,8 @@ class SparseLatentAttention:
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for each query, the sum of the latents weighted by its attention, [n, heads,
-        512]. If ``arguments`` ask for them, also return the greatest score of each row and the
-        row's sum of exponentials, [1, n, heads] float32 each.
+        512]. If ``arguments`` request sums, also return two tensors, [1, n, heads] float32 each:
+        the greatest score of each row, and the row's sum of exponentials.
 
         Args:
             keys: latents and rotated keys.

@@ -134,7 +134,7 @@ class Mc2Exchange:
     are sent, computed and counted like other tokens.
 
     Attributes:
-        group: a group that MC2 uses, and nothing else.
+        group: a group that only MC2 uses.
         operators: the operators of MC2 for this chip.
     """
 

@@ -1,5 +1,5 @@
-"""The interfaces of a kind of attention: one for what a single layer has, one for what all layers
-of the kind share.
+"""The interfaces of a kind of attention: one interface for the attention of a single layer, and one
+for the data that all layers of the kind share.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LayerAttention(Protocol):
 
 
 class AttentionKind(Protocol):
-    """What all layers with the same kind of attention share."""
+    """The data and functions that all layers with the same kind of attention share."""
 
     def load(self, slices: WeightSlices, index: int) -> LayerAttention:
         """Return the attention of layer ``index`` on this rank."""
@@ -100,8 +100,8 @@ class PagedKind(AttentionKind, Protocol):
 
     Attributes:
         slot_dtype: type of the slots to which the cache is written.
-        takes_long_queries: whether a request with any number of queries may attend directly,
-            provided that the cache is not sharded.
+        takes_long_queries: whether requests with many queries may attend directly to a cache that
+            is not sharded.
         ropes_written: whether keys are rotated when they are written to the cache, so that the
             write needs rows of cos and sin.
         reads_device_rows: whether attention reads the lengths of requests on the device. This is

@@ -21,7 +21,7 @@ PAGED: dict[LayerKind, type[GroupedQuery | MultiHeadLatent | SparseLatent]] = {
 
 
 class AttentionKinds:
-    """Owns what the layers of each kind share.
+    """Owns the objects that the layers of each kind share.
 
     Attributes:
         paged: the kind that keeps keys in blocks. A decoder has exactly one such kind. Layers that
@@ -59,7 +59,7 @@ class AttentionKinds:
             self._made["linear"] = delta_kind(spec, groups, device=device, dtype=dtype)
 
     def of(self, layer: int) -> AttentionKind:
-        """Return the kind of a layer. The index after that of the decoder's last layer means the
-        layer of the next-token module.
+        """Return the kind of attention of the layer with the index ``layer``. The index after the
+        last layer's index means the layer of the next-token module.
         """
         return self._made[self._spec.kind_of(layer)]

@@ -216,8 +216,8 @@ class Checkpoint:
             out.narrow(dim, there.shape[dim], missing).zero_()
 
     def _gathered(self, piece: Tensor) -> Tensor:
-        """Return a copy of a piece whose elements are contiguous. It is in a buffer that the next
-        call overwrites.
+        """Return a contiguous copy of a piece. The copy is in a buffer that the next call
+        overwrites.
         """
         if piece.is_contiguous():
             return piece
@@ -341,7 +341,7 @@ class Checkpoint:
         form = self._int4_formats.of(self._stored_name(name))
         if form is None:
             return None
-        # A pattern that means all matrices also matches embeddings and norms, which have no scales.
+        # A pattern for all matrices also matches embeddings and norms, but these have no scales.
         module = name.removesuffix(".weight")
         has_scales = any(f"{module}.{part}" in self for part in ("weight_scale", "weight_packed"))
         return form if has_scales else None

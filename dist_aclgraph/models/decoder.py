@@ -46,7 +46,8 @@ class Decoder:
         Args:
             drafts: whether the next-token module is also loaded.
             note: called after each weight is on the device, with the weight's number of bytes.
-            experts: how the rank runs its layers of experts; None means ``ExpertSetup``'s defaults.
+            experts: the settings with which the rank runs its layers of experts; None means the
+                defaults of ``ExpertSetup``.
             fusions: the fused operators that layers may use; None means none.
             int8_latents: whether caches store latents in int8.
 
@@ -133,7 +134,7 @@ def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbeddin
 def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
-    # A decoder without a stored head computes nothing but embeddings, so its logits are not used.
+    # A decoder without a stored head computes only embeddings, so its logits are not used.
     sizes = spec.vocab_size, slices.group, spec.logit_scale
     tied = VocabularyHead(embedding.weight.t(), *sizes)
     is_tied, name = spec.tie_word_embeddings, "lm_head.weight"
@@ -141,8 +142,8 @@ def _load_head(
         return tied
     part = vocabulary_part(spec.vocab_size, slices.group)
     weight = slices.columns(name, spec.vocab_size, spec.hidden_size, *part)
-    # If the stored head differs from the embedding, it is used even if config.json ties the head to
-    # the embedding, as in transformers.
+    # As in transformers, a stored head that differs from the embedding is used even if config.json
+    # ties the head to the embedding.
     if is_tied and torch.equal(weight, embedding.weight.t()):
         return tied
     return VocabularyHead(slices.place(weight), *sizes)

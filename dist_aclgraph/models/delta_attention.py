@@ -1,4 +1,4 @@
-"""What all forms of linear attention with the gated delta rule have in common: the heads of a rank,
+"""The common part of all forms of linear attention with the gated delta rule: the heads of a rank,
 the states, and the computation of the rule's results from its inputs.
 """
 
@@ -68,14 +68,15 @@ class DeltaHeads:
         """Split the heads over the tensor parallel group.
 
         Raises:
-            ConfigError: the group size does not divide the heads.
+            ConfigError: a number of heads is not a multiple of the group size.
         """
         counts = linear_heads_per_rank(linear.num_key_heads, linear.num_value_heads, group.size)
         return cls(*(range(group.rank * n, (group.rank + 1) * n) for n in counts))
 
 
 class DeltaKind:
-    """What all layers of one kind of linear attention share: the rank's heads and the rule.
+    """The data that all layers of one kind of linear attention share: the rank's heads and the
+    rule.
 
     This class also loads the weights that all forms of linear attention have.
     """

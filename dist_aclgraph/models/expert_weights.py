@@ -76,7 +76,7 @@ def _load_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[ExpertProduct, ExpertProduct]:
-    """Return the products of gate and up, and of down, for the experts ``here``."""
+    """Return two products for the experts in ``here``: one for gate and up, and one for down."""
     names, sizes = [f"{prefix}.{expert}" for expert in here], (hidden, experts.width, share)
     gate_up = slices.expert_product([_gate_up(slices, name, *sizes) for name in names])
     return gate_up, slices.expert_product([_down(slices, name, *sizes) for name in names])

@@ -34,9 +34,10 @@ class Fusion:
         widths: the only possible widths of the quantised rows; empty if all widths are possible.
         block_sizes: possible sizes of KV blocks; empty if all sizes are possible.
         modes: possible values of graph.mode; empty if all values are possible.
-        needs: name of another fusion that must be used, too; None if there is none.
-        place: how the report describes a place of the model where the operator fits; {} stands for
-            the width.
+        needs: name of another fusion without which this operator cannot be used; None if there is
+            none.
+        place: the report's description of a place of the model where the operator fits; {} stands
+            for the width.
     """
 
     name: FusionName
@@ -125,7 +126,7 @@ FUSIONS = (
         # the format.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        # All blocks of the format must be full, so that weights need no more memory than in ND.
+        # All blocks of the format must be full, so that weights need only as much memory as in ND.
         multiple=32,
         place="matrices of {} outputs",
     ),

@@ -66,7 +66,7 @@ class GatedDeltaAttention(DeltaAttention):
 
 
 class GatedDeltaKind(DeltaKind):
-    """What all layers of linear attention share."""
+    """The data that all layers of linear attention share."""
 
     def load(self, slices: WeightSlices, index: int) -> GatedDeltaAttention:
         """Return this rank's linear attention of layer ``index``."""

@@ -47,7 +47,8 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
     """Split the heads over the tensor parallel group.
 
     Raises:
-        ConfigError: the group size does not divide the heads, or does not fit the KV heads.
+        ConfigError: the number of heads is not a multiple of the group size, or the number of KV
+            heads does not fit the group size.
     """
     size = group.size
     num_heads = heads_per_rank(spec.num_heads, size, is_latent=False)
@@ -133,7 +134,7 @@ class GroupedQueryAttention:
 
 
 class GroupedQuery:
-    """What all layers with this attention share: the rank's heads and the rotary tables."""
+    """The data that all layers of this kind share: the rank's heads and the rotary tables."""
 
     slot_dtype = torch.int32
     takes_long_queries = True
@@ -223,7 +224,7 @@ class GroupedQuery:
         return torch.cat([self._paired(q), gates], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
-        """Describe the rows of an [out, in] weight that belong to the heads ``here``."""
+        """Describe the rows of an [out, in] weight that belong to the range ``here`` of heads."""
         hidden, d = self._spec.hidden_size, self._spec.head_dim
         return slices.matrix(name, (num_heads * d, hidden), 0, here.start * d, here.stop * d)
 
@@ -277,7 +278,9 @@ class GroupedQuery:
         )
 
     def _head_weights(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> Tensor:
-        """Return the rows of a [heads, head_dim] weight that belong to the heads ``here``."""
+        """Return the rows of a [heads, head_dim] weight that belong to the heads in the range
+        ``here``.
+        """
         shape = num_heads, self._spec.head_dim
         return slices.place(
             self._paired(slices.part(name, shape, 0, here.start, here.stop).flatten()).view(
@@ -291,7 +294,8 @@ class GroupedQuery:
 
     def make_cache(self, room: CacheRoom) -> KVCache:
         shape = (room.num_blocks, room.block_size, self._heads.num_kv_heads, self._spec.head_dim)
-        # Zeros, because attention reads whole blocks, and a NaN after the last key would spread.
+        # The cache is filled with zeros, because attention reads whole blocks, and a NaN after the
+        # last key would spread.
         return KVCache(
             *(torch.zeros(shape, dtype=room.dtype, device=self._device) for _ in range(2))
         )

@@ -76,7 +76,7 @@ class Int4Matrix:
 
 
 class StoredInt4:
-    """A matrix in a checkpoint whose values have four bits."""
+    """A matrix of four-bit values in a checkpoint."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class StoredInt4:
         matrix's end are zero. If the number of outputs is odd, an output of zeros is added.
 
         Raises:
-            ConfigError: a range of inputs consists neither of whole groups nor of smaller groups
-                that the operators accept, or a range of outputs begins at an odd index.
+            ConfigError: a range of inputs cannot be divided into groups that the operators accept,
+                or a range of outputs begins at an odd index.
             MissingTensorError: a tensor is missing, or has another shape.
             ModelError: a tensor has another type, or values that do not fit into four bits.
             UnsupportedModelError: the values have offsets.

@@ -2,7 +2,7 @@
 they are quantised while they are loaded.
 
 The scale of an output depends on all of its inputs, not only on the inputs that one rank loads. So
-the ranks always have parts of the same int8 matrix, whatever the number of ranks is.
+for any number of ranks, the ranks have parts of the same int8 matrix.
 """
 
 from __future__ import annotations

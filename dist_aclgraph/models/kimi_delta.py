@@ -68,7 +68,7 @@ class KimiDeltaAttention(DeltaAttention):
 
 
 class KimiDelta(DeltaKind):
-    """What all layers of Kimi Delta Attention share."""
+    """The data that all layers of Kimi Delta Attention share."""
 
     def load(self, slices: WeightSlices, index: int) -> KimiDeltaAttention:
         """Return this rank's linear attention of layer ``index``."""

@@ -81,7 +81,7 @@ class DecoderLayer:
         post_attention_norm: norm of the feed-forward part's input; None if attention and the
             feed-forward part have the same input.
         index: the layer's index in the checkpoint.
-        marks: records, on the device, which collective the rank has reached.
+        marks: object that records, on the device, which collective the rank has reached.
         output_norms: two norms, one for the results of attention, one for the results of the
             feed-forward part; None if the results are added to the residual stream without a norm.
         result_scale: factor by which the results of attention and of the feed-forward part are
@@ -121,8 +121,8 @@ class DecoderLayer:
     def after_attention(
         self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the result of the layer's feed-forward part, and the residual stream
-        to which it is not yet added.
+        """Return two tensors: the result of the layer's feed-forward part, and the residual stream.
+        The result is not yet added to the residual stream.
 
         Args:
             attended: the inputs of attention. The last of these tensors contains the results of
@@ -141,7 +141,7 @@ class DecoderLayer:
         return self._result(self.feed_forward(h, slots, step), norms[1]), residual
 
     def _result(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Return what is added to the residual stream: the result ``x`` of a part of the layer,
+        """Return the summand for the residual stream: the result ``x`` of a part of the layer,
         normalised if ``output_norms`` is set, and multiplied by ``result_scale``.
         """
         x = x if norm is None else norm(x)
@@ -151,8 +151,8 @@ class DecoderLayer:
 def load_layer(
     slices: WeightSlices, spec: ModelSpec, kind: AttentionKind, index: int
 ) -> DecoderLayer:
-    """Return this rank's part of the layer with the index ``index``. The index after that of the
-    decoder's last layer means the layer of the next-token module.
+    """Return this rank's part of the layer with the index ``index``. The index after the last
+    layer's index means the layer of the next-token module.
     """
     prefix = f"model.layers.{index}"
     input_norm = _load_input_norm(slices, spec, f"{prefix}.input_layernorm.weight")
@@ -188,7 +188,7 @@ def _load_input_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm |
 
 
 def load_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> Norm:
-    """Return the norm of hidden states whose weight has the name ``name``."""
+    """Return a norm of hidden states. The weight of the norm has the name ``name``."""
     weight = slices.whole(name, (spec.hidden_size,))
     if spec.norms_center:
         return CenteredNorm(weight, spec.rms_norm_eps)

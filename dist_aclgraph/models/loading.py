@@ -89,9 +89,9 @@ class WeightSlices:
 
     Attributes:
         group: the tensor parallel ranks over which weights are split.
-        experts: how experts are divided among ranks, and how they run.
+        experts: settings for experts: their division among ranks, and the way in which they run.
         note: called after each weight is on the device, with the weight's number of bytes.
-        zeros: one tensor of zeros, which all products of experts use that need offsets.
+        zeros: one tensor of zeros for all products of experts that need offsets.
         fusions: the fused operators that layers may use.
     """
 
@@ -209,7 +209,7 @@ class WeightSlices:
         return in_blocks(weight) if fits else weight
 
     def norm_before(self, norm: Norm | NoNorm, quantises_rows: bool) -> Norm | NoNorm | Int8Norm:
-        """Return a norm whose results are floats or int8, as the layers after it need them.
+        """Return a norm. Its results are floats or int8, whichever the layers after the norm need.
 
         Args:
             quantises_rows: whether the results are read by int8 products and by nothing else.
@@ -222,8 +222,8 @@ class WeightSlices:
     def activation(
         self, down: Product | ExpertProduct, kind: ActivationName = "silu"
     ) -> Activation:
-        """Return an activation whose results are floats or int8, as the product ``down`` needs
-        them.
+        """Return an activation. Its results are floats or int8, whichever the product ``down``
+        needs.
         """
         if kind != "silu":
             return geglu if kind == "gelu_pytorch_tanh" else squared_relu
@@ -232,7 +232,7 @@ class WeightSlices:
 
     def inner_product(self, gate_up: ExpertProduct, down: ExpertProduct) -> InnerProduct:
         """Return the product of gate and up and the activation for experts. The results are floats
-        or int8, as the product ``down`` needs them.
+        or int8, whichever the product ``down`` needs.
         """
         width = down.weight.shape[-2]
         if (
@@ -247,7 +247,7 @@ class WeightSlices:
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
         """Return the form in which one operator reads all of these matrices.
 
-        If all matrices have the same form, this is the result. Otherwise the result is floats,
+        If all matrices have the same form, this form is the result. Otherwise the result is floats,
         because matrices that a checkpoint stores in floats must not be quantised.
         """
         forms = {self.checkpoint.form_of(part.name, part.shape) for part in parts}
@@ -312,8 +312,8 @@ class WeightSlices:
         return self.joined(matrices, has_bias)
 
     def joined(self, matrices: Sequence[MatrixPart], has_bias: bool) -> Product:
-        """Return one product for the outputs that ``matrices`` describes. If ``has_bias``, it also
-        adds the biases of these outputs.
+        """Return one product for the outputs that ``matrices`` describes. If ``has_bias`` is true,
+        the product also adds the biases of these outputs.
         """
         bias = self.place(torch.cat([self._bias(m) for m in matrices])) if has_bias else None
         return self.product(matrices, bias)

@@ -46,8 +46,8 @@ class MultiHeadLatentAttention:
 
     Attributes:
         down: one product, or two products if there is a prologue. From the hidden states, they
-            compute the latents of queries [q_rank] (in models without such latents, the queries),
-            the latent [512], and the part of the key that is rotated [64].
+            compute the latents of queries [q_rank], the latent [512], and the part of the key that
+            is rotated [64]. In models without latents of queries, they compute the queries instead.
         q_norm: [q_rank], weight of the norm of the queries' latents; None if ``down`` computes the
             queries.
         q_up: product that computes the queries from their latents: q_rank -> heads * 192; None if
@@ -125,7 +125,7 @@ def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
 
 
 class LatentKind:
-    """What all layers of latent attention share: the rank's heads and the rotary tables.
+    """The data that all layers of latent attention share: the rank's heads and the rotary tables.
 
     This class also reads the weights that all forms of latent attention have.
     """

@@ -131,7 +131,7 @@ class MultiHeadSparseAttention:
         metadata: AttentionMetadata,
         earlier: Choice | None,
     ) -> Choice | None:
-        """Compute attention into ``inputs[-1]``. Return the keys that each query has chosen."""
+        """Compute attention into ``inputs[-1]``. Return the keys chosen for each query."""
         q, q_rope, kv, *index, out = inputs
         rows = IndexRows(*index) if self.indexer is not None else None
         return self.sparse(q, q_rope, kv, out, rows, rope, cache, metadata, earlier)
@@ -141,7 +141,9 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """What all layers of sparse attention share. It is the same as for latent attention."""
+    """The data that all layers of sparse attention share. All layers of latent attention share the
+    same data.
+    """
 
     takes_long_queries = True
     reads_device_rows = True
@@ -158,7 +160,9 @@ class SparseLatent(LatentKind):
     def load_layer(
         self, slices: WeightSlices, index: int, *, has_indexer: bool
     ) -> MultiHeadSparseAttention:
-        """Return this rank's attention of layer ``index``, with an indexer if ``has_indexer``."""
+        """Return this rank's attention of layer ``index``. It has an indexer if ``has_indexer`` is
+        true.
+        """
         prefix, hidden = f"model.layers.{index}.self_attn", self._spec.hidden_size
         rank, spec = self._sizes.q_rank, self._indexer
         assert rank is not None
@@ -246,8 +250,8 @@ class SparseLatent(LatentKind):
 
 @dataclass(frozen=True)
 class ChosenLatent:
-    """The kind of the layers that use the keys chosen by an earlier layer. They share what
-    ``sparse`` owns.
+    """The kind of the layers that use the keys chosen by an earlier layer. They share the objects
+    that ``sparse`` owns.
 
     Attributes:
         sparse: the kind of the layers with an indexer.

@@ -25,7 +25,7 @@ def load_stacked_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return the products of gate and up, and of down, for the experts ``here``.
+    """Return two products for the experts in ``here``: one for gate and up, and one for down.
 
     Args:
         prefix: beginning of the weights' names, such as ``model.layers.3.mlp.experts``.
@@ -44,7 +44,7 @@ def load_stacked_products(
     gate_up_bias = stack("gate_up_proj_bias", (2 * width,), 0, 2 * start, 2 * stop)
     down_bias = stack("down_proj_bias", (hidden,), 0, 0, hidden)
     if stop - start < width and slices.group.rank > 0:
-        down_bias.zero_()  # only one of the ranks that share an expert adds its bias
+        down_bias.zero_()  # only one of the ranks that share an expert adds the bias
     return (
         GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
         GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),
@@ -59,7 +59,7 @@ def load_joined_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return two products for the experts ``here``: that of gate and up, and that of down. Their
+    """Return two products for the experts in ``here``: one for gate and up, and one for down. Their
     weights are stored as [experts, out, in], or as [experts, in, out] if the spec says so.
 
     The products have no biases. In the stored tensor, all rows of gate come before the rows of up.

@@ -1,6 +1,6 @@
 """Decides how many groups a deployment needs.
 
-Groups are added at a higher load than that at which groups are removed.
+The load at which groups are added is higher than the load at which groups are removed.
 """
 
 from __future__ import annotations

@@ -139,16 +139,16 @@ class Chip:
             return
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
-            # If attention counts shared blocks and the cache is full, it refuses the padding of a
-            # graph. The step then runs without a graph, and so with other shapes.
+            # If attention counts shared blocks and the cache is full, attention refuses the padding
+            # of a graph. The step then runs without a graph, and so with other shapes.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # A prompt is several rows for the operator: one for each token, or one for each piece
-            # that a rank computes. All of these rows use the same blocks.
+            # The operator gets a prompt as several rows: one row for each token, or one row for
+            # each piece that a rank computes. All of these rows use the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-# A cost counts as lower than another only if it is below this multiple of the other cost, because
-# rounding errors can make equal costs differ.
+# A cost is treated as lower than another cost only if it is below this multiple of the other cost.
+# The reason is that rounding errors can make equal costs differ.
 NO_GAIN = 1 - 1e-9
 FloatArray = npt.NDArray[np.float64]
 
@@ -39,8 +39,8 @@ class Choices:
     previous: npt.NDArray[np.int64]
 
     def buckets(self, max_buckets: int) -> tuple[int, ...]:
-        """Return the best set of at most ``max_buckets`` sizes, in ascending order; empty if it is
-        zero.
+        """Return the best set of at most ``max_buckets`` sizes, in ascending order; empty if
+        ``max_buckets`` is zero.
         """
         chosen: list[int] = []
         last = len(self.sizes) - 1
@@ -73,7 +73,7 @@ def choices(
     limit = min(max_buckets, n)
     exact = np.full(limit + 1, np.inf)
     previous = np.zeros((limit + 1, n), np.int64)
-    best = np.full(n + 1, np.inf)  # best[i]: lowest cost if sizes[i - 1] is the last of k
+    best = np.full(n + 1, np.inf)  # best[i]: lowest cost if sizes[i - 1] is the last of k buckets
     best[0] = 0.0
     total = np.empty_like(pays)
     for k in range(1, limit + 1):
@@ -109,8 +109,8 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
 
     Between two measured sizes, the time is interpolated linearly. Below the smallest and above the
     largest measured size, it is proportional to the number of tokens. A measured time can include
-    pauses of the host. So if the step of a larger size took less time, the time of the larger size
-    is used.
+    pauses of the host. So if a step of a larger size took less time, this time is also used for the
+    smaller size.
     """
     if not seconds:
         return [float(size) for size in sizes]

@@ -47,7 +47,7 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
     Attributes:
         plan_hash: hash of the plan that the rank uses.
         free_streams: number of free streams that the device reports; None if captures do not change
-            this number, so that it says nothing about them.
+            this number.
         live_bytes: number of bytes of the graph pool that tensors occupy.
         pool_bytes: size of the graph pool in bytes.
     """

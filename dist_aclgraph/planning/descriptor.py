@@ -11,7 +11,7 @@ RunMode = Literal["NONE", "PIECEWISE", "FULL"]
 
 
 class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
-    """The key of a captured graph. Two graphs with the same key do not exist.
+    """The key of a captured graph. There are never two graphs with the same key.
 
     Attributes:
         num_tokens: padded number of tokens, also called the bucket.
@@ -31,7 +31,7 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
         return f"{self.mode.lower()} {kind} {self.num_tokens}"
 
 
-Table = list[BatchDescriptor | None]  # the index is the number of tokens; 0 is never used
+Table = list[BatchDescriptor | None]  # the index is the number of tokens; index 0 is never used
 
 
 def table_of(graphs: Iterable[BatchDescriptor]) -> Table:

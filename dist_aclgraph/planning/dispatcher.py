@@ -86,8 +86,8 @@ class GraphDispatcher:
         self._make_tables()
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Set the plan for the next steps. All graphs of the plan must exist. If other graphs
-        exist, too, they must be lazy graphs.
+        """Set the plan for the next steps. All graphs of the plan must exist. All other existing
+        graphs must be lazy graphs.
         """
         self.plan = plan
         if self.lazy is not None:

@@ -127,7 +127,7 @@ class ExchangeRule:
 
     def choose(self, num_tokens: int) -> ExchangeKind | None:
         """Return the exchange of a step in which each data-parallel rank runs ``num_tokens``
-        tokens, padding included. Return None if no token must be sent.
+        tokens, padding included. Return None if no token needs to be sent.
         """
         return self.decide(num_tokens).kind
 
@@ -136,9 +136,9 @@ class ExchangeRule:
 
         Each exchange communicates twice in each layer. all_gather is the simplest exchange: it
         sends every token to every rank, and computes no indices. So another exchange is chosen only
-        if it saves bytes. MC2 sends each token only to the experts that it chose. An all-to-all
-        needs additional capacity for uneven routing. If its capacity is too small, the step must
-        run again.
+        if it saves bytes. MC2 sends each token only to the experts that the token chose. An
+        all-to-all needs additional capacity for uneven routing. If its capacity is too small, the
+        step must run again.
         """
         mc2 = self.mc2
         if mc2 is None:
@@ -201,7 +201,8 @@ class ExchangeRule:
 
         Args:
             gathered: number of rows that a rank receives from each other rank with all_gather.
-            sent: number of rows that a rank receives from each other rank with the other exchange.
+            sent: number of rows that a rank receives from each other rank with the exchange that is
+                compared to all_gather.
         """
         assert self.mc2 is not None
         row = self.mc2.hidden * self.mc2.element_bytes

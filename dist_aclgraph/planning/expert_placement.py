@@ -55,8 +55,8 @@ class ExpertPlacement:
     def slot_table(self) -> IntArray:
         """Return the slots of each expert: [num_experts + 1, maximum number of copies].
 
-        If an expert has fewer copies than this maximum, its slots are repeated. The last row is for
-        padding tokens, which no expert runs; it contains ``num_slots``.
+        If an expert has fewer copies than this maximum, its slots are repeated. All elements of the
+        last row are ``num_slots``. This row is for padding tokens, which no expert runs.
         """
         width = max(map(len, self.slots))
         rows = [[slots[i % len(slots)] for i in range(width)] for slots in self.slots]
@@ -70,8 +70,9 @@ def place_experts(
 
     Without redundant experts, each rank gets a range of experts. Otherwise, each additional copy
     goes to the expert with the largest load per copy at that moment. Then the copies are placed,
-    those with the largest load first, each on the rank with the smallest load so far. Copies of the
-    same expert are placed on different ranks if enough ranks have free slots.
+    beginning with the copy that has the largest load. Each copy is placed on the rank with the
+    smallest load so far. Copies of the same expert are placed on different ranks if enough ranks
+    have free slots.
 
     Args:
         redundant: number of additional copies, for all experts together.

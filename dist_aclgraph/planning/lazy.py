@@ -23,8 +23,8 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class LazyChange:
-    """The decision to capture ``graph``. If ``victim`` is not None, this graph must be released
-    first.
+    """The decision to capture ``graph``. If ``victim`` is not None, the graph ``victim`` must be
+    released first.
     """
 
     graph: BatchDescriptor

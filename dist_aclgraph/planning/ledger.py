@@ -36,7 +36,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         size is closest to the gap.
 
         The gap is the difference between prediction and measurement. The named part need not be the
-        cause, because devices report only how many streams are free, not what uses the others.
+        cause, because devices report how many streams are free, but not what uses the other
+        streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:
@@ -48,8 +49,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """The streams and bytes that one rank has offered, and the predicted and the measured use of
-    them by its graphs.
+    """The streams and bytes that one rank has offered, and the amounts that its graphs use, both
+    predicted and measured.
     """
 
     rank: int

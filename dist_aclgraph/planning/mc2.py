@@ -22,8 +22,8 @@ MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256
 
 
 class Mc2Batch(NamedTuple):
-    """The sizes of a batch whose tokens MC2's operators send to experts and whose results they
-    combine.
+    """The sizes of a batch. MC2's operators send the tokens of the batch to experts, and combine
+    the results.
 
     Attributes:
         num_rows: number of tokens on the rank with the most tokens.
@@ -94,7 +94,7 @@ class Mc2Operators:
     ranks_of_node: int | None = None
 
 
-# The first algorithm in this list that is possible is used.
+# The first possible algorithm in this list is used.
 MC2_OPERATORS = (
     Mc2Operators(
         "A2",

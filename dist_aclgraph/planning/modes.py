@@ -52,7 +52,8 @@ class _Rule:
 
 _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# The first rule that applies to the mode replaces it. This is repeated until no rule applies.
+# The first rule that applies to the mode replaces the mode. The rules are then applied to the new
+# mode, until no rule applies.
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         _FULL,
@@ -167,7 +168,7 @@ def _split_sizes(config: Config) -> dict[str, object]:
 def normalise_mode(
     wanted: GraphMode, support: GraphSupport, *, launch_blocking: bool = False
 ) -> tuple[GraphMode, tuple[str, ...]]:
-    """Return the supported mode that takes the place of ``wanted``, and a sentence for each change
+    """Return the supported mode that replaces the mode ``wanted``, and a sentence for each change
     of the mode.
 
     Args:

@@ -64,8 +64,8 @@ def negotiate(
     lowest cost for the traffic.
 
     The plan is the same on all ranks, because a collective in a graph works only if all members of
-    its group replay the graph. The order of the offers does not change the plan. The plan obeys
-    every limit that the budget model returns for any rank. If a family has a bucket in the plan, it
+    its group replay the graph. The order of the offers does not change the plan. The plan obeys all
+    limits that the budget model returns for the ranks. If a family has a bucket in the plan, it
     also has the largest bucket that fits in memory. Units: streams and bytes.
 
     Args:
@@ -238,8 +238,8 @@ def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...
 
 
 def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield numbers of buckets within all limits: every combination of numbers for all families
-    except the last one, each with the largest possible number for the last family.
+    """Yield combinations of numbers of buckets that obey all limits. For each combination of
+    numbers for the other families, the last family gets the largest possible number.
     """
     *head, last = most
     for counts in product(*(range(n + 1) for n in head)):
@@ -320,8 +320,8 @@ def _shortfalls(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> str:
-    """Return an error message. It names the ranks that cannot capture any bucket, and what a bucket
-    costs.
+    """Return an error message. It names the ranks that cannot capture any bucket, and the cost of a
+    bucket.
     """
     lines = []
     for offer in offers:

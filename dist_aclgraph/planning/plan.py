@@ -1,7 +1,7 @@
 """GraphPlan: the set of buckets that all ranks of a group capture. A plan is immutable and has a
 version.
 
-This module also decides what to do after a failed capture; the controller executes the decision.
+This module also makes the decision after a failed capture; the controller executes the decision.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capture_order(self) -> tuple[BatchDescriptor, ...]:
-        """All graphs, largest first, so that smaller graphs fit in the pool of the largest one."""
+        """All graphs, largest first, so that smaller ones fit in the pool of the largest graph."""
         found = [
             family.describe(bucket, self.max_num_seqs)
             for family in self.families
@@ -71,7 +71,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
         If an operator failed, only the graph that contains it is removed. If streams or memory ran
         out, the family of the failed graph keeps as many buckets as were captured for it before the
-        failure; these include the smallest and the largest size, if possible. If no bucket of this
+        failure. The smallest and the largest size are kept, if possible. If no bucket of this
         family was captured, the family with the most captured buckets loses one bucket, because
         that family has used the resources.
 
@@ -127,8 +127,9 @@ class CaptureCost(msgspec.Struct, frozen=True):
 
     ``streams`` is 0 if captures do not change the number of free streams that the device reports.
     ``bytes`` is the growth of the graph pool. ``digest`` identifies the sequence of captured
-    operators. ``ai_cpu`` contains, by operator, how many captured tasks run on the device's AI CPU,
-    which is much slower than its cores; None if the device does not report them.
+    operators. ``ai_cpu`` contains, for each operator, how many captured tasks run on the device's
+    AI CPU, which is much slower than the device's cores. It is None if the device does not report
+    these tasks.
     """
 
     streams: int = 0

@@ -164,7 +164,7 @@ class Planner:
         there is no better plan.
 
         Args:
-            offers: the offers from which ``plan`` was chosen, made before any capture.
+            offers: the offers from which ``plan`` was chosen. They were made before any capture.
             step_seconds: for each graph, the measured time of a step that replays it, in seconds.
         """
         return choose_again(
@@ -178,7 +178,8 @@ class Planner:
         )
 
     def _reach(self) -> list[str]:
-        """Return sentences about which decode batches run eagerly because no graph is large enough.
+        """Return sentences that name the decode batches that run eagerly, because no graph is large
+        enough for them.
 
         Mixed batches are not mentioned, because users expect that prompts run eagerly.
         """

@@ -1,5 +1,5 @@
-"""Adapts a plan to the traffic while a group serves: decides when the plan changes, and by which
-actions.
+"""Adapts a plan to the traffic while a group serves. This module decides when the plan changes, and
+which actions change it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_aclgraph.planning.negotiation import negotiate, step_seconds, tightest
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.traffic import Traffic, weights_of
 
-MIN_GAIN = 0.05  # fraction of the expected cost that a new plan must save at least
+MIN_GAIN = 0.05  # minimum fraction of the expected cost that a new plan must save
 MIN_WEIGHT = 256.0  # minimum number of observed steps; older steps count less
 # Maximum number of reasons in a plan; older reasons are dropped, because plans change often and are
 # sent to all ranks.
@@ -60,7 +60,7 @@ def choose_again(
 
     Args:
         step_seconds: for each graph, the measured time of a step that replays it, in seconds.
-        offers, families: as in ``propose``.
+        offers, families: see ``propose``.
     """
     offers = [_timed(offer, step_seconds) for offer in offers]
     better = propose(
@@ -113,7 +113,7 @@ def propose(
     Args:
         traffic: the frequency of each batch size since the group began to use the plan; older steps
             count less.
-        offers: the offers from which ``plan`` was chosen, made before any capture.
+        offers: the offers from which ``plan`` was chosen. They were made before any capture.
         families: the families of graphs, with all sizes that may be captured.
         min_gain: the minimum fraction of the expected cost that the new plan must save.
         min_weight: minimum number of observed steps; older steps count less.
@@ -181,11 +181,11 @@ def transition(
 
     Captures come before releases, and the largest graph is captured first. But if too few streams
     or bytes are free for the next capture, a graph that is not in the new plan is released before
-    it. Every limit that both plans obey is also obeyed after each action. The largest bucket of
-    each family exists at all times.
+    this capture. Every limit that both plans obey is also obeyed after each action. The largest
+    bucket of each family exists at all times.
 
     Args:
-        offers: the offers from which ``old`` was chosen, made before any capture.
+        offers: the offers from which ``old`` was chosen. They were made before any capture.
 
     Raises:
         GraphError: the plans have different families, or the largest bucket of a family differs.

@@ -49,7 +49,7 @@ class Backoff:
         self._next_s = now_s + self._first_s
 
     def succeeded(self) -> None:
-        """Record that an attempt has succeeded. The next failure counts as the first again."""
+        """Record that an attempt has succeeded. The next failure is treated as a first failure."""
         self._pause_s = self._first_s
 
 
@@ -89,7 +89,7 @@ class RestartBudget(Backoff):
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:
-        """Return whether a restart is allowed. If it is, count it."""
+        """Return whether a restart is allowed. If it is allowed, count the restart."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):

@@ -15,8 +15,8 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-# The weight of the assumed traffic (``prior``), as a fraction of all weights. Because of it, a size
-# without observed traffic can get a bucket, too.
+# The weight of the assumed traffic (``prior``), as a fraction of all weights. Because of this
+# weight, a size without observed traffic can also get a bucket.
 PRIOR_SHARE = 0.02
 
 
@@ -44,7 +44,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
-    """Return the traffic after the time ``elapsed``. All weights are halved in each ``half_life``.
+    """Return the traffic after the time ``elapsed``. All weights are halved once in each half-life.
 
     ``elapsed`` and ``half_life`` must have the same unit, seconds or steps.
     """

@@ -19,14 +19,14 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# after this number of steps without a failure, failures no longer count as consecutive
+# after this number of steps without a failure, the next failure is counted as the first one
 SOUND_STEPS = 100
 
-# For each kind of fault, the maximum number of times in a row that a group is resumed; 0 means
+# For each kind of fault, the maximum number of consecutive times that a group is resumed; 0 means
 # never. If a failure follows soon after the group was resumed, the cause of the earlier failure
 # still exists.
 TRIES: dict[DeviceFault, int] = {
-    # The peers of a failed rank report this fault, so its limit must not be below that of the
+    # The peers of a failed rank report this fault, so its limit must not be below the limit of the
     # failed rank's own fault.
     "stopped": 2,
     "link": 2,  # a link may fail only for a moment, and work again afterwards
@@ -35,7 +35,7 @@ TRIES: dict[DeviceFault, int] = {
     "suspect": 1,
     "operator": 1,  # if the failure happens again, its cause is the operator's input or the chip
     "uce_kv": 1,  # the memory can be repaired, and the KV computed again (RECOMPUTE)
-    "uce_tensor": 0,  # weights are lost, or tensors whose addresses graphs contain
+    "uce_tensor": 0,  # weights are lost, or other tensors whose addresses are in graphs
     "uce": 0,  # it is unknown which tensors are lost
     "ecc": 0,  # The memory cannot be repaired.
 }

@@ -47,7 +47,7 @@ MAX_HELD = 1 / 8
 # While this fraction of the pool is being read, no other job begins to read, because a disk may
 # never answer.
 MAX_LOADING = 1 / 4
-# A request waits at most so many seconds until other jobs end, because a slow disk might take
+# A request waits at most this many seconds until other jobs end, because a slow disk might take
 # longer than the computation of the prompt.
 WAIT_S = 5.0
 # Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
@@ -133,7 +133,7 @@ class BlockCopies:
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look-up finds out now which of the waiting blocks already have files."""
+        """Whether a look-up of the files of waiting blocks is running."""
         return self._existing is not None
 
     @property
@@ -169,8 +169,8 @@ class BlockCopies:
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
     def note_late(self) -> list[Request]:
-        """Record that the copy jobs are late, for example because a worker's thread for files waits
-        for a disk that does not answer.
+        """Record that the copy jobs are late, for example because a worker's file thread waits for
+        a disk that does not answer.
 
         Until the next job ends, no request waits for copies, or for look-ups on other nodes.
 
@@ -191,7 +191,7 @@ class BlockCopies:
         """Begin to write those waiting blocks that are still in the prefix cache and have no file.
 
         The files are looked up first. If the answer comes later, a later call begins to write.
-        While copy jobs may hold no more blocks, only checkpoints are written.
+        While copy jobs may hold no additional blocks, only checkpoints are written.
         """
         if self._existing is None:
             first = islice(self._pending, max(0, self._num_free))
@@ -252,7 +252,7 @@ class BlockCopies:
         ``first`` cached blocks, and the blocks after them that have files. If the model has
         recurrent state, the last of these blocks must also have a checkpoint with a file. If files
         are found while too many blocks are being read, the answer stays None until enough jobs have
-        ended. If this takes longer than ``WAIT_S``, the answer is ``first``.
+        ended. If this takes longer than ``WAIT_S``, the answer is the number ``first``.
 
         Args:
             fetch: fetches the missing files to the engine's node. After this, the files are looked

@@ -21,8 +21,8 @@ TOUCH_S = 10.0  # minimum number of seconds between the starts of two jobs that 
 
 
 class FileUpkeep:
-    """Owns the hashes of blocks whose files must be deleted, and of blocks whose files must be
-    touched.
+    """Owns two sets of block hashes: the files of some blocks must be deleted, and the files of
+    other blocks must be touched.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,11 @@ class FileUpkeep:
         return not all(self._condemned.values())
 
     def end_deletion(self, hashes: Sequence[BlockHash], *, is_done: bool) -> None:
-        """Record that a job has deleted files (``is_done``), or that it was dropped."""
+        """Record that a job has ended.
+
+        Args:
+            is_done: true if the job has deleted the files, false if the job was dropped.
+        """
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
                 continue  # The block was condemned again during the job, so it stays condemned.

@@ -89,7 +89,7 @@ class GroupCopies:
             self._waiting.end_fetching([request])
 
     def have_ended(self, request: Request) -> bool:
-        """Return whether no block of an ended request still waits to be written to a file."""
+        """Return False while a block of an ended request waits to be written to a file."""
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:

@@ -88,8 +88,9 @@ class GroupRows(Columns):
     def land_tokens(self, ranks: Places, lens: Places, tokens: IntArray) -> Landed:
         """Apply ``RunningRows.land_tokens`` to all requests of several ranks.
 
-        Args: ranks, lens: see ``stay_below_limit``. tokens: [num_requests], the new token of each
-            request, rank by rank.
+        Args:
+            ranks, lens: see ``stay_below_limit``.
+            tokens: [num_requests], the new token of each request, rank by rank.
         """
         is_used = self._is_used(lens)
         place, at = np.nonzero(is_used)

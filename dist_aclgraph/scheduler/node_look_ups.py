@@ -1,8 +1,9 @@
 """NodeLookUps: lets workers look up files on nodes other than the engine's node.
 
 The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
-own workers. On each node except the engine's, one worker looks up the files, and fetches missing
-files if the request has a source. The engine sends these look-ups in its messages about copy jobs.
+own workers. On each node except the engine's node, one worker looks up the files. If the request
+has a source, the worker also fetches missing files. The engine sends these look-ups in its messages
+about copy jobs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class _LookUp:
 
     Attributes:
         waits_for: the workers that have not answered yet.
-        num_found: the smallest number of leading blocks that any worker has found until now.
+        num_found: the smallest of the numbers of leading blocks that workers have found until now.
         source: the group from which missing blocks are fetched; None if nothing is fetched.
     """
 
@@ -32,7 +33,7 @@ class _LookUp:
 
 
 class NodeLookUps:
-    """Owns the look-ups of one data-parallel rank on nodes other than the engine's.
+    """Owns the look-ups of one data-parallel rank on nodes other than the engine's node.
 
     Args:
         finders: the workers that look up files; see ``GroupFiles.finders``.
@@ -60,9 +61,10 @@ class NodeLookUps:
         return len(self._running)
 
     def must_ask(self, source: Source | None) -> bool:
-        """Return whether the other nodes must look up files. They must if they may have to fetch
-        blocks, or if the engine's node has no files of this rank. In all other cases, no look-up is
-        needed, because the other nodes usually have files of the same blocks as the engine's node.
+        """Return whether the other nodes must look up files. They must look up files if they may
+        have to fetch blocks, or if the engine's node has no files of this rank. In all other cases,
+        no look-up is needed, because the other nodes usually have files of the same blocks as the
+        engine's node.
         """
         return bool(self._finders) and not (source is None and self.is_beside_engine)
 
@@ -104,8 +106,8 @@ class NodeLookUps:
         return [CopyJob(number, "cancel", b"", b"", b"") for number in cancelled]
 
     def forget(self) -> None:
-        """End all look-ups as if no blocks were found, because the workers have dropped them, or do
-        not answer. Later answers are ignored.
+        """End all look-ups, because the workers have dropped them or do not answer. The result is
+        the same as if no blocks were found. Later answers are ignored.
         """
         for found in self._running.values():
             found.waits_for.clear()

@@ -144,7 +144,9 @@ class StepOutputs(Struct, frozen=True):
     def _pick(
         self, picked: Places
     ) -> tuple[IntArray, IntArray | None, tuple[RowLogprobs | None, ...]]:
-        """Return the tokens, ends and log-probabilities of the requests ``picked``."""
+        """Return the tokens, ends and log-probabilities of the requests with the indices
+        ``picked``.
+        """
         if self.ends is None:
             chosen = [self.logprobs[index] for index in picked.tolist()] if self.logprobs else ()
             return self.token_ids[picked], None, tuple(chosen)

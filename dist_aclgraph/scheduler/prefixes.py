@@ -56,8 +56,8 @@ class Prefixes:
         While a request waits, its files are looked up only once.
         """
         copies, pool = self._copies, self._pool
-        # While there are dirty blocks, no copy job begins: it could get a dirty block, and the next
-        # step, which cleans this block, would overwrite what the job has read.
+        # While there are dirty blocks, no copy job begins. Otherwise, the job could read data into
+        # a dirty block, and the next step would overwrite the data when it cleans the block.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)

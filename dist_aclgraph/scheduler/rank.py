@@ -1,9 +1,9 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
 The scheduler does not separate prefill from decoding. In each step, the model runs tokens of a
-request that are known, but whose KV is not computed yet. For a new request, these are chunks of its
-prompt; for a request that decodes, its last sampled token and its drafts; for a preempted request,
-its prompt and output. Requests that decode are scheduled first, and a step always has room for all
+request that are known, but whose KV is not computed yet. A new request runs chunks of its prompt. A
+request that decodes runs its last sampled token and its drafts. A preempted request runs its prompt
+and its output again. Requests that decode are scheduled first, and a step always has room for all
 of them. The other requests get the rest of the step, in the order of their deadlines.
 """
 
@@ -140,7 +140,7 @@ class RankScheduler:
     ) -> tuple[StepBuilder, list[Request]]:
         """Begin a step; return its builder, and the requests that were preempted for the step.
 
-        All requests that decode run in the step, unless ``kind`` is "prompt". If the builder has no
+        If ``kind`` is not "prompt", all requests that decode run in the step. If the builder has no
         work, ``begin`` has changed nothing, and the caller may drop the builder.
         """
         is_open = kind != "decode"
@@ -207,8 +207,8 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Return whether the step may start the request.
 
-        False if no row is free, or if the step has its maximum number of tokens. Also false if the
-        request could not start before, and no more blocks are free now.
+        False if no row is free, or if the step has its maximum number of tokens. Also false if too
+        few blocks were free when the request was last tried, and no more are free now.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -316,7 +316,7 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without the requests that were removed later.
+        """Return the only step in flight, without its requests that were removed meanwhile.
 
         When the step runs again, it must not write the blocks of removed requests, which may now be
         in the prefix cache.
@@ -397,7 +397,7 @@ class RankScheduler:
         has recurrent state, the request loses its row, because its last tokens must run again.
 
         Args:
-            unmasked: indices, among the step's sampled requests, of those without a mask.
+            unmasked: requests without a mask, as indices among the step's sampled requests.
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows
@@ -570,9 +570,9 @@ class RankScheduler:
             request.leave_row()
 
     def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
-        """Allocate blocks for the decoding requests that need more for their next tokens.
+        """Allocate blocks for the decoding requests that need more blocks for their next tokens.
 
-        If too few blocks are free, requests are preempted, from the end of the order of service.
+        If too few blocks are free, requests are preempted, in reverse order of service.
 
         Returns:
             The result of ``give_blocks``, and the preempted requests.

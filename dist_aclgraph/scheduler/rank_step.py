@@ -51,11 +51,11 @@ class NewTokens(NamedTuple):
             them has one new token.
         logprobs: [num_new], for each new token, its log-probabilities, or None if its request wants
             none. Empty if no request wants log-probabilities.
-        non_finite: [n], indices, among the sampled requests, of those whose logits were NaN or
-            infinite. The tokens of these requests are meaningless.
+        non_finite: [n], the requests whose logits were NaN or infinite, as indices among the
+            sampled requests. The tokens of these requests are meaningless.
         prompts: the requested log-probabilities of prompts.
-        failed: the reasons for which requests have failed; the keys are indices among the sampled
-            requests.
+        failed: why requests have failed. The keys are indices among the sampled requests; the
+            values are reasons.
         embeddings: the requested hidden states, each float32 [hidden]; the keys are indices among
             the sampled requests.
     """
@@ -400,7 +400,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the shape that contains, for each number, its maximum over all steps.
+    """Return a shape in which each number is the maximum of this number over all steps.
 
     The query length is 0 if the steps have different query lengths.
     """
@@ -413,5 +413,5 @@ def largest_of(steps: Sequence[RankStep]) -> StepShape:
 
 
 def longest_of(steps: Sequence[RankStep]) -> int:
-    """Return the largest number of computed tokens of any request before these steps."""
+    """Return the largest of all requests' numbers of computed tokens before these steps."""
     return max(int(step.records[:, 1].max()) for step in steps)

@@ -37,11 +37,11 @@ class Request:
         dp_rank: the data-parallel rank that runs the request. While the request waits, it is the
             last rank that has run the request or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
-        compiled_row: for a request that waits for its grammar, its previous row, for which workers
-            compile the grammar; -1 for other requests.
+        compiled_row: the previous row of a request that waits for its grammar; workers compile the
+            grammar for this row. -1 for other requests.
         block_ids: the request's block table.
-        hashes: hashes of the first full blocks, as far as they were needed until now. If the
-            request is preempted, it keeps them.
+        hashes: hashes of the first full blocks; only those that were needed until now are computed.
+            A preempted request keeps its hashes.
         prompt_end: position where the output begins. If the request was submitted again, the last
             part of the submitted prompt is output that existed before.
         num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the
@@ -60,8 +60,8 @@ class Request:
         look_up: function that returns how many leading blocks are cached or have files; the
             function returns None while the files are looked up. The attribute is None if no look-up
             runs.
-        fetch: function that fetches blocks that another group has computed to the engine's node;
-            called at most once. None if no blocks are fetched.
+        fetch: function that fetches blocks to the engine's node; another group has computed these
+            blocks. It is called at most once. None if no blocks are fetched.
         source: the group from which workers on other nodes fetch blocks; used at most once. None if
             no blocks are fetched.
         is_suspect: whether the request's logits have been NaN or infinite once. If true, the
@@ -186,8 +186,8 @@ class Request:
         self.look_up = None
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """If one of the new tokens is a stop token that ends the request, return how many of the
-        new tokens the request gets; otherwise return None.
+        """Return how many of the new tokens the request gets, if one of them is a stop token that
+        ends the request. Return None if no stop token ends it.
 
         Args:
             num_known: number of the request's tokens before the new tokens.

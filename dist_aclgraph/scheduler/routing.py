@@ -16,8 +16,9 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# An open request counts as this number of waiting tokens, plus the tokens of its prompt that are
-# not computed yet. The reason is that the request runs in every step until its end.
+# For each open request, the router counts this number of waiting tokens, plus the tokens of the
+# request's prompt that are not computed yet. The reason is that the request runs in every step
+# until its end.
 REQUEST_TOKENS = 64
 # The weight of a cached token. It is 2, because a cached token saves time for its request, and also
 # for the requests that wait behind this request.
@@ -29,8 +30,8 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
     So a group that has cached the request's prefix is chosen even if it has up to ``WORTH_OF_CACHED
     * cached`` more waiting tokens than the group with the least load. If several groups have the
-    smallest value, the group with the most cached tokens is chosen; if several of these remain, the
-    next group from ``first`` on.
+    smallest value, the group with the most cached tokens is chosen. If several of these groups have
+    equally many cached tokens, the next group from ``first`` on is chosen.
 
     Args:
         waiting: number of tokens that wait at each group; at least one group.
@@ -61,7 +62,7 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 
 
 class PrefixMemory:
-    """The hashes of blocks that were sent to a group.
+    """The block hashes of the prompts that were sent to a group.
 
     There are at most as many hashes as the group's cache has blocks. If there are more, the least
     recently used hashes are dropped. The real contents of the group's cache may differ.
@@ -149,7 +150,7 @@ class RequestRouter:
 
     Args:
         first: index of the group that is preferred among equal groups. Each replica of the ingress
-            has another value, so that not all replicas begin with the same group.
+            has a different value, so that the replicas begin with different groups.
     """
 
     first: int = 0

@@ -72,8 +72,9 @@ class Columns:
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which the next block becomes full.
-        can_verify: 1 if drafts of the request may be accepted, otherwise 0, for example with
-            penalties, because the probability of a token would then depend on the drafts before it.
+        can_verify: 1 if drafts of the request may be accepted, otherwise 0. For example, it is 0
+            for a request with penalties, because the probability of a token would depend on the
+            drafts before the token.
         held: ``WAITS`` while the request waits for its grammar and does not run. ``TRIES`` if it
             runs one token in each step, because only a step's result shows whether the grammar is
             compiled. Otherwise 0.
@@ -202,7 +203,7 @@ class RunningRows(Columns):
     # ---- steps
 
     def take_off(self, indices: Indices, records: IntArray) -> None:
-        """Add to the columns what a decided step will change, as if the step accepted no drafts.
+        """Add the changes of a decided step to the columns, as if the step accepted no drafts.
 
         Args:
             records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
@@ -215,8 +216,8 @@ class RunningRows(Columns):
         self.slack[indices] += drafts
 
     def put_back(self, indices: Indices, records: IntArray) -> None:
-        """Undo ``take_off`` for a step that is dropped. The arguments are the same as those of
-        ``take_off``.
+        """Undo ``take_off`` for a step that is dropped. The arguments are the same as in the call
+        of ``take_off``.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
@@ -226,7 +227,7 @@ class RunningRows(Columns):
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """Correct the columns after a step has ended, whose accepted drafts are now known.
+        """Correct the columns after a step has ended, because its accepted drafts are now known.
 
         Args:
             indices, records: the arguments of ``take_off`` for this step.
@@ -264,8 +265,8 @@ class RunningRows(Columns):
             self.received[indices] += counts
 
     def land_tokens(self, indices: slice, tokens: IntArray) -> None:
-        """Do what ``land`` and ``append`` do, for a step in which all requests decode and each of
-        them gets one token.
+        """Do the work of ``land`` and ``append`` together, for a step in which all requests decode
+        and each of them gets one token.
 
         Args:
             tokens: [n], the new token of each request.

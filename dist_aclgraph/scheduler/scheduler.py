@@ -71,16 +71,16 @@ class Scheduler:
     """Owns the requests of a lockstep group, and decides the steps of its data-parallel ranks. It
     knows nothing about devices, channels or time.
 
-    ``schedule()`` decides a step, ``update()`` applies its results. The next step may be decided
-    before ``update()``. So the scheduler may notice the end of a request one step late. The request
-    has then run in one step too many, and its result from this step is dropped. At most two steps
-    are in flight, because workers keep only the tokens of the last step.
+    ``schedule()`` decides a step, and ``update()`` applies the step's results. The next step may be
+    decided before ``update()``. So the scheduler may notice the end of a request one step late. The
+    request has then run in one step too many, and its result from this step is dropped. At most two
+    steps are in flight, because workers keep only the tokens of the last step.
 
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
         num_drafts: number of drafts that workers make for each sampled request.
-        tp, pcp: sizes of groups. Each data-parallel rank has ``tp * pcp`` workers; the first worker
-            owns the rank's output.
+        tp, pcp: number of ranks of a TP group, and of a PCP group. Each data-parallel rank has tp *
+            pcp workers; the first worker owns the rank's output.
         choose_exchange: returns the kind of exchange that sends a step's tokens to their experts.
         exact: if true, the shape of a token's step does not depend on other requests. A step then
             contains either a chunk of one prompt on each rank, or requests whose prompts are
@@ -249,7 +249,7 @@ class Scheduler:
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
-        # run, requests that wait for their grammars run, too.
+        # run, requests run although they wait for their grammars.
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks) + self.waiting.try_grammars()
@@ -338,8 +338,8 @@ class Scheduler:
         return msgspec.structs.replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests whose logits were not NaN or infinite before wait again; end and return the
-        others.
+        """Let those requests wait again whose logits are NaN or infinite for the first time. End
+        and return the other requests.
         """
         failed = []
         for request in requests:
@@ -405,9 +405,9 @@ class Scheduler:
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
         """Start the first waiting request on a rank; return False if no rank can start it.
 
-        The rank with the longest cached prefix is preferred, then that with the fewest running
-        requests, then that with the most free blocks. On several nodes, the rank whose files were
-        looked up comes second, and requests that wait for files count as running.
+        Criteria for the rank, in this order: longest cached prefix, fewest running requests, most
+        free blocks. On several nodes, the second criterion is that files were looked up for the
+        rank, and requests that wait for files are counted as running.
         """
         spans_nodes = self.copies.spans_nodes
         has_rank = spans_nodes and request.look_up is not None  # other nodes have other files
@@ -420,7 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # No second look-up on another rank, because that rank could also be full after it.
+            # No second look-up for another rank, because that rank could also be full afterwards.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -524,7 +524,7 @@ class Scheduler:
         return result
 
     def _hold(self, steps: Sequence[RankStep], told: Sequence[StepResult]) -> None:
-        """Let requests wait while any worker of their data-parallel rank compiles their grammar.
+        """Let requests wait while a worker of their data-parallel rank compiles their grammar.
 
         Args:
             told: those results that contain rows whose grammars are not compiled.

@@ -21,7 +21,8 @@ class WaitingRequests:
         # Requests that wait until the files of their blocks are looked up, or until blocks are
         # read.
         self._fetching: set[Request] = set()
-        self.num_fetching: Counter[int] = Counter()  # their number on each data-parallel rank
+        # Number of these requests on each data-parallel rank.
+        self.num_fetching: Counter[int] = Counter()
         # Requests whose grammars are being compiled; the values are their last rank and row.
         self._compiling: dict[Request, tuple[int, int]] = {}
 
@@ -72,7 +73,7 @@ class WaitingRequests:
         )
 
     def end_fetching(self, requests: Sequence[Request]) -> int:
-        """Move those of the requests that still wait for files back to the queue; return their
+        """If some of the requests still wait for files, move these back to the queue; return their
         number.
         """
         left = [request for request in requests if request in self._fetching]

@@ -45,7 +45,7 @@ def direct_rows(
     """Return the rows of a step that attend directly.
 
     Args:
-        split: how the step's prompts are split between ranks.
+        split: the division of the step's prompts among ranks.
         takes_long_queries: whether requests with many queries also attend directly.
     """
     if place.is_sharded:

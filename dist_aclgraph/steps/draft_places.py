@@ -1,4 +1,4 @@
-"""Computes the places where drafting continues, from what the host knows before a step.
+"""Computes the places where drafting continues, from the values that the host knows before a step.
 
 See ``device_step.DraftInputs``.
 """
@@ -35,8 +35,8 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return a copy in which ``behind`` contains the row of each request for which
-        ``is_moved``, [S], is true.
+        """Return a copy with other values of ``behind``: if ``is_moved``, [S], is true for a
+        request, the new value is the request's row.
         """
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
@@ -53,7 +53,7 @@ def draft_places(
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         block_table: [max_rows, max_blocks].
-        place: indices, in context parallelism, of the rank for which slots are computed.
+        place: the indices in context parallelism of the rank for which slots are computed.
         may_draft: [max_rows], whether drafts of a row may be accepted.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)

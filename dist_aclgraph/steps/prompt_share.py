@@ -1,5 +1,5 @@
-"""A step whose prompts are split between prefill ranks: the share of one rank, and which ranks run
-the other tokens.
+"""A step whose prompts are split between prefill ranks: the share of one rank, and the ranks that
+run the other tokens.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class References:
     num_rows: int
 
     def draft(self, rows: IntArray, index: IntArray) -> IntArray:
-        """Return references to drafts, [n]; ``index`` says which of its row's drafts each of them
-        is, from 0.
+        """Return references to drafts, [n]. ``index`` contains the index of each draft among the
+        drafts of its row.
         """
         return rows * self.k + index - self.num_latest
 

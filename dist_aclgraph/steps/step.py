@@ -41,7 +41,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
     biases: bytes = b""  # float32 [n], added to the logits of these tokens
-    allowed: bytes = b""  # int32 [n], the only allowed tokens; empty allows all tokens
+    allowed: bytes = b""  # int32 [n], the only allowed tokens; if empty, all tokens are allowed
     bad_words: tuple[tuple[int, ...], ...] = ()  # words of two tokens or more
     structure: Structure | None = None
     # Whether the answer is an embedding, which is the hidden state of the prompt's last token. The
@@ -142,11 +142,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     (``RankPlan``).
 
     Every rank replays ``graph``, even a rank without work. If ``graph`` is None, the step runs
-    eagerly. ``exchange`` is the exchange that sends tokens to their experts; None if no token must
-    be sent. ``largest`` contains, for each number, its maximum over all ranks. If no full graph is
-    replayed, ranks that share experts pad their steps to this size. If a bucket has graphs for
-    several KV lengths, ``largest`` determines which of them is replayed; it is the same graph on
-    all ranks.
+    eagerly. ``exchange`` is the exchange that sends tokens to their experts; None if no token needs
+    to be sent. Each number in ``largest`` is the maximum of this number over all ranks. If no full
+    graph is replayed, ranks that share experts pad their steps to this size. If a bucket has graphs
+    for several KV lengths, ``largest`` determines which of them is replayed; it is the same graph
+    on all ranks.
     """
 
     epoch: int
@@ -267,8 +267,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows immediately, so that they do not wait for one before they
-    send the result of the last step.
+    """Tells workers that no step follows immediately, so that they send the result of the last step
+    without waiting for another step.
 
     Without this message, workers with two steps in flight send a result only after the next step is
     queued.
@@ -290,7 +290,9 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """A rank's reply to ``Resume``. Its device works again, or ``error`` says why it does not."""
+    """A rank's reply to ``Resume``. ``error`` is empty if the rank's device works again; otherwise
+    it contains the reason.
+    """
 
     epoch: int
     rank: int

@@ -93,7 +93,8 @@ class DraftSteps:
         """Add each request's number of accepted drafts to its positions, and select the slots of
         the new positions.
 
-        Changes positions, slots and draft slots of a graph's static inputs in place.
+        This method changes the positions, slots and draft slots of a graph's static inputs in
+        place.
         """
         drafts = inputs.drafts
         assert drafts is not None and drafts.behind is not None

@@ -172,7 +172,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
         most: [num_reqs] int32, maximum number of drafts of each request that may be accepted.
 
     Returns:
-        [num_reqs] int32, from 0 to k, and at most ``most``.
+        [num_reqs] int32, from 0 to k; no result exceeds the request's element of ``most``.
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()

@@ -1,4 +1,4 @@
-"""The state of one row with a grammar or a limit of reasoning."""
+"""The state of one row that has a grammar, or a maximum number of reasoning tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotReadyError(Exception):
 
 
 class Row:
-    """The state of one row with a grammar or a limit of reasoning.
+    """The state of one row that has a grammar, or a maximum number of reasoning tokens.
 
     Attributes:
         is_shared: whether the row's matcher shares its lexer with matchers of other requests.
@@ -50,7 +50,7 @@ class Row:
         self._matcher: llguidance.LLMatcher | None = None
         self.permitted = permitted
         self.is_shared = is_shared
-        self._end_words = end_words  # mask with the bits of the tokens that end an output
+        self._end_words = end_words  # mask that allows only the tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
         self._seen: list[int] = []  # the first ``num_seen`` tokens of the output; empty if shared
@@ -155,10 +155,10 @@ class Row:
         """Return the row's own matcher, reset to its initial state, so that the next request in the
         row can use it. Return None if that request must not use the matcher.
 
-        While a request waits for its grammar, it may lose its row, and get the row again later. If
-        the grammar were compiled again each time, the request might wait for ever. A matcher keeps
-        the states of its lexer, which differ between requests. So only the same request may use the
-        matcher again.
+        While a request waits for its grammar, it may lose its row, and get the same row again
+        later. If the grammar were compiled again each time, the request might wait for ever. A
+        matcher keeps the states of its lexer, which differ between requests. So only the same
+        request may use the matcher again.
 
         Args:
             output: the output of the next request in the row.
@@ -192,7 +192,7 @@ class Row:
             self.complaint = f"{TOO_AMBIGUOUS} ({took} of CPU time)"
 
     def fill(self, words: IntArray) -> None:
-        """Write the mask of the next token into ``words``, [num_words]."""
+        """Write the mask for the next token into the array ``words``, [num_words]."""
         structure = self.structure
         if self._is_thinking:
             begin = 0 if structure.is_thinking else 1

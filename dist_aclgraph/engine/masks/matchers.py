@@ -39,7 +39,7 @@ class Masks(NamedTuple):
     """The masks of some places: the tokens that each of these places allows.
 
     Attributes:
-        places: [m], indices of the places with masks among the special places of the step.
+        places: [m], for each place that has a mask, its index among the special places of the step.
         words: [m, ceil(vocab / 32)] int32; token t is allowed if bit t % 32 of word t // 32 is 1.
     """
 
@@ -51,10 +51,10 @@ class GrammarReport(NamedTuple):
     """The matchers that have failed in a step, and the grammars that are not compiled yet.
 
     Attributes:
-        failed: the reasons for which matchers have failed; the keys are indices of requests among
-            the sampled requests.
-        unmasked: indices among the sampled requests. These requests were sampled without a mask,
-            because their grammars were not compiled yet.
+        failed: the reason of each matcher's failure; the keys are indices of requests among the
+            sampled requests.
+        unmasked: the requests that were sampled without a mask, because their grammars were not
+            compiled yet; indices among the sampled requests.
         compiling: rows whose grammars are not compiled yet.
     """
 
@@ -65,7 +65,9 @@ class GrammarReport(NamedTuple):
 
 @dataclass
 class _Tail:
-    """Tokens of a row that steps have sampled, and that the engine has not sent back yet."""
+    """The newest tokens of a row: steps have sampled them, but the engine has not sent them back
+    yet.
+    """
 
     begin: int  # position of the first token
     tokens: list[int]
@@ -79,8 +81,8 @@ class Matchers:
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
         rows_may_wait: whether a request keeps its row while it waits for a mask that takes long to
-            compute. False if the model has recurrent state: then the request must begin again in a
-            row.
+            compute. False if the model has recurrent state, because such a request must give up its
+            row and begin again.
     """
 
     def __init__(
@@ -184,13 +186,13 @@ class Matchers:
         are known.
 
         Args:
-            drafts: [max_rows, k], the drafts of this step; None if the model does not draft.
+            drafts: [max_rows, k], the drafts of this step; None if the deployment uses no drafts.
         """
         firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
         rows, size = step.sampled_rows.tolist(), self._num_places
         samples = known.samples[::size].tolist()
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
-        # until its mask is written, a place allows every token
+        # a place allows every token until the place's mask is written
         words = np.full((len(wanted) * size, self._num_words), ALL)
         until_s = time.monotonic() + PATIENCE_S
         for at, (_, sample) in enumerate(wanted):
@@ -240,7 +242,7 @@ class Matchers:
         """Write the masks of one row: one mask for each token that the step samples for the row.
 
         Returns:
-            Why the row's matcher has failed; "" if it has not failed.
+            The reason why the row's matcher has failed; "" if it has not failed.
 
         Args:
             first: position, in the request, of the token that is sampled at the row's first place.
@@ -300,7 +302,7 @@ class Masking:
 
     def __init__(self, upload: ToDevice) -> None:
         self._upload = upload
-        # [16] int16, one number for each bit of a half word; only this bit is set.
+        # [16] int16. Each number has one bit of a half word set, and no two have the same bit set.
         self._bits: Tensor | None = None
 
     def forget(self) -> None:

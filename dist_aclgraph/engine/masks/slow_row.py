@@ -1,10 +1,10 @@
 """A row whose masks may take seconds: a separate thread computes the masks, and the row's request
 waits.
 
-The computation of a mask cannot be stopped in time: the library checks its limits only after each
-row of its parsing table, and with an ambiguous grammar, one row of this table can take seconds. So
-a step waits for the mask only briefly. If the mask is still missing after this wait, the request
-gets no token in this step, as if its grammar were not compiled yet. The other requests run.
+The computation of a mask cannot be stopped in time. The library checks its limits only after each
+row of its parsing table. With an ambiguous grammar, one row of this table can take seconds. So a
+step waits for the mask only briefly. If the mask is still missing after this wait, the request gets
+no token in this step, as if its grammar were not compiled yet. The other requests run.
 """
 
 from __future__ import annotations

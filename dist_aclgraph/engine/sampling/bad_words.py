@@ -27,8 +27,8 @@ class Forbidden(NamedTuple):
         places: index of the place; tokens: the forbidden token.
         before: the bad word's token before its last token; -1 if the host has already found this
             token in the request.
-        coming: the index, in the list of tokens that a step in flight samples, of the request's
-            token that the device compares with ``before``.
+        coming: index of the token that the device compares with ``before``. It is an index into the
+            list of the tokens that a step in flight samples.
     """
 
     places: IntArray
@@ -56,7 +56,7 @@ def find_forbidden(
             number of these tokens in each row.
         begins: [n], for each place, the position where the output of its request begins. A bad word
             is found only if all of its tokens are in the output.
-        coming_rows: [m], rows whose last token a step in flight samples.
+        coming_rows: [m], rows whose last token is sampled by a step in flight.
     """
     found = []
     index_of = {row: index for index, row in enumerate(coming_rows.tolist())}

@@ -112,7 +112,7 @@ def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
 
 
 def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
-    """In the rows of ``wide``, forbid each token whose logit is below the k-th largest logit."""
+    """At the places of ``wide``, forbid each token whose logit is below the k-th largest logit."""
     chosen = logits.index_select(0, wide.where)
     best = chosen.topk(wide.most, dim=-1).values
     least = best.gather(1, wide.last)
@@ -125,7 +125,8 @@ class ComingLogprobs:
 
     Attributes:
         asking: [m], indices of the places.
-        wanted: [m], for each place, how many of the most probable tokens its request wants to see.
+        wanted: [m], for each place, the number of most probable tokens that its request wants to
+            see.
         packed: [m, 2 * (count + 1) + 1] float32, pinned. The first columns are the id of the chosen
             token, the ids of the ``count`` most probable tokens, and the chosen token's rank in the
             distribution; these columns contain the bits of int32 numbers. The other columns are the
@@ -182,8 +183,8 @@ def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
         logits: [n, vocab]; chosen: [n] int32.
 
     Returns:
-        A tensor on the device with the columns of ``ComingLogprobs.packed``. It has ``num_best``
-        most probable tokens, but at least one.
+        A tensor on the device with the columns of ``ComingLogprobs.packed``. It contains the
+        ``num_best`` most probable tokens, or one token if ``num_best`` is 0.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]

@@ -79,7 +79,8 @@ class AskedLogprobs:
 
     Attributes:
         asking: [m], indices of the places; where: the same indices, int64 on the device.
-        wanted: [m], for each place, how many of the most probable tokens its request wants to see.
+        wanted: [m], for each place, the number of most probable tokens that its request wants to
+            see.
     """
 
     asking: npt.NDArray[np.intp]
@@ -96,11 +97,12 @@ class SamplingPlaces:
         free_from: [n], for each place, the first position at which stop tokens are allowed.
         suppressed: for each place, the tokens that are forbidden before ``free_from``. The tuple is
             empty if no place has such tokens.
-        biases, penalties: None if no place has a bias, or no place has a penalty.
+        biases: the places with biases; None if no place has a bias.
+        penalties: the places with penalties; None if no place has a penalty.
         temperature: [n, 1] float32. At a place with temperature 0, the most probable token wins.
             None if all temperatures are 0.
-        least: [n, 1] float32, how far a token's logit may be below the place's greatest logit, so
-            that min-p keeps the token. None if no place uses min-p.
+        least: [n, 1] float32, the largest difference between the place's greatest logit and the
+            logit of a token that min-p keeps. None if no place uses min-p.
     """
 
     seeds: npt.NDArray[np.uint64]
@@ -277,7 +279,7 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns the parameters on the device that belong to the special places of the latest step with
+    """Owns parameters on the device. They belong to the special places of the latest step that had
     special places.
 
     Args:

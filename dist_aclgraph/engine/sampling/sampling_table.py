@@ -60,14 +60,14 @@ class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
-        is_plain: [max_rows], whether a row needs nothing but its most probable token.
+        is_plain: [max_rows], whether a row needs only its most probable token.
         may_draft: [max_rows], whether drafts of a row may be accepted. False if the row has
-            penalties, or bad words of several tokens. Also false if the row's output format and
-            biases together may forbid every token after a draft, and if its masks take long to
-            compute.
+            penalties, or bad words of several tokens. Also false if the row's masks take long to
+            compute, or if its output format and biases together may forbid every token after a
+            draft.
         has_penalties: [max_rows], whether a row has a penalty.
-        reports_prompts: whether the request of any row asks for log-probabilities of its prompt.
-        has_embeddings: whether the request of any row asks for an embedding.
+        reports_prompts: whether at least one request asks for log-probabilities of its prompt.
+        has_embeddings: whether at least one request asks for an embedding.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
         suppressed: for each row, the tokens that are forbidden until the output has ``min_tokens``
@@ -75,7 +75,7 @@ class SamplingTable:
         biases: the biases of the rows that have any; the keys are rows.
         bad_words: the bad words that have several tokens; the keys are rows.
         version: number of parameter changes until now. Readers compare versions to find out whether
-            the parameters of any row have changed.
+            parameters of at least one row have changed.
     """
 
     def __init__(self, max_rows: int) -> None:

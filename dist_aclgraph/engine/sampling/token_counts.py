@@ -102,8 +102,8 @@ class TokenCounts:
         values = logits if where is None else logits.index_select(0, where)
         if penalties.repetition is not None:
             weaker, stronger = values / penalties.repetition, values * penalties.repetition
-            # A penalty divides positive logits and multiplies negative logits. If it is at least 1,
-            # the smaller of the two results is right in both cases.
+            # A penalty divides positive logits and multiplies negative logits. If the penalty is at
+            # least 1, the smaller one of quotient and product is right in both cases.
             if penalties.only_weakens:
                 repeated = torch.minimum(weaker, stronger)
             else:

@@ -56,8 +56,9 @@ REMAPPED = 26
 # copies, a rotation, the quantisation, a join and the scatter. One of them joins the two parts of
 # the queries.
 INT8_LATENTS = 7
-# Number of operators with which, without an indexer, the first layer with latents in int8 computes
-# the blocks that each query may see: indices, a product, a comparison, a constant and a choice.
+# Number of operators that compute the blocks that each query may see, for latents in int8 without
+# an indexer: indices, a product, a comparison, a constant and a choice. Only the first layer with
+# such latents runs them.
 SEEN_BLOCKS = 5
 EMBEDDING = 3  # three gathers: from the embedding, from the cos table, from the sin table
 LAST_NORM = 1

@@ -15,8 +15,9 @@ def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
     """Return the number of streams that a domain uses in total, however many graphs there are.
 
     AIV uses one stream, and FFTS uses two streams; the formulas count these streams for each group.
-    AICPU uses one stream for each other rank, where more than sixteen ranks count as sixteen; the
-    comments about it say "per domain on the device (worst case)".
+    AICPU uses one stream for each other rank of the domain. A domain with more than sixteen ranks
+    is counted as if it had sixteen. The comments about AICPU say "per domain on the device (worst
+    case)".
     """
     if expansion == "AICPU":
         return max(1, min(num_ranks, MOST_AICPU_RANKS) - 1)

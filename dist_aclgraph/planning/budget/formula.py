@@ -20,8 +20,8 @@ RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
 # number of streams that are subtracted if PCP is used, and once more if DCP is used
 CONTEXT_PARALLEL_STREAMS = 100
-# number of streams that are subtracted if TP is used, and once more if DP is used, unless HCCL uses
-# AIV
+# If HCCL does not use AIV, this number of streams is subtracted if TP is used, and once more if DP
+# is used.
 GROUP_STREAMS = 40
 
 
@@ -107,8 +107,8 @@ def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # Version 0.11 chose sizes by their index in a descending list. So for an index of n + 0.5, it
-    # can choose the other of the two sizes.
+    # Version 0.11 chose sizes by their index in a descending list. So if an index is n + 0.5, this
+    # version can choose the other one of the two neighbouring sizes.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

@@ -28,7 +28,7 @@ LEGACY_VARIANTS: dict[BudgetModelName, Variant] = {
 
 @dataclass(frozen=True)
 class LegacyBudget:
-    """A budget model that uses one of these formulas.
+    """A budget model that uses one of the stream formulas of earlier vllm-ascend releases.
 
     The formulas compute prices of piecewise graphs (one graph between two attention operators), and
     limit the number of a plan's piecewise buckets. If a plan has no piecewise graphs, its full

@@ -8,8 +8,8 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.planning.budget.domains import streams_per_domain
 
 MAX_LINKS = 8  # maximum number of links that a rank opens, and of links that it accepts
-# Bytes of pinned host memory for files that a worker fetches. For files that other workers fetch
-# from it, the worker has the same amount again.
+# Bytes of pinned host memory for files that a worker fetches. The worker has the same amount of
+# memory a second time, for files that other workers fetch from it.
 PART_BYTES = 256 << 20
 
 

@@ -83,15 +83,17 @@ class BudgetModel(Protocol):
         """The workload whose graphs have these prices."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
-        """Return how many streams one bucket of a family needs on the rank that has made the offer,
-        by cause.
+        """Return how many streams one bucket of a family needs on the rank that has made the offer.
+        The result has one number for each cause.
         """
 
     def fixed(self, offer: StreamOffer) -> Price:
-        """Return how many streams are used before the first bucket is captured, by cause."""
+        """Return how many streams are used before the first bucket is captured. The result has one
+        number for each cause.
+        """
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
-        """Return all limits on the number of buckets on the rank that has made the offer.
+        """Return, for the rank that has made the offer, all limits on the number of buckets.
 
         Args:
             families: the families of graphs, with all sizes that may be captured.
@@ -109,7 +111,7 @@ def total(price: Price) -> int:
 
 
 def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
-    """Return the limit that the rank's number of available streams sets."""
+    """Return the limit that follows from the rank's number of available streams."""
     return Limit("streams for graphs", offer.usable, tuple(prices))
 
 

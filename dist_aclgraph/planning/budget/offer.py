@@ -39,7 +39,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""  # name of the chip
     cann: str = ""  # version of CANN
     card: str = ""  # name of the card whose ranks share its streams; "" if none are shared
-    taken: dict[str, int] = {}  # number of streams that were already used, by what uses them
+    taken: dict[str, int] = {}  # number of streams already in use; the keys name the users
     max_sizes: int | None = None  # maximum number of piecewise buckets; None means no limit
     probes: tuple[Probe, ...] = ()
 

@@ -31,10 +31,10 @@ class Workload:
 
     Attributes:
         num_layers: number of hidden layers of the main model.
-        mode: graph mode, which determines what graphs a bucket has.
+        mode: graph mode, which determines the kinds of graphs that a bucket has.
         draft_layers: number of layers of the draft model; 0 means that there is no draft model.
         exchange: the configured exchange of tokens between ranks with different experts.
-        expansion: how HCCL expands collectives on the device.
+        expansion: the way in which HCCL expands collectives on the device.
         multistream_shared: whether shared experts run on a separate stream.
         bytes_per_token: device memory of a graph in bytes, divided by its bucket's number of
             tokens. All graphs together need only the memory of the largest graph, because they
