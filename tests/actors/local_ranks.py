@@ -20,7 +20,9 @@ MAX_LEN = 128
 
 @dataclass
 class LocalRanks:
-    """Workers that each form a group of one rank, and use the same device one after the other."""
+    """Workers that use the same device one after the other. Each worker is the only rank of its
+    group.
+    """
 
     workers: list[Worker]
 

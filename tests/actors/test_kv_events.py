@@ -1,4 +1,4 @@
-"""A router that reads an engine's events knows which prefixes the engine has."""
+"""A router that reads an engine's events learns which prefixes are in the engine's cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""In strict mode, every architecture keeps the rules of each chip and release series of CANN.
+"""In strict mode, no architecture violates a rule of any chip or of any release series of CANN.
 
-Each architecture uses all of its features: full graphs and pieces, experts on other ranks, a draft.
+Each architecture uses all features that it supports: full and piecewise graphs, experts on other
+    ranks, and a draft.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ ALL = [
     if not (architecture in SMALL_HEADS and chip[1].startswith("8."))
 ]
 A2_OLD, A2, A3 = CHIPS
-# Each architecture occurs once, and each chip twice, with and without experts. The profile "full"
-# tries all combinations.
+# Each architecture occurs once. Each chip occurs twice: with experts and without. The profile
+# "full" tries all combinations.
 FEW = [
     slow("Qwen3ForCausalLM", *A2_OLD),
     ("Qwen3MoeForCausalLM", *A3),

@@ -1,4 +1,6 @@
-"""A report is stored as a file, shown as a page, and converted to rules for the emulator."""
+"""The report of a probe is stored as a file, shown as a page, and converted to rules for the
+emulator.
+"""
 
 import re
 import tomllib

@@ -36,7 +36,7 @@ class Service:
     openai: openai.OpenAI
 
     def answer(self, text: str) -> None:
-        """Let every request generate this text and then the end token."""
+        """Make every request generate ``text`` and then the end token."""
         ids = [*self.state.tokenizer.encode(text), self.state.tokenizer.eos_ids[0]]
         self.engine.reply = lambda submit: ids
 
@@ -120,13 +120,13 @@ def shared_tooled(tmp_path_factory):
 
 @pytest.fixture
 def service(shared_service):
-    """Return the shared service, with its engine in the initial state."""
+    """Return the shared service. Reset its engine to the initial state."""
     return as_new(shared_service)
 
 
 @pytest.fixture
 def tooled(shared_tooled):
-    """Return the shared service with tools and reasoning, with its engine in the initial state."""
+    """Return the shared service with tools and reasoning. Reset its engine to the initial state."""
     return as_new(shared_tooled)
 
 
