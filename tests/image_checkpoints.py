@@ -39,7 +39,7 @@ def make_kimi_k25(directory: Path) -> Any:
 
 
 def make_qwen3_vl(directory: Path) -> Any:
-    """Return a seeded Qwen3-VL of transformers with its image encoder; write it to a directory."""
+    """Return a seeded Qwen3-VL of transformers with an image encoder; write it to ``directory``."""
     import transformers
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}

@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # heads of size 32, which CANN 8.5 refuses
+SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # CANN 8.5 refuses their size, 32
 ALL = [
     (architecture, *chip)
     for architecture in ARCHITECTURES
@@ -62,7 +62,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "prompts": {**DENSE, "parallel": {"pcp": 2}},
     "latents": {**DRAFTED, "parallel": {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 16}},
 }
-SUMS = ("latents", "Ascend910_9391", "8.5.1")  # the first release with log-sum-exps of latents
+SUMS = ("latents", "Ascend910_9391", "8.5.1")  # the first with log-sum-exps of latents
 ALL_SHARED = [SUMS, *((which, *chip) for which in SHARED for chip in CHIPS[1:])]
 FEW_SHARED = [slow("keys", *A3), slow("prompts", *A2), slow("latents", *A3), slow(*SUMS)]
 

@@ -76,7 +76,7 @@ def test_prompts_in_chunks_change_no_token(
     config = make_deployment_config(
         reference.directory,
         parallel={"tp": tp},
-        graph={"mode": mode, "max_tokens": 48},  # capturing many graphs of pieces takes long
+        graph={"mode": mode, "max_tokens": 48},  # fewer captures take less time
         scheduler={"max_num_batched_tokens": 128},
         kv={"block_size": 32, "num_blocks": 320},
     )

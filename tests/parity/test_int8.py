@@ -1,4 +1,4 @@
-"""With int8 weights on several ranks, graphs and eager steps give the same tokens in strict mode."""
+"""In strict mode, int8 weights on several ranks give the same tokens with graphs and eagerly."""
 
 from __future__ import annotations
 

@@ -125,5 +125,5 @@ def value_of(unit: str, text: str) -> float:
 
 
 def rounding_of(unit: str) -> float:
-    """Return the largest rounding error of a text in ``unit``, converted to the unit of /metrics."""
+    """Return the largest rounding error of texts in ``unit``, in the unit of /metrics."""
     return {"count": 1e-9, "percent": 0.00051, "mebibytes": 0.051 * (1 << 20)}[unit]

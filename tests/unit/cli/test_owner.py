@@ -1,4 +1,4 @@
-"""Tests of the owner of a service whose terminal is closed."""
+"""The owner of a service goes on when the service's terminal is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""For any requested mode, the resulting mode is possible, and the reasons explain each change."""
+"""For any requested graph mode, the chosen mode is possible for the model, and the reasons explain
+each change of the mode.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ supports = st.builds(
 
 
 def can_have(mode: GraphMode, support: GraphSupport) -> bool:
-    """Return whether a model supports a mode, by rules that do not use the tested code."""
+    """Return whether a model supports a mode. The rules here are written without the tested code."""
     updates = "none" if support.is_encoder_decoder else support.attention_updates
     return {
         "NONE": True,
@@ -103,7 +105,7 @@ def test_sizes_of_full_graphs_become_those_of_both_kinds() -> None:
         ("deepseek-v3", {}, "latent attention accepts no mask"),
         ("deepseek-v3.2", {}, "reads lengths on the device"),
         ("gpt-oss-120b", {}, "sliding window"),
-        # Windows hide no key of so short requests.
+        # Requests are so short that windows hide no key; only sinks are a reason.
         ("gpt-oss-120b", {"max_model_len": 128}, "sinks"),
         ("qwen3-235b-a22b", {"kv": {"block_size": 640}}, "at most 512, not 640"),
         ("qwen3-235b-a22b", {"recovery": {"exact": True}}, "recovery.exact"),
