@@ -1,4 +1,4 @@
-"""``doctor`` reads the output of hccn_tool, a tool of the driver. A shell script replaces it here."""
+"""``doctor`` reads the output of the driver's hccn_tool. A shell script replaces it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No operation loses a block or gives it away twice, and blocks are reused in the documented order."""
+"""No operation loses a block or gives it away twice. Blocks are reused in the documented order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(9, block_size=4)
         self.holders: list[list[int]] = []
-        self.content: dict[int, bytes] = {}  # stored hash of each block since its allocation
+        self.content: dict[int, bytes] = {}  # hashes that were stored for blocks
 
     @rule(count=st.integers(0, 9))
     def allocate(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""The choice of graph sizes has the lowest possible cost, and is fast enough for a running service."""
+"""The chosen graph sizes have the lowest cost, and a running service can choose in time."""
 
 from __future__ import annotations
 

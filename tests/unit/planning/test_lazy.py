@@ -1,4 +1,4 @@
-"""The shapes of batches that get a lazy graph, and the older lazy graphs that are evicted for it."""
+"""The shapes of batches that get a lazy graph, and the older lazy graphs that are evicted."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_hccl_has_two_buffers_for_each_domain() -> None:
 
     # there is a domain of 8 ranks, and one of 32 ranks
     assert part(account(spread), "HCCL buffers") == 2 * 2 * 200 * MIB
-    assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP have the same ranks
+    assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # a common domain
     assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
     assert part(account(spread, hccl=False), "HCCL buffers") == 0
     assert part(account(make(parallel={})), "HCCL buffers") == 0  # a single rank has no domain

@@ -34,7 +34,7 @@ supports = st.builds(
 
 
 def can_have(mode: GraphMode, support: GraphSupport) -> bool:
-    """Return whether a model supports a mode. The rules here are written without the tested code."""
+    """Return whether a model supports a mode, by rules that do not use the tested code."""
     updates = "none" if support.is_encoder_decoder else support.attention_updates
     return {
         "NONE": True,
