@@ -22,9 +22,7 @@ NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
 
 
 def with_fresh_keys(endpoint: Endpoint) -> Endpoint:
-    """Return an endpoint with new client keys, as of a peer that knows only the server's public
-    key.
-    """
+    """Return an endpoint with new client keys, which the server does not know."""
     assert endpoint.keys is not None
     public, secret = zmq.curve_keypair()
     return replace(

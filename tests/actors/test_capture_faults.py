@@ -23,7 +23,7 @@ from tests.lockstep import Lockstep, lockstep
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 SIZES = (1, 2, 4, 8, 12)
-LAYERS = 3  # layers of the checkpoint; each layer records one aclnnSwiGlu
+LAYERS = 3  # number of layers of the checkpoint; each launches one aclnnSwiGlu
 MIXED_SIZES = (4, 8, 16)
 STREAMS_BEFORE = 36  # number of free streams of a rank when it makes its offer
 # A decode graph of two ranks needs two streams for its lanes, and two for a communication domain.
@@ -159,7 +159,7 @@ def test_a_rank_that_stalls_in_a_capture_is_named_alone_in_bounded_time(checkpoi
 
 @pytest.mark.slow
 def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoint: Path) -> None:
-    # Call 5 of the device belongs to the eager run before the first capture.
+    # The fault hits the fifth call of the operator, in the eager run before the first capture.
     fault = {"op": "aclnnSwiGlu", "call": LAYERS + 2, "kind": "stall", "stall_s": STALL_S}
 
     error, seconds, in_all_s = fail_to_start(make_faulty_config(checkpoint, fault=fault))

@@ -153,8 +153,7 @@ exact_shapes = shapes.map(
 )
 
 
-# If a model has recurrent state, a step cannot be run twice. So the exchange of its steps must not
-# lose tokens.
+# A step of a model with recurrent state cannot run twice, so its exchange must not lose tokens.
 stateful_shapes = st.builds(
     lambda shape, count, interval: replace(
         shape, loses_tokens=False, num_checkpoints=count, interval=interval
@@ -290,9 +289,7 @@ class World:
         return True
 
     def check_events(self) -> None:
-        """Check that a subscriber to the events of each rank knows exactly the blocks in the rank's
-        prefix cache.
-        """
+        """Check that a subscriber to a rank's events knows the blocks in its prefix cache."""
         for rank, subscriber in zip(self.scheduler.ranks, self.subscribers, strict=True):
             assert rank.pool.events is not None
             if payload := rank.pool.events.take(0.0, rank.index):
@@ -300,9 +297,7 @@ class World:
             assert len(subscriber.blocks) == rank.pool.num_cached
 
     def copy(self) -> bool:
-        """Begin new copies of blocks, and continue earlier ones; return whether a copy ran or
-        waits.
-        """
+        """Begin and continue copies of blocks; return whether a copy ran or waits."""
         self.files.begin(self.scheduler.copies.take_jobs(is_idle=not self.results))
         was_busy = self.scheduler.copies.is_busy
         was_busy |= self.scheduler.copies.is_looking
@@ -331,9 +326,7 @@ class World:
             self.take([output])
 
     def check_plan(self, plan: StepPlan) -> None:
-        """Check that the workers have the same rows as the scheduler, and that no two rows write to
-        the same block.
-        """
+        """Check that workers have the scheduler's rows, and that no two rows write to one block."""
         scheduler, decode_len = self.scheduler, self.shape.num_drafts + 1
         batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
         most = max(int(records[:, 2].sum()) for records in batches)
@@ -383,8 +376,7 @@ class World:
     def check_exact_plan(self, plan: StepPlan) -> None:
         """Check that the step's shape, in which a request runs, does not depend on other requests.
 
-        A step runs either a chunk of one prompt, or one token of each request whose prompt is
-        computed.
+        A step runs a chunk of one prompt, or one token of each request whose prompt is computed.
         """
         kinds = set()
         for rank, batch in zip(self.scheduler.ranks, plan.batches, strict=True):
@@ -407,9 +399,7 @@ class World:
             assert (plan.graph is not None) == (kinds == {False} and is_small)
 
     def check_end(self, arrived: dict[int, Arrival]) -> None:
-        """Check that every request has ended exactly once, with the right tokens, and that all
-        blocks are free.
-        """
+        """Check that each request ended once with the right tokens, and all blocks are free."""
         assert not self.scheduler.has_work and self.scheduler.num_requests == 0
         assert all(rank.pool.num_used == 0 for rank in self.scheduler.ranks)
         assert self.reasons.keys() == self.got.keys()

@@ -371,9 +371,7 @@ def test_the_name_that_a_family_gives_to_a_key_has_priority(tmp_path: Path, orde
 
 
 def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
-    """In the published file, ``scoring_func`` has the name of the method by which experts are
-    chosen.
-    """
+    """In the published file, ``scoring_func`` has a value that belongs to ``topk_method``."""
     config = SMALL | {
         "architectures": ["Dots1ForCausalLM"], "scoring_func": "noaux_tc", "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
@@ -387,9 +385,7 @@ def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
 
 
 def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
-    """The published files use Gemma's older keys. transformers 5 writes one object for each type of
-    layer.
-    """
+    """Published files have Gemma's older keys. transformers 5 saves one object per layer type."""
     pattern = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
     older = {
         "rope_theta": 1e6, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3,
