@@ -118,7 +118,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "intermediate_size": 96,
-        "swiglu_limit": 0.5,  # so small that it clips some of the random activations
+        "swiglu_limit": 0.5,  # so small that it clips some activations of random weights
     },
 }
 HYBRID: dict[str, Any] = {

@@ -95,7 +95,7 @@ def _modelslim(module: str, low: Tensor, high: Tensor, scales: Tensor) -> Tensor
 def compressed_config(
     group: int | None, form: str = "pack-quantized", *, int8_rows: bool = False
 ) -> dict[str, Any]:
-    """Return a ``quantization_config`` that ignores the modules of ``EXPERTS_ONLY``."""
+    """Return a ``quantization_config`` whose list of modules in floats is ``EXPERTS_ONLY``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "group" if group else "channel", "group_size": group}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}

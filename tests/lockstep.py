@@ -70,7 +70,7 @@ class ForkedStartup(Startup):
 
 
 class Lockstep:
-    """A group that has captured its graphs, and can answer requests.
+    """A started group. It has captured its graphs, and can answer requests.
 
     Attributes:
         scheduler: the group's scheduler, which is otherwise in the engine.

@@ -1,4 +1,4 @@
-"""The ranks of a group as objects of this process, with a device, but without Ray and HCCL."""
+"""The ranks of a group are objects of this process. They use a device, but neither Ray nor HCCL."""
 
 from __future__ import annotations
 

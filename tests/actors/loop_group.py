@@ -71,7 +71,7 @@ class Group:
         stall_at, stall_s: number of the step that stalls, and the duration of its stall.
         link_s: time without messages after which a client counts as lost.
         max_unread_bytes: largest number of bytes that can wait for one client.
-        turn_s: time limit of one turn of the loop.
+        turn_s: time limit of one turn of the loop, in seconds.
         clients_host: address at which clients on other nodes connect to the engine.
         is_held: function that returns whether the engine holds its lease.
         fault_at: number of the step in which rank 0's device stops because a link fails. The other

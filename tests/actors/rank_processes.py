@@ -74,7 +74,8 @@ class RankProcesses(WorkerGroup):
 
         Raises:
             AssertionError: a rank did not answer, or its process has ended.
-            Exception: the error of a worker; the call does not wait for the other workers.
+            Exception: the first error of a worker. The call then does not wait for the other
+                workers.
         """
         for index, pipe in enumerate(self.workers):
             pipe.send((method, arguments(index) if arguments else ()))

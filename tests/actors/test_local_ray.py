@@ -125,8 +125,7 @@ def descendants(pid: int) -> set[int]:
 def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Path) -> None:
     with running(START_RAY) as (driver, [address]):
         sockets = listening(descendants(driver.pid) | {driver.pid})
-        # At least the control store, the node manager, two agents, and the driver or the actor
-        # listen.
+        # The control store, the node manager, two agents, the driver and the actor listen.
         assert len(sockets) >= 5
         assert {host for host, _ in sockets} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -145,7 +144,7 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
         ]
         assert friend.wait(100) == 0
         needed_s = time.monotonic() - began_s
-        for stranger in strangers:  # wait twice as long as the accepted peer needed
+        for stranger in strangers:  # gives strangers twice the time that the accepted peer needed
             with suppress(subprocess.TimeoutExpired):
                 left_s = began_s + 2 * needed_s - time.monotonic()
                 assert stranger.wait(max(0.0, left_s)) != 0

@@ -52,7 +52,8 @@ def place(
     """Draw a placement that Ray can choose. It uses any nodes with enough free NPUs, and any of
     their free NPUs.
 
-    With STRICT_PACK, a group is on one node. Returns None if no node has enough NPUs for a bundle.
+    With STRICT_PACK, a group is on one node. Return None if no node has enough free NPUs for a
+    bundle.
     """
     free = {
         node.node_id: list(range(node.npus))

@@ -14,7 +14,7 @@ from dist_aclgraph.errors import EngineDeadError
 
 
 def running(error: Exception, monkeypatch: pytest.MonkeyPatch) -> RayDeployment:
-    """A deployment whose controller's answers are this error."""
+    """Return a deployment whose controller answers every call with ``error``."""
 
     def get(*_: Any, **__: Any) -> None:
         raise error

@@ -121,7 +121,7 @@ BAD, ELSEWHERE = MemoryRange(4096, 8192), MemoryRange(8192, 12288)
     ("located", "held", "is_trusted"),
     [
         ("uce_kv", [[ELSEWHERE]], True),
-        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # BAD is freed with the weights
+        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # BAD belonged to the weights
         ("uce_tensor", [[BAD], [BAD]], False),
         ("uce", [], False),
     ],

@@ -7,7 +7,7 @@ import sys
 
 from tests.ports import free_port
 
-# The peer is absent, so the message is never sent.
+# The peer does not exist, so the message cannot be sent.
 DROP = """
 import sys
 import zmq

@@ -1,4 +1,4 @@
-"""A supervised service with an owner and an ingress that only wait."""
+"""A supervised service. Its owner and its ingress only wait."""
 
 from __future__ import annotations
 

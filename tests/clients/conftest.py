@@ -32,7 +32,7 @@ MODEL = "tiny-qwen3"
 COUNT = "Count from 3 to 9."
 COUNTED = "3 4 5 6 7 8 9"  # the model's answer to COUNT
 START_S, RUN_S, STOP_S = 120.0, 240.0, 60.0
-# With these settings, programs send requests only to the service.
+# With these settings, clients send requests only to the service, and not to other hosts.
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

@@ -81,7 +81,7 @@ def start(config, on_progress=None, **options):
 serve_until_signal(load_config(sys.argv[1], json.loads(sys.argv[2])), start)
 """
 
-# On a busy machine, the agents of a node need more than Ray's 15 s to start.
+# On a busy machine, the agents of a node need longer to start than Ray's limit of 15 s.
 RAY_SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_agent_register_timeout_ms": "300000"}
 _CLUSTER = """
 import json, os, sys, time

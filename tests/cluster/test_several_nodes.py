@@ -111,7 +111,7 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
 
 
 def complete(client: openai.OpenAI, prompt: list[int]) -> str:
-    """Return the text of a greedy answer."""
+    """Return the text of the greedy completion of ``prompt``."""
     answer = client.completions.create(
         model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
         extra_body={"ignore_eos": True},

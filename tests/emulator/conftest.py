@@ -147,7 +147,7 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
 def hosts() -> str:
     """Return one letter per rank, which names the rank's emulated host.
 
-    If there are more ranks than letters, the letters are repeated.
+    The letters are repeated if there are more ranks than letters.
     """
     return "a"
 

@@ -1,4 +1,6 @@
-"""Dummy weights: no weight file is read, so a small machine can run the shapes of a large model."""
+"""With dummy weights, no file of weights is read. So a small machine can run a large model's
+shapes.
+"""
 
 import json
 

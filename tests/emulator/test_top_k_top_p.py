@@ -9,7 +9,7 @@ ROWS, VOCAB = 4, 997
 
 
 def by_sorting(logits, p=None, k=None):
-    """Return the result of the documented formula, with sums in float64."""
+    """Return the result of the documented formula, by a full sort, with sums in float64."""
     sorted_, order = torch.sort(logits.float(), dim=-1, stable=True)
     n = logits.shape[1]
     if k is not None:

@@ -118,7 +118,7 @@ def size_of(batches: Sequence[RankBatch]) -> StepSize:
 
 
 class Sequences:
-    """Requests that run in every step; the tests decide the steps instead of a scheduler."""
+    """Requests that run in every step. The tests decide the steps; there is no scheduler."""
 
     # The batches of the other data-parallel ranks, and the way in which ranks exchange tokens with
     # experts.

@@ -1,4 +1,6 @@
-"""Fills slots of recurrent states with NaN if no request may read them, to detect such reads."""
+"""Fills slots of recurrent states that no request may read with NaN, so that tests notice such a
+read.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Group:
         return [id + 1 if id % 2 else id - 1 for id in ids]
 
     def decide(self) -> RankBatch:
-        """Return the next step; in most steps, all requests decode."""
+        """Return a random next step. In most steps, all requests decode."""
         started, appended, blocks, records = [], [], [], []
         steady = self.draw(0, 4) > 0 and bool(self.rows)
         for index in range(ROWS):

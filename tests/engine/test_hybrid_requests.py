@@ -1,4 +1,4 @@
-"""Whole requests of a model with recurrent state, step by step on one rank."""
+"""Requests of a model with recurrent state run to their end, step by step, on one rank."""
 
 from __future__ import annotations
 

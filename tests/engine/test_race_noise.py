@@ -68,7 +68,7 @@ def test_numbers_are_exponential(noise: RaceNoise, npu: Any, axis: str) -> None:
 
 
 def test_the_smallest_numbers_are_spread_evenly(noise: RaceNoise, npu: Any) -> None:
-    """The smallest number wins a race, so small numbers must have many different values."""
+    """The token with the smallest number wins, so small numbers must have many different values."""
     numbers = draw(noise, npu, keys_of([7] * 8000, range(8000))).ravel()
 
     least = np.sort(numbers)[:2000]

@@ -52,11 +52,11 @@ class Case:
         return ThreadRanks.of(self.shards.count, share_prompts=self.share_prompts)
 
     def attend(self, npu: Npu, ranks: ThreadRanks, graph: BatchDescriptor | None = None) -> Tensor:
-        """Check that all ranks have the same result; return it, [n, heads, dim]. With a graph, it
-        includes padding.
+        """Return the result of all ranks, [n, heads, dim], with the padding of a graph. If ranks
+        split prompts, check that all have the same result.
 
         Args:
-            graph: the graph whose padded lengths are used; None for an eager step.
+            graph: the graph to whose lengths the step is padded; None for an eager step.
         """
         found = ranks.run(lambda rank, context: self._attend_on(npu, rank, context, graph))
         if not self.share_prompts:

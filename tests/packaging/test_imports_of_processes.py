@@ -26,7 +26,7 @@ WITHOUT_TORCH = (
 
 
 def imported_by(code: str) -> set[str]:
-    """Return the names of loaded modules after a new process has run ``code``."""
+    """Run ``code`` in a new process; return the names of the modules that are then loaded."""
     show = "\nimport sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code + show], capture_output=True, check=True)
     return set(done.stdout.decode().split())

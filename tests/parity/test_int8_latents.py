@@ -141,7 +141,7 @@ def test_replayed_steps_equal_eager_steps_bit_by_bit(models: dict[str, Reference
 def test_latents_in_int8_change_probabilities_little(
     models: dict[str, Reference], architecture: str
 ) -> None:
-    """A strict device takes every call, in bfloat16 and with drafts.
+    """A strict device accepts every call, in bfloat16 and with drafts.
 
     Rounding to int8 changes a latent by at most half a scale, which is 1/254 of the largest of 128
     latents. The allowed difference of probabilities is three times that of transformers in

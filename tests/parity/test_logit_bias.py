@@ -15,7 +15,7 @@ NUM_TOKENS = 12
 
 
 def expected(model: Any, prompt: list[int], settings: dict[str, Any]) -> list[int]:
-    """Generate with the logits processors of transformers."""
+    """Return the tokens that transformers generates with its own logits processors."""
     given: dict[str, Any] = {}
     if biases := settings.get("logit_bias"):
         given["sequence_bias"] = {(token_id,): value for token_id, value in biases.items()}

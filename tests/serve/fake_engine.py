@@ -366,7 +366,7 @@ def _shared(
 def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
     """Return the log-probabilities of a prompt, divided into two parts.
 
-    Token i has the log-probability -i; the most probable tokens have -0.5.
+    Prompt token i has the log-probability -i. The most probable token at each position has -0.5.
     """
     ids, num_best = unpack_ints(submit.prompt), submit.sampling.prompt_logprobs
     if num_best < 0:

@@ -122,7 +122,7 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
         longest.append(max(turns))
 
     assert service.engine.submitted == []
-    # Decoding a body of objects would take 1,500 times as long as its scan.
+    # To decode a body of objects would take 1,500 times as long as to scan it.
     assert min(longest) < 12 * scan_s(BODIES["objects"][1])
 
 

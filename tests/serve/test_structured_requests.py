@@ -328,7 +328,9 @@ def test_a_process_that_died_is_replaced(service):
 
 
 def test_requests_that_wait_for_a_grammar_take_no_threads_from_others(service):
-    """More requests wait for grammars than there are threads, but plain text is still served."""
+    """More requests wait for grammars than there are threads. Requests for plain text are still
+    served.
+    """
     compiler, go = service.state.grammars, threading.Event()
     compile_source = compiler.compile
     compiler.compile = lambda *args: (go.wait(60), compile_source(*args))[1]

@@ -133,7 +133,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (pci / address / "device").write_text("0xd803\n")
     (pci / "0000:75:00.0").mkdir()
     (pci / "0000:75:00.0" / "vendor").write_text("0x19e5\n")
-    (pci / "0000:75:00.0" / "device").write_text("0xa250\n")  # a compression engine, not an NPU
+    (pci / "0000:75:00.0" / "device").write_text("0xa250\n")  # a compression device, not an NPU
     for number in range(len(ADDRESSES)):
         (tmp_path / f"davinci{number}").touch()
     for task in ("7", "8"):

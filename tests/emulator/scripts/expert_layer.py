@@ -245,7 +245,7 @@ def run_in_int8(kind):
         x.copy_(given[0])
         slots.copy_(given[1])
         graph.replay()
-        # Quantisation of the inputs and of two weights adds noise of about 1 % each. The results
+        # Three quantisations, of inputs and of weights, add noise of about 1 % each. The results
         # have a standard deviation of 0.8. The tolerance allows for the largest error among
         # hundreds of results.
         expect_dense(f"int8 {kind}", out, given[0], live, tolerance=0.1)

@@ -1,5 +1,5 @@
-"""Every deployment in configs/ has a plan. For large deployments, the tests check memory, streams
-and exchanges.
+"""Every deployment in configs/ can be planned. For large deployments, the tests check memory,
+streams and exchanges.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Laws of the number of groups that autoscaling wants.
 
-The number stays within limits, changes only after a delay, and is constant under a constant demand.
+The number stays within its limits, changes only after a delay, and does not oscillate under a
+constant demand.
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ class FakeStates:
         self._checkpoints.clear()
 
     def _state_of(self, row: int, before: Sequence[int]) -> int:
-        """Check and return the row's state after the tokens ``before``; 0 if there are none."""
+        """Return the row's state after the tokens ``before``, and check it; 0 if there are no such
+        tokens.
+        """
         if not before or row in self._spoilt:
             return 0
         state = self._rows[row][self._passed[row]]

@@ -167,7 +167,7 @@ def test_a_preempted_request_goes_on_at_another_rank() -> None:
         for name, num_tokens, first in (("early", 16, 0), ("other", 30, 50), ("late", 16, 90))
     )
     start(scheduler, early, late, other)
-    finish(scheduler, [1, 2], [3])  # "early" and "late" then use all blocks of rank 0
+    finish(scheduler, [1, 2], [3])  # "early" and "late" now need more blocks than rank 0 has
     assert names(scheduler) == [["early", "late"], ["other"]]
     scheduler.abort("other")
 

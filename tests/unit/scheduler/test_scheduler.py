@@ -295,7 +295,7 @@ def test_without_max_tokens_a_request_makes_do_with_a_small_cache() -> None:
     while scheduler.schedule() is not None:
         count += len(run(scheduler, 1))
 
-    assert count == 13  # 4 + 12 tokens fill the block; the last token needs no KV
+    assert count == 13  # 4 + 12 tokens fill the block; the 13th needs no KV
 
 
 def test_a_full_queue_refuses() -> None:
