@@ -228,7 +228,7 @@ def test_a_configuration_with_other_libraries_has_another_fork_server() -> None:
 
 
 def sent(starter: ForkingStarter) -> ForkingStarter:
-    """Return the copy of ``starter`` that another process would receive after pickling."""
+    """Return a pickled copy of ``starter``, as another process would get it."""
     found = pickle.loads(pickle.dumps(starter))
     assert isinstance(found, ForkingStarter)
     return found

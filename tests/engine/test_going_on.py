@@ -1,5 +1,5 @@
-"""Law: a worker computes the same inputs of a step from its previous step as a new worker, which
-has no previous step.
+"""Law: a worker that derives a step's inputs from its previous step gets the same inputs as a new
+worker.
 """
 
 from __future__ import annotations

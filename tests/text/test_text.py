@@ -130,7 +130,7 @@ def test_stop_strings_do_not_cut_an_answer_that_must_have_a_form(form, expected)
         (" 2", 1, ("1", "stop")),
         (" 2", 2, ("1 2 3", "stop")),  # the first match is too early
         (" 2", 4, ("1 2 3 2 3", "length")),
-        ("2 3", 2, ("1 ", "stop")),  # the match ends after the first two tokens
+        ("2 3", 2, ("1 ", "stop")),  # the match ends after the two tokens of the minimum
     ],
 )
 @pytest.mark.parametrize("size", [1, 5])

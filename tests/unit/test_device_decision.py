@@ -34,7 +34,7 @@ def make(**device: Any) -> Config:
 
 @pytest.fixture
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of /dev. It contains the device file of no NPU."""
+    """A folder in place of /dev. It contains no device file of an NPU."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     monkeypatch.setattr(decision, "check_cann", lambda: None)
     return tmp_path

@@ -1,4 +1,4 @@
-"""The chosen graph sizes have the lowest cost, and a running service can choose in time."""
+"""Chosen graph sizes have the lowest cost. The choice is fast enough for a running service."""
 
 from __future__ import annotations
 
