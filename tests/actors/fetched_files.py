@@ -89,7 +89,7 @@ class World:
             reader=reader,
             clock=lambda: self.now_s,
         )
-        at_file = self.server.address.file  # replaces an address that other nodes can reach
+        at_file = self.server.address.file  # used like an address that other nodes can reach
         self.address = Address("source", at_file, self.server.address.tcp or at_file)
         self.use(self.address)
 

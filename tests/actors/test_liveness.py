@@ -56,7 +56,7 @@ def test_a_listener_that_was_stopped_blames_nobody_for_it() -> None:
 
 
 def test_a_process_that_beats_is_not_silent(heartbeat: SharedHeartbeat) -> None:
-    for _ in range(300):  # more heartbeats than the 256 values of the byte
+    for _ in range(300):  # more heartbeats than a byte has values
         heartbeat.beat()
         assert not clock.is_silent_after(heartbeat, LIMIT_S / 2)
 

@@ -69,7 +69,7 @@ def test_a_failed_capture_leaves_no_graph(x):
     before, graph = emulator.counters(), torch.npu.NPUGraph()
     with pytest.raises(RuntimeError), torch.npu.graph(graph):
         x.cpu()
-    graph.reset()  # before it, the graph still contains the calls before the refused one
+    graph.reset()  # until now, the graph contains the calls before the refused one
     assert taken(before) == {}
 
 

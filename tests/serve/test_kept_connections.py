@@ -309,7 +309,7 @@ def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> No
 
 
 class Killed(BaseException):
-    """Stands for the death of a process at this place."""
+    """Raised in place of a kill, so that the work of the process ends at this place."""
 
 
 def be_killed(*_: object) -> Never:

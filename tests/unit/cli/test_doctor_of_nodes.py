@@ -1,4 +1,4 @@
-"""The findings of ``doctor --cluster``: for nodes that fit together, and for one fault each."""
+"""The findings of ``doctor --cluster``: for nodes that fit together, and for nodes with a fault."""
 
 from __future__ import annotations
 
